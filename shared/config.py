@@ -13,9 +13,9 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from shared.errors import SetupError
@@ -50,6 +50,10 @@ class Settings(BaseSettings):
     # gateway
     http: str = Field("127.0.0.1:8000", description="host:port of the OpenAI API; port 0: any free one; off")
     http_keys: str = Field("", description="file of lines `tenant key`: the API keys; empty: no key needed")
+    http_tls_cert: str = Field("", description="PEM file of the gateway's certificate: HTTPS; empty: HTTP")
+    http_tls_key: str = Field("", description="PEM file of its key")
+    access_log: str = Field("", description="a JSON line for each HTTP request: a file, or - for stdout")
+    access_log_prompts: bool = Field(False, description="with the bodies of requests: prompts, messages, all")
     tenant_classes: str = Field(
         "", description="file of lines `tenant class,...`: the classes that each tenant may use"
     )
@@ -110,6 +114,7 @@ class Settings(BaseSettings):
     accept_mixed: bool = Field(False, description="executors with other weights or modes serve, too")
     event_log: str = Field("", description="write every event and command: a file, or nats; see replay")
     logits_processors: str = Field("", description="name=module:class,... that requests may use")
+    trust_request_chat_template: bool = Field(False, description="a request may bring its own chat template")
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; above: 429")
     max_waiting_tokens: int = Field(1_048_576, ge=0, description="prompt tokens that may wait; above: 429")
     request_timeout_s: float = Field(300, gt=0, description="time limit of a request without `timeout_s`, s")
@@ -153,6 +158,12 @@ class Settings(BaseSettings):
             return http
         raise ValueError("host:port or off is expected, like 127.0.0.1:8000 or [::1]:8000")
 
+    @model_validator(mode="after")
+    def _certificate_with_key(self) -> Self:
+        if bool(self.http_tls_cert) != bool(self.http_tls_key):
+            raise ValueError("http_tls_cert and http_tls_key belong together: give both or none")
+        return self
+
     @property
     def http_address(self) -> tuple[str, int] | None:
         """The gateway's address; None: off."""
@@ -191,6 +202,9 @@ _METAVARS = {  # for names with an unclear last word
     "port": "PORT",
     "http": "HOST:PORT",
     "http_keys": "FILE",
+    "http_tls_cert": "FILE",
+    "http_tls_key": "FILE",
+    "access_log": "FILE",
     "tenant_classes": "FILE",
     "tenant_quotas": "FILE",
     "drain_timeout_s": "SECONDS",

@@ -63,10 +63,10 @@ def bind(
     return bound
 
 
-def http_url(host: str, port: int) -> str:
+def http_url(host: str, port: int, *, tls: bool = False) -> str:
     """The URL of an address for a client on this machine."""
     host = _ANY.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http{'s' * tls}://[{host}]:{port}" if ":" in host else f"http{'s' * tls}://{host}:{port}"
 
 
 def _refused(host: str, port: int, error: OSError, who: str, mend: str) -> SetupError:

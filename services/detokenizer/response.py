@@ -2,16 +2,16 @@
 
 The shapes follow the OpenAI API; the frames of a stream are numbered:
 
-    accepted  {"type":"accepted","request_id","attempt","frame","model","created"}
+    accepted  {"type":"accepted","request_id","attempt","frame","model","created","prompt_tokens"}
     delta     {"type":"delta","request_id","attempt","frame","choices":[
                   {"index","first","count","delta":{"role"?,"content"},"finish_reason":null}]}
     done      {"type":"done","request_id","attempt","frame","model","created","choices":[
-                  {"index","tokens","finish_reason"}],"usage","timings"}
+                  {"index","tokens","finish_reason","stop_reason"?}],"usage","timings"}
     error     {"type":"error","request_id","attempt","frame","error":{…}}
 
-A completion has `"text"` in place of `"delta"`, and `"logprobs"` on request. The concatenated texts of a
-choice are its whole answer. `done` and `error` carry the header `Headrace-End: 1`. Deltas are the hot path:
-their JSON is formatted by hand around the escaped text.
+A completion has `"text"` in place of `"delta"`, and `"logprobs"` on request. `stop_reason` is the stop string
+that ended a choice. The concatenated texts of a choice are its whole answer. `done` and `error` carry the
+header `Headrace-End: 1`. Deltas are the hot path: their JSON is formatted by hand around the escaped text.
 """
 
 from __future__ import annotations
@@ -144,14 +144,19 @@ class ResponseText:
         facts = self._facts()
         self.ended = True
         if not self.opened.stream:
-            whole = [(self.choices[i].drain(), self.closed[i].reason) for i in sorted(self.closed)]
+            whole = [(self.choices[i].drain(), self._ending(i)) for i in sorted(self.closed)]
             self._reply = answer(self.opened, whole, facts)
             return self._reply
         choices: list[dict[str, Any]] = [
-            {"index": i, "tokens": closed.tokens, "finish_reason": closed.reason}
+            {"index": i, "tokens": closed.tokens, **self._ending(i)}
             for i, closed in sorted(self.closed.items())
         ]
         return self._frames.done(choices, facts)
+
+    def _ending(self, choice: int) -> dict[str, str]:
+        """Why a closed choice ended, as fields of its JSON."""
+        reason, stop = {"finish_reason": self.closed[choice].reason}, self.choices[choice].stop
+        return {**reason, "stop_reason": stop} if stop else reason
 
     def failure(self, error: HeadraceError) -> bytes:
         """The last frame, or the plain reply, of a failed request."""
@@ -183,13 +188,22 @@ def slowest(timings: Iterable[Timings]) -> Timings:
 class FrameBuilder:
     """Numbers and builds the frames of one request's stream."""
 
-    __slots__ = ("_attempt", "_chat", "_created", "_frame", "_model", "_prefix", "_request", "_role_sent")
+    __slots__ = (
+        "_about",
+        "_attempt",
+        "_chat",
+        "_frame",
+        "_prefix",
+        "_prompt_tokens",
+        "_request",
+        "_role_sent",
+    )
 
     def __init__(self, opened: Open) -> None:
         self._request = opened.request
         self._attempt = (opened.attempt - 1) * MAX_RESENDS + 1
-        self._model = opened.model
-        self._created = opened.received_wall_us // 1_000_000
+        self._about = {"model": opened.model, "created": opened.received_wall_us // 1_000_000}
+        self._prompt_tokens = opened.prompt_tokens
         self._chat = opened.format == "chat"
         self._frame = 0
         self._role_sent: set[int] = set()
@@ -212,7 +226,7 @@ class FrameBuilder:
 
     def accepted(self) -> bytes:
         """The first frame: the request is queued."""
-        return to_json({**self._head("accepted"), "model": self._model, "created": self._created})
+        return to_json({**self._head("accepted"), **self._about, "prompt_tokens": self._prompt_tokens})
 
     def delta(self, choices: Iterable[tuple[int, Delta]]) -> bytes:
         """A frame with new text of one or more choices."""
@@ -235,8 +249,7 @@ class FrameBuilder:
 
     def done(self, choices: list[dict[str, Any]], facts: Mapping[str, Any]) -> bytes:
         """The last frame of an answer; `facts` holds usage and timings."""
-        head = {**self._head("done"), "model": self._model, "created": self._created}
-        return to_json({**head, "choices": choices, **facts})
+        return to_json({**self._head("done"), **self._about, "choices": choices, **facts})
 
     def error(self, error: HeadraceError, trace: str) -> bytes:
         """The last frame of a failed request."""
@@ -247,14 +260,14 @@ class FrameBuilder:
         return {"type": kind, "request_id": self._request, "attempt": self._attempt, "frame": number}
 
 
-def answer(opened: Open, whole: list[tuple[Delta, str]], facts: Mapping[str, Any]) -> bytes:
-    """The reply of a plain request; `whole` is (text, finish reason) by choice."""
+def answer(opened: Open, whole: list[tuple[Delta, dict[str, str]]], facts: Mapping[str, Any]) -> bytes:
+    """The reply of a plain request; `whole` is (text, fields of its end) by choice."""
     chat = opened.format == "chat"
 
-    def choice(index: int, delta: Delta, reason: str) -> dict[str, Any]:
+    def choice(index: int, delta: Delta, ending: dict[str, str]) -> dict[str, Any]:
         text = delta.text
         body = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        return {"index": index, **body, "logprobs": delta.logprobs, "finish_reason": reason}
+        return {"index": index, **body, "logprobs": delta.logprobs, **ending}
 
     return to_json(
         {
@@ -262,7 +275,7 @@ def answer(opened: Open, whole: list[tuple[Delta, str]], facts: Mapping[str, Any
             "object": "chat.completion" if chat else "text_completion",
             "created": opened.received_wall_us // 1_000_000,
             "model": opened.model,
-            "choices": [choice(i, delta, reason) for i, (delta, reason) in enumerate(whole)],
+            "choices": [choice(i, delta, ending) for i, (delta, ending) in enumerate(whole)],
             **facts,
         }
     )

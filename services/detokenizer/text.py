@@ -45,8 +45,8 @@ class SequenceStream:
     """One choice of one request, from Open to Close."""
 
     __slots__ = (
-        "_decoder", "_finder", "_pieces", "_scores", "_sent", "_shape",
-        "choice", "ended", "ids", "reason", "seq", "stop_index", "stop_reported", "taken",
+        "_decoder", "_finder", "_least", "_pieces", "_scores", "_sent", "_shape",
+        "choice", "ended", "ids", "reason", "seq", "stop", "stop_index", "stop_reported", "taken",
     )  # fmt: skip
 
     def __init__(self, opened: Open, vocabulary: Vocabulary) -> None:
@@ -58,6 +58,7 @@ class SequenceStream:
         self.stop_reported = False  # to its scheduler
         self.ended = False
         self.reason = ""
+        self.stop = ""  # the stop string that ended it
         self._sent = 0
         self._pieces: list[str] = []
         silent = () if opened.include_stop else opened.stop_ids
@@ -66,6 +67,7 @@ class SequenceStream:
         self._shape = LogprobShape(vocabulary, opened.format == "chat") if opened.logprobs else None
         self._scores: list[Score] = []
         self._finder = StopFinder(opened.stop, opened.include_stop) if opened.stop else None
+        self._least = opened.min_tokens
 
     def take(self, first: int, ids: array[int], scores: Sequence[Score] = ()) -> bool:
         """Read tokens from index `first` on. True if they complete a stop string, and again when a new
@@ -97,10 +99,13 @@ class SequenceStream:
         self.seq, self.stop_reported = -1, False
 
     def _take_watching(self, finder: StopFinder, ids: array[int]) -> None:
-        """Read token by token, to find the index of the token that completes a stop string."""
+        """Read token by token, to find the index of the token that completes a stop string. A stop string
+        begins after `min_tokens` tokens."""
         for i in range(len(ids)):
             self.taken += 1
-            text, found = finder.feed(self._decoder.feed(ids[i : i + 1]))
+            text, found = self._decoder.feed(ids[i : i + 1]), False
+            if self.taken > self._least:
+                text, found = finder.feed(text)
             if text:
                 self._pieces.append(text)
             if found:
@@ -129,6 +134,7 @@ class SequenceStream:
         self.ended = True
         if self.stop_index is not None and self.stop_index <= final:
             self.reason = "stop"
+            self.stop = self._finder.found if self._finder is not None else ""
             return self.stop_index
         self.reason = reason
         if self.stop_index is None:
@@ -203,13 +209,14 @@ class StopFinder:
     It holds back the longest suffix of the text that may become a stop string, and no more.
     """
 
-    __slots__ = ("_begins", "_held", "_include", "_stops")
+    __slots__ = ("_begins", "_held", "_include", "_stops", "found")
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
         self._stops = stops
         self._begins = frozenset(stop[0] for stop in stops)
         self._include = include
         self._held = ""
+        self.found = ""  # the stop string that is complete
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """Returns (text to send, whether a stop string is complete). Do not call it after a stop string."""
@@ -219,7 +226,7 @@ class StopFinder:
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
             end, start = min(ends)
-            self._held = ""
+            self._held, self.found = "", text[start:end]
             return text[: end if self._include else start], True
         cut = min((self._may_begin(stop, text) for stop in self._stops), default=len(text))
         self._held = text[cut:]

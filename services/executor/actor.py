@@ -167,8 +167,8 @@ class ExecutorActor(Actor):
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         info = self._backend.info if self._backend is not None else None
-        context = () if info is None else (("context", info.context),)
-        load = (("steps", self._steps), ("slots", len(self._open_slots)), *context)
+        facts = () if info is None else (("context", info.context), ("grammars", int(info.follows_grammars)))
+        load = (("steps", self._steps), ("slots", len(self._open_slots)), *facts)
         model = "" if info is None else info.model
         generation = self._arenas.generation if self._arenas is not None else 0
         scheduler = self._scheduler.removeprefix("scheduler.") if self._welcomed else ""

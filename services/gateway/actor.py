@@ -12,24 +12,31 @@ import contextlib
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from services.gateway.access_log import AccessLog
 from services.gateway.app import Endpoints, Keys, build_app
 from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
-from services.gateway.fleet_metrics import FleetMetrics
+from services.gateway.fleet import Fleet
 from services.gateway.native_call import Health, TenantConnections
+from services.gateway.page import Page
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.client import Client
-from shared.config import Settings
+from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, drain_over
 from shared.nats import access
 from shared.processes import bind, http_url
 from shared.telemetry.readings import Metrics
+
+log = logging.getLogger("headrace.gateway")
+
+Tls = WatchedFile[ssl.SSLContext]
 
 BACKLOG = 2_048
 MAX_FILES = 65_536
@@ -46,10 +53,19 @@ class GatewayActor(Actor):
     traced = True
 
     def __init__(
-        self, address: tuple[str, int], keys: Keys, timeout_s: float, *, shared: bool = False
+        self,
+        address: tuple[str, int],
+        keys: Keys,
+        timeout_s: float,
+        *,
+        shared: bool = False,
+        tls: Tls | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
         """`shared`: other gateways listen on the same port."""
         self._address = address
+        self._tls = tls
+        self._access_log = access_log
         self._shared = shared
         self._keys = keys
         self._timeout_s = timeout_s
@@ -58,17 +74,21 @@ class GatewayActor(Actor):
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         client = await Client.open(mailbox.bus)
+        fleet = Fleet(mailbox, lambda: self.metrics)
         self._endpoints = Endpoints(
             connections=TenantConnections(client, apart=self._keys.demanded),
             keys=self._keys,
             health=Health(client),
-            fleet_metrics=FleetMetrics(mailbox, lambda: self.metrics).collect,
+            fleet=fleet,
+            page=Page(fleet, self._keys),
             timeout_s=self._timeout_s,
             component=mailbox.source,
             tracer=mailbox.tracer,
+            access_log=self._access_log,
             clock=mailbox.clock,
         )
-        self._http = HttpServer(build_app(self._endpoints), listen(*self._address, shared=self._shared))
+        bound = listen(*self._address, shared=self._shared)
+        self._http = HttpServer(build_app(self._endpoints), bound, self._tls)
         await self._http.start()
         self._look()
 
@@ -87,6 +107,8 @@ class GatewayActor(Actor):
         if self._endpoints is not None:
             self._http.check()
             self._keys.refresh()
+            if self._tls is not None:
+                self._tls.refresh()
             self._endpoints.connections.sweep()
             self._look()
 
@@ -105,7 +127,7 @@ class GatewayActor(Actor):
             return {}
         counters = self._endpoints.counters
         return {
-            "url": http_url(*self._http.address),
+            "url": http_url(*self._http.address, tls=self._tls is not None),
             "health": self._endpoints.health.why or "ok",
             "active": counters.active,
             "lines": len(self._endpoints.connections),
@@ -125,6 +147,8 @@ class GatewayActor(Actor):
             self._endpoints.connections.fail(drain_over("gateway"))
             await self._http.stop()
             await self._endpoints.connections.close()
+        if self._access_log is not None:
+            self._access_log.close()
 
     def _look(self) -> None:
         if self._endpoints is not None:
@@ -143,8 +167,27 @@ def build(settings: Settings) -> GatewayActor:
             "of keys, DIR/gateway/keys of `headrace auth DIR`"
         )
     allow_files()
-    shared = settings.gateways > 1
-    return GatewayActor(address, Keys(settings.http_keys), settings.request_timeout_s, shared=shared)
+    cert, access_log = settings.http_tls_cert, settings.access_log
+    return GatewayActor(
+        address,
+        Keys(settings.http_keys),
+        settings.request_timeout_s,
+        shared=settings.gateways > 1,
+        tls=read_certificate(cert, settings.http_tls_key) if cert else None,
+        access_log=AccessLog(access_log, prompts=settings.access_log_prompts) if access_log else None,
+    )
+
+
+def read_certificate(cert: str, key: str) -> Tls:
+    """A context with the certificate in file `cert`. When that file changes, later connections get the new
+    one. Raises SetupError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+
+    def load(_: str) -> ssl.SSLContext:
+        context.load_cert_chain(cert, key)
+        return context
+
+    return WatchedFile("http_tls_cert", cert, load, log)
 
 
 def allow_files() -> None:
@@ -188,7 +231,7 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Serves an application on a socket until it is drained."""
 
-    def __init__(self, app: ASGIApp, bound: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, bound: socket.socket, tls: Tls | None = None) -> None:
         # Below ERROR every malformed request of any client would write a log line.
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
         self._bound = bound
@@ -204,6 +247,8 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=int(KEEP_ALIVE_S),
         )
+        config.load()
+        config.ssl = None if tls is None else tls.value
         self._server = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None

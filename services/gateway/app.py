@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import metadata
@@ -28,8 +28,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import exchange as exchanges
 from services.gateway import openai_response
+from services.gateway.access_log import AccessLog
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
 from services.gateway.exchange import Exchange, ExchangeCounters, answer, given_id, refusal
+from services.gateway.fleet import Fleet
 from services.gateway.native_call import (
     HEADROOM_BYTES,
     Health,
@@ -41,6 +43,7 @@ from services.gateway.native_call import (
 from services.gateway.openai_request import Call, fields_of, model_of, read_call
 from services.gateway.openai_response import BODY_SEND, ChunkBuilder, EventStream
 from services.gateway.openapi import document
+from services.gateway.page import Page
 from shared.client import Client
 from shared.clock import Clock, SystemClock
 from shared.config import WatchedFile
@@ -58,7 +61,6 @@ from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
 from shared.telemetry import traces
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
-from shared.telemetry.readings import Metrics
 from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.gateway")
@@ -101,6 +103,7 @@ def build_app(endpoints: Endpoints) -> ASGIApp:
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/openapi.json", endpoints.openapi, methods=["GET"]),
+        *endpoints.page.routes(),
     ]
     handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
     return Edge(Starlette(routes=routes, exception_handlers=handlers), endpoints)  # type: ignore[arg-type]  # its handlers are typed for Exception alone
@@ -113,10 +116,12 @@ class Endpoints:
     connections: TenantConnections
     keys: Keys
     health: Health
-    fleet_metrics: Callable[[], Awaitable[Metrics]]
+    fleet: Fleet
+    page: Page
     timeout_s: float
     component: str = "gateway"  # name in spans
     tracer: Tracer | None = None
+    access_log: AccessLog | None = None
     counters: ExchangeCounters = field(default_factory=ExchangeCounters)
     clock: Clock = field(default_factory=SystemClock)
 
@@ -168,7 +173,7 @@ class Endpoints:
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
         self.keys.only_operator(request.headers.get("authorization", ""))
-        readings = await self.fleet_metrics()
+        readings = await self.fleet.metrics()
         page = await asyncio.to_thread(to_prometheus, readings)  # some 10 ms: streams go on
         return Response(page, headers={"Content-Type": CONTENT_TYPE})
 
@@ -194,7 +199,10 @@ class Endpoints:
             )
             raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
         fields, client = await self._asked(request)
+        if self.access_log is not None and self.access_log.prompts:
+            exchange.body = fields
         call = read_call(fields, chat=chat, request_id=exchange.request_id)
+        exchange.stream = call.stream
         if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
             exchange.request_id = call.request_id
         native = NativeCall(client, self.timeout_s, exchange.trace)
@@ -206,6 +214,7 @@ class Endpoints:
             )
         natives = await unless_gone(request.receive, native.responses(call))
         exchange.answered_us = self.clock.wall_us()
+        exchange.usages += [each["usage"] for each in natives]
         return answer(openai_response.answer(call, natives, echoed))
 
     def _admit(self, request: Request) -> str:
@@ -337,12 +346,17 @@ class Edge:
             trace=trace,
             parent_span=parent_span,
             started_us=self._endpoints.clock.wall_us(),
+            client=(scope.get("client") or ("",))[0],
+            agent=headers.get("user-agent", ""),
         )
 
     def _end(self, exchange: Exchange) -> None:
         endpoints = self._endpoints
         exchange.ended_us = max(endpoints.clock.wall_us(), exchange.started_us)
         endpoints.counters.end(exchange)
+        endpoints.page.note(exchange)
+        if endpoints.access_log is not None:
+            endpoints.access_log.write(exchange)
         if isinstance(exchange.error, Unavailable):
             why = MET_503 if endpoints.keys.demanded else exchange.error.message  # /health needs no key
             endpoints.health.doubt(why, exchange.model)
@@ -399,6 +413,11 @@ class Keys:
             return DEFAULT_TENANT
         name = self._name_of(authorization)
         return DEFAULT_TENANT if name == OPERATOR else name
+
+    def viewer_of(self, authorization: str) -> str | None:
+        """The tenant whose requests a key may see; None: those of all. Raises NotAuthorized."""
+        name = OPERATOR if self._file is None else self._name_of(authorization)
+        return None if name == OPERATOR else name
 
     def only_operator(self, authorization: str) -> None:
         """Raises NotAuthorized, and Forbidden for a tenant's key."""

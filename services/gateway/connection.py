@@ -225,7 +225,10 @@ class Connection(HttpToolsProtocol):
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:  # TLS has no half-closed connections
+            self.transport.close()
 
 
 def sweep(connections: Iterable[Any], now_s: float) -> None:

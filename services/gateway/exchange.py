@@ -53,6 +53,11 @@ class Exchange:
     model: str = ""
     status: int = 0
     error: HeadraceError | None = None
+    client: str = ""  # address
+    agent: str = ""  # `User-Agent`
+    stream: bool | None = None  # None: no request for an answer
+    body: Mapping[str, Any] | None = None  # fields of the request; only for an access log that wants them
+    usages: list[dict[str, Any]] = field(default_factory=list)  # of each prompt that was answered
 
 
 def given_id(header: str) -> str:

@@ -94,6 +94,7 @@ class ChunkBuilder:
         self._usages: list[Body] = []
         self._head: Body = {}
         self._tail: Body = {"usage": None} if call.include_usage else {}
+        self._prompt_tokens: dict[int, int] = {}  # by prompt
 
     def take(self, prompt: int, frame: Body) -> list[str]:
         """The chunks, as JSON, for a frame of the stream of one prompt. Raises EngineError if a stream that
@@ -101,6 +102,7 @@ class ChunkBuilder:
         kind, first = frame["type"], prompt * self._call.n
         if kind == "accepted":
             self._head = self._head or self._begin(frame)
+            self._prompt_tokens[prompt] = frame.get("prompt_tokens", 0)
             for index in range(first, first + self._call.n):
                 if index in self._sent:
                     self._sent[index].begin_again()
@@ -108,14 +110,24 @@ class ChunkBuilder:
         chunks: list[str] = []
         if first not in self._sent:
             indexes = range(first, first + self._call.n)
+            self._count(prompt, 0)
             chunks = [_json(chunk) for index in indexes for chunk in self._first(index, prompt)]
         if kind == "delta":
             for choice in frame["choices"]:
+                self._count(prompt, choice["first"] + choice["count"])
                 chunks += self._delta(first + choice["index"], choice)
             return chunks
         for choice in frame["choices"]:
+            self._count(prompt, choice["tokens"])
             chunks += map(_json, self._last(first + choice["index"], choice))
         return [*chunks, *map(_json, self._end(frame))]
+
+    def _count(self, prompt: int, tokens: int) -> None:
+        """The next chunks belong to a choice with so many tokens: their usage, if each chunk has it."""
+        if self._call.continuous_usage:
+            before = self._prompt_tokens[prompt]
+            counts = {"prompt_tokens": before, "completion_tokens": tokens, "total_tokens": before + tokens}
+            self._tail = {"usage": counts}
 
     def _begin(self, frame: Body) -> Body:
         return {
@@ -125,8 +137,10 @@ class ChunkBuilder:
             "model": frame["model"],
         }
 
-    def _chunk(self, index: int, content: Body, logprobs: Body | None, reason: str | None) -> Body:
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+    def _chunk(
+        self, index: int, content: Body, logprobs: Body | None, reason: str | None, **more: str
+    ) -> Body:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason, **more}
         return {**self._head, "choices": [choice], **self._tail}
 
     def _first(self, index: int, prompt: int) -> list[Body]:
@@ -153,9 +167,11 @@ class ChunkBuilder:
             end = choice["first"] + choice["count"]
             logprobs = _unsent(logprobs, end, sent.tokens)
             sent.tokens = max(end, sent.tokens)
-        if logprobs is None:
+        if logprobs is None and not text:
+            return []
+        if logprobs is None and not self._call.continuous_usage:
             before, behind = sent.around
-            return [f"{before}{quote(text)}{behind}"] if text else []
+            return [f"{before}{quote(text)}{behind}"]
         content: Body = {"delta": {"content": text}} if self._call.chat else {"text": text}
         return [_json(self._chunk(index, content, logprobs, None))]
 
@@ -173,7 +189,7 @@ class ChunkBuilder:
                 numbered = [{"index": i, **call} for i, call in enumerate(calls)]
                 chunks.append(self._chunk(index, {"delta": {"tool_calls": numbered}}, None, None))
         content: Body = {"delta": {}} if self._call.chat else {"text": ""}
-        return [*chunks, self._chunk(index, content, None, reason)]
+        return [*chunks, self._chunk(index, content, None, reason, **_stop(choice))]
 
     def _end(self, frame: Body) -> list[Body]:
         if not self._call.include_usage:
@@ -183,6 +199,11 @@ class ChunkBuilder:
             return []
         last = {**self._head, "choices": [], "usage": total(self._usages)}
         return [{**last, "timings": frame["timings"]} if len(self._usages) == 1 else last]
+
+
+def _stop(choice: Body) -> dict[str, str]:
+    """The stop string that ended a choice, under vLLM's name for it."""
+    return {"stop_reason": choice["stop_reason"]} if "stop_reason" in choice else {}
 
 
 def _unsent(logprobs: Body, end: int, sent: int) -> Body | None:
@@ -228,7 +249,7 @@ def total(usages: Sequence[Body]) -> Body:
 
 
 def _choice(call: Call, index: int, choice: Body, echoed: str) -> Body:
-    tail = {"logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"]}
+    tail = {"logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"], **_stop(choice)}
     if not call.chat:
         return {"index": index, "text": echoed + choice["text"], **tail}
     message = {**choice["message"], "refusal": None}
@@ -284,6 +305,8 @@ class EventStream(Response):
             async with aclosing(self._frames) as frames:
                 async for frame in frames:
                     chunks = self._chunks.take(frame.get(PROMPT, 0), frame)
+                    if frame["type"] == "done":
+                        self._exchange.usages.append(frame["usage"])
                     if chunks and not started:
                         started = True
                         self._exchange.first_us = self._clock.wall_us()

@@ -156,11 +156,14 @@ def _requests() -> dict[str, Schema]:
     completion["echo"] = {"type": "boolean", "description": "start with the prompt; not with `logprobs`"}
     for fields, prompt in ((chat, "messages"), (completion, "prompt")):
         fields |= {name: _or_null(schema) for name, schema in fields.items() if name != prompt}
-    asked = ("model", "messages", "add_generation_prompt")
+    optional = (
+        *("model", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *("chat_template_kwargs", "reasoning_effort", "tools"),
+    )
     schemas["TokenizeRequest"] = {
         "anyOf": [
             _object("model", model=chat["model"], prompt={"anyOf": prompts}),
-            _object("model", "add_generation_prompt", **{name: chat[name] for name in asked}),
+            _object(*optional, **{name: chat[name] for name in ("messages", *optional)}),
         ]
     }
     schemas["DetokenizeRequest"] = {
@@ -180,7 +183,9 @@ _USAGE = _object(
 def _answer(kind: str, **content: Schema) -> Schema:
     logprobs = {"anyOf": [{"type": "object"}, {"type": "null"}]}
     reason = _one_of("stop", "length", "tool_calls")
-    choice = _object(index=COUNT, **content, logprobs=logprobs, finish_reason=reason)
+    choice = _object(
+        "stop_reason", index=COUNT, **content, logprobs=logprobs, finish_reason=reason, stop_reason=TEXT
+    )
     return _object(
         "timings",
         id=TEXT,

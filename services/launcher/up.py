@@ -258,7 +258,8 @@ class _Up:
             dtype = await readiness.dtype()
             self._same_seed = same_seed(dtype, deterministic=self._settings.deterministic)
             if (address := self._settings.http_address) is not None:
-                self._http = http_url(address[0], await readiness.gateway_port(print_line))
+                port, tls = await readiness.gateway_port(print_line), bool(self._settings.http_tls_cert)
+                self._http = http_url(address[0], port, tls=tls)
         finally:
             await bus.drain()
 

@@ -12,7 +12,7 @@ from collections import deque
 from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
 from services.scheduler.kv_tiers import store
-from services.scheduler.reports import status, traces
+from services.scheduler.reports import status
 from services.scheduler.reports.event_log import Recorder, attach
 from services.scheduler.state import policies, requests
 from services.scheduler.state.quotas import Quota, read_quotas
@@ -211,7 +211,7 @@ def answer_trace(mailbox: Mailbox, state: State, tokenized: Delivery) -> None:
         request = ""  # the answer is "unknown"
     if access.answerable(mailbox.bus, tokenized):
         offset_us = mailbox.clock.wall_us() - mailbox.clock.now_us()
-        body = traces.answer(state, request, offset_us, steps=tokenized.data == subjects.TRACE_STEPS)
+        body = status.trace(state, request, offset_us, steps=tokenized.data == subjects.TRACE_STEPS)
         mailbox.bus.publish(tokenized.reply, to_json(body))
 
 

@@ -4,13 +4,30 @@ handle(event): apply it -> admit what fits -> plan while a window is open -> com
 
 `actor.py` calls it with messages and timers, `loadtest/simulator` with simulated ones. A replay of the same
 events at the same times gives the same commands.
+
+After the class: how requests go on when executors, detokenizers and other schedulers join, leave or die.
+State that an executor or a detokenizer held is rebuilt from this scheduler's records. The requests of another
+scheduler that has died arrive from their detokenizers (`_take_over`).
 """
 
 from __future__ import annotations
 
-from services.scheduler import admission, arrival, finish, recovery, results, step_planner
+import dataclasses
+
+from services.scheduler import (
+    admission,
+    arrival,
+    finish,
+    load_shedding,
+    model_kinds,
+    results,
+    step_planner,
+)
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import load, lookups, store
+from services.scheduler.preemption import requeue
+from services.scheduler.state import requests
+from services.scheduler.state.block_pool import BlockPool
 from services.scheduler.state.requests import (
     Arrived,
     DrainRequested,
@@ -20,7 +37,9 @@ from services.scheduler.state.requests import (
     PeerLost,
     PeerReady,
     QuotasChanged,
+    Request,
     Send,
+    Sequence,
     StreamLost,
     Ticked,
     TierLost,
@@ -28,12 +47,18 @@ from services.scheduler.state.requests import (
 )
 from services.scheduler.state.state import Executor, Limits, State
 from services.scheduler.state.transfers import Tier
+from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import (
+    MOVED,
     ArenaReleased,
     Cancel,
+    Close,
     Detached,
     Ended,
     ExecHello,
+    ExecRefused,
+    ExecReset,
+    ExecWelcome,
     GrammarFailed,
     GrammarReady,
     KvCopied,
@@ -46,6 +71,8 @@ from shared.messages import (
     StepResult,
     StopFound,
     Tokenized,
+    ints,
+    rejection,
 )
 
 
@@ -108,29 +135,29 @@ class Scheduler:
         state = self.state
         match event:
             case Arrived(source, Tokenized() as tokenized, trace) if tokenized.generated:
-                recovery.take_over(state, source, tokenized, trace)
+                _take_over(state, source, tokenized, trace)
             case Arrived(source, Tokenized() as tokenized, trace, transit_us):
                 arrival.arrive(state, source, tokenized, trace, transit_us)
             case Arrived(source, message):
                 self._apply_message(source, message)
             case PeerReady("detokenizer", actor, epoch):
-                recovery.detokenizer_ready(state, actor, epoch)
+                _detokenizer_ready(state, actor, epoch)
             case PeerDraining("detokenizer", actor):
-                recovery.detokenizer_leaves(state, actor)
+                _detokenizer_leaves(state, actor)
             case PeerDraining("executor", actor):
                 if actor in state.executors:
                     state.executors[actor].draining = True
-                recovery.executor_leaves(state, actor)
+                _executor_leaves(state, actor)
             case PeerLost("detokenizer", actor):
-                recovery.detokenizer_lost(state, actor)
+                _detokenizer_lost(state, actor)
             case PeerReady("executor", actor, _, generation):
                 if generation >= 0:
                     tiers.on_arena_mapped(state, actor, generation)
-                recovery.executor_back(state, actor)
+                _executor_back(state, actor)
             case PeerLost("executor", actor, died):
                 why = "the executor is gone" if died else "the executor belongs to another scheduler now"
-                recovery.drop_executor(state, actor, why, died=died)
-                recovery.executor_leaves(state, actor)
+                _drop_executor(state, actor, why, died=died)
+                _executor_leaves(state, actor)
                 state.tiers.mapped.pop(actor, None)
             case TierReady():
                 tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
@@ -138,7 +165,7 @@ class Scheduler:
             case TierLost(actor):
                 tiers.lost(state, actor)
             case StreamLost(source) if source.startswith("executor."):
-                recovery.reset_executor(state, source.removeprefix("executor."), "its results were lost")
+                _reset_executor(state, source.removeprefix("executor."), "its results were lost")
             case Ticked():
                 finish.expire(state)
                 tiers.expire(state)
@@ -153,7 +180,7 @@ class Scheduler:
         state = self.state
         match message:
             case StepResult():
-                recovery.step_result(state, source, message)
+                _step_result(state, source, message)
             case GrammarReady() | GrammarFailed():
                 results.grammar_ended(state, source, message)
             case StopFound():
@@ -163,11 +190,11 @@ class Scheduler:
             case Cancel():
                 arrival.cancel(state, source, message)
             case Detached(seqs=seqs) if not seqs:
-                recovery.detokenizer_missed(state, source)
+                _detokenizer_missed(state, source)
             case Detached():
                 arrival.detach(state, source, message)
             case ExecHello():
-                recovery.hello(state, source, message)
+                _executor_hello(state, source, message)
             case ArenaReleased():
                 tiers.on_arena_released(state, source, message)
             case KvFound():
@@ -182,3 +209,259 @@ class Scheduler:
                 tiers.copied(state, source, message)
             case KvGone():
                 tiers.on_evicted(state, source, message)
+
+
+def _executor_hello(state: State, source: str, message: ExecHello) -> None:
+    """An executor with empty slots joins. A repeated hello of a known incarnation is only welcomed. An
+    executor of another kind is refused with the reason (model_kinds.py)."""
+    if source != f"executor.{message.executor}":
+        return  # sent in another executor's name
+    known, epoch = state.executors.get(message.executor), message.exec_epoch
+    if known is None or known.epoch != epoch:
+        if known is not None:
+            _drop_executor(state, message.executor, "the executor restarted")
+        state.dropped.pop(message.executor, None)
+        if why := model_kinds.refusal(state, message):
+            state.excluded[message.executor] = message
+            state.send(source, ExecRefused(exec_epoch=epoch, why=why))
+            return
+        model_kinds.joined(state, message)
+        pool = BlockPool(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
+        state.executors[message.executor] = executor = Executor(message, epoch, pool)
+        tiers.joined(state, executor)
+        state.waiting.unpark(state.now_us)
+        state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
+    state.send(source, ExecWelcome(exec_epoch=epoch))
+
+
+def _step_result(state: State, source: str, result: StepResult) -> None:
+    """Apply a result of a known incarnation; reset an unknown one."""
+    executor = state.executors.get(source.removeprefix("executor."))
+    if executor is not None and executor.epoch == result.exec_epoch:
+        if results.matches_plan(executor, result):
+            results.apply_result(state, executor, result)
+        else:
+            _reset_executor(state, executor.hello.executor, "its result does not fit its plan")
+    elif executor is None:
+        state.send(source, ExecReset(exec_epoch=result.exec_epoch, why="the scheduler has no record of it"))
+
+
+def _executor_back(state: State, executor_id: str) -> None:
+    """An executor that counted as dead sends heartbeats again: its slots are stale, so it is reset."""
+    epoch = state.dropped.get(executor_id)
+    if epoch is not None:
+        state.send(
+            f"executor.{executor_id}",
+            ExecReset(exec_epoch=epoch, why="its heartbeats stopped, and its sequences were queued again"),
+        )
+
+
+def _executor_leaves(state: State, executor_id: str) -> None:
+    """An executor is gone or drains. If it was the last of its kind, another kind takes over."""
+    for waiting in model_kinds.left(state, executor_id):
+        _executor_hello(state, f"executor.{waiting.executor}", waiting)
+
+
+def _drop_executor(state: State, executor_id: str, why: str, *, died: bool = False) -> None:
+    """The executor's memory is gone: queue its sequences again, with all their tokens. `died`: it crashed,
+    and one of its requests may be the cause."""
+    executor = state.executors.pop(executor_id, None)
+    if executor is None:
+        return
+    state.note_dropped(executor_id, executor.epoch)
+    tiers.executor_gone(state, executor)
+    culprits = _blame(executor) if died and not executor.draining else []
+    for sequence in executor.running:
+        sequence.leave()
+        sequence.record_decision(state.now_us, "requeue", why, tokens=len(sequence.tokens))
+        requeue(state, sequence)
+    for request in culprits:
+        count = request.executor_deaths
+        message = f"{count} executors have died while they computed this request, {executor_id} last"
+        finish.fail(state, request, 500, f"{message}: it is not tried again; see their logs")
+
+
+def _blame(executor: Executor) -> list[Request]:
+    """Count the death of an executor against the request on trial, or against all that ran if none was.
+    Returns the request on trial: it is to blame."""
+    tried = admission.request_on_trial(executor)
+    running = {id(s.request): s.request for s in executor.running}
+    for request in running.values() if tried is None else (tried,):
+        request.executor_deaths += 1
+        request.tokens_at_death = sum(s.generated for s in request.sequences)
+    return [] if tried is None else [tried]
+
+
+def _reset_executor(state: State, executor_id: str, why: str) -> None:
+    """Make an executor start over as a new incarnation, because its state is in doubt."""
+    executor = state.executors.get(executor_id)
+    if executor is not None:
+        state.send(executor.source, ExecReset(exec_epoch=executor.epoch, why=why))
+        _drop_executor(state, executor_id, why)
+
+
+def _detokenizer_ready(state: State, shard: str, epoch: int) -> None:
+    """A detokenizer joins, or a new incarnation of one: it gets the requests without a detokenizer, and its
+    own again. One that counted as dead and still lives gets a Close for each sequence that has moved."""
+    moved_epoch, moved = state.moved.pop(shard, (0, []))
+    if moved_epoch == epoch:
+        for seq in moved:
+            state.send(f"detokenizer.{shard}", Close(seq=seq, final=0, reason="moved"))
+    state.draining_detokenizers.discard(shard)
+    restarted = state.detokenizers.get(shard, epoch) != epoch
+    state.detokenizers[shard] = epoch
+    for request in list(state.requests.values()):
+        if not request.shard or (restarted and request.shard == shard):
+            _reopen(state, request.sequences)
+        elif not request.backup_shard and request.shard != shard:
+            arrival.send_to_backup(state, request)
+
+
+def _detokenizer_leaves(state: State, shard: str) -> None:
+    """A detokenizer drains: it gets no new request. Requests of a dead scheduler may continue there."""
+    state.detokenizers.pop(shard, None)
+    state.draining_detokenizers.add(shard)
+
+
+def _detokenizer_lost(state: State, shard: str) -> None:
+    """A detokenizer is gone: open its sequences at another one with all their tokens, when there is one."""
+    state.draining_detokenizers.discard(shard)
+    epoch = state.detokenizers.pop(shard, 0)
+    lost = [request for request in state.requests.values() if request.shard == shard]
+    state.note_moved(shard, epoch, [s.seq for request in lost for s in request.sequences])
+    for request in lost:
+        _reopen(state, request.sequences)
+    for request in state.requests.values():
+        if request.backup_shard == shard:
+            arrival.send_to_backup(state, request)
+
+
+def _detokenizer_missed(state: State, source: str) -> None:
+    """Messages to a detokenizer were lost. Its texts may have holes, and it may lack requests: all start a
+    new attempt."""
+    for request in list(state.requests.values()):
+        if source == f"detokenizer.{request.shard}":
+            request.attempt += 1
+            arrival.open_at_shard(state, request)
+            _close_again(state, request.sequences)
+
+
+def _reopen(state: State, sequences: list[Sequence]) -> None:
+    """Start a new attempt of the reply stream, from the first token."""
+    request = sequences[0].request
+    if state.detokenizers:
+        request.attempt += 1
+    arrival.assign_shard(state, request)
+    _close_again(state, sequences)
+
+
+def _close_again(state: State, sequences: list[Sequence]) -> None:
+    """Send the Close of ended sequences again, after they were opened again."""
+    for sequence in sequences:
+        if not sequence.live:
+            finish.send_close(state, sequence)
+
+
+def _take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> None:
+    """Continue a request of a dead scheduler at the detokenizer `source`, or refuse it.
+
+    The detokenizer has the request and every token that its client may have read
+    (services/detokenizer/failover.py). Its choices are queued as after the death of their executor: with all
+    their tokens. Blocks that a tier holds are loaded, others are computed again, and the stream goes on after
+    its last token. A repeated message opens the request again.
+    """
+    key = (tokenized.tenant, tokenized.request)
+    if state.tombstones.get(key, 0) < load_shedding.received_us(state, tokenized):
+        state.tombstones.pop(key, None)  # left by an earlier request with this id
+    request = state.requests.get(key)
+    if request is not None and request.detached and not any(s.live for s in request.sequences):
+        for sequence in list(request.sequences):  # it had moved to another scheduler, and comes back
+            finish.forget(state, sequence)
+        request = None
+    if request is not None and request.tokenized.inbox == tokenized.inbox:
+        if source == f"detokenizer.{request.shard}":
+            _open(state, request, tokenized)
+        elif tokenized.attempt > request.attempt:  # `source` was the last to send to the client
+            for sequence in request.sequences:
+                state.send(f"detokenizer.{request.shard}", Close(seq=sequence.seq, final=0, reason="moved"))
+            request.attempt, request.shard = tokenized.attempt, source.removeprefix("detokenizer.")
+            _open(state, request, tokenized)
+        else:
+            state.send(source, rejection(tokenized, MOVED, ""), trace)
+        return
+    tokenized = load_shedding.with_possible_max_tokens(state, tokenized)
+    rejected = load_shedding.refuse_takeover(state, source, tokenized)
+    if rejected is not None:
+        state.send(source, rejected, trace)
+        return
+    request = _taken_request(state, source, tokenized, trace)
+    state.requests[request.key] = request
+    _open(state, request, tokenized)
+    _go_on(state, request, tokenized.reasons)
+
+
+def _open(state: State, request: Request, tokenized: Tokenized) -> None:
+    """Confirm a request to its detokenizer, and open its sequences there."""
+    arrival.accept(state, f"detokenizer.{request.shard}", tokenized)
+    arrival.open_sequences(state, request)
+    arrival.send_to_backup(state, request)
+    _close_again(state, request.sequences)
+
+
+def _taken_request(state: State, source: str, tokenized: Tokenized, trace: str) -> Request:
+    """The request with its choices and their generated tokens."""
+    arrival_us, at = state.now_us - tokenized.age_us, load_shedding.prompt_length(tokenized)
+    request = Request(
+        tokenized=dataclasses.replace(
+            tokenized, tokens=tokenized.tokens[:at], generated=ints(), reasons=(), age_us=0, first_us=0
+        ),
+        trace=trace,
+        tokenizer=source,
+        arrival_us=arrival_us,
+        deadline_us=arrival_us + tokenized.timeout_us,
+        level=requests.level_of(tokenized.slo_class),
+        attempt=tokenized.attempt,
+        shard=source.removeprefix("detokenizer."),
+        model_digest=tokenized.model_digest,
+    )
+    for choice, count in enumerate(tokenized.generated):
+        sequence = arrival.new_sequence(state, request, choice)
+        request.sequences.append(sequence)
+        if not count:
+            continue
+        sequence.tokens += tokenized.tokens[at : at + count]
+        at += count
+        sequence.charged_tokens = count
+        sequence.most_computed = len(sequence.tokens) - 1  # the device never computed the last one
+        sequence.admitted_us = arrival_us  # not known: its wait counts as prefill
+        sequence.first_token_us = arrival_us + tokenized.first_us
+    return request
+
+
+def _go_on(state: State, request: Request, reasons: tuple[str, ...]) -> None:
+    """Queue the choices that have not ended. If none has started they share their prompt, in one group."""
+    live: list[Sequence] = []
+    for sequence, reason in zip(request.sequences, reasons, strict=True):
+        if reason := reason or _over(sequence):
+            finish.end(state, sequence, sequence.generated, reason)
+        else:
+            live.append(sequence)
+            state.watch(finish.due_at_us(sequence), sequence.seq)
+            why = "its scheduler is gone; its tokens come from the detokenizer"
+            sequence.record_decision(state.now_us, "resume", why, tokens=len(sequence.tokens))
+    if live and not any(sequence.generated for sequence in request.sequences):
+        group = SequenceGroup(request, live, live[0].seq)
+        for sequence in live:
+            sequence.group = group.number
+        state.waiting.add(group, state.now_us)
+        lookups.arrived(state, group)
+        return
+    for sequence in live:
+        requeue(state, sequence)
+
+
+def _over(sequence: Sequence) -> str:
+    """Why a sequence has ended although no Close was sent; empty if it has not."""
+    if sequence.generated and sequence.tokens[-1] in sequence.stop_ids:
+        return "stop"
+    return "length" if len(sequence.tokens) >= sequence.max_length else ""

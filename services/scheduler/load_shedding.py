@@ -1,4 +1,4 @@
-"""Refuses requests, with a reason and a time to retry. `arrival` and `recovery` call it.
+"""Refuses requests, with a reason and a time to retry. `arrival` and `core` call it.
 
 A request is refused if it can never be served here, if the queue is full, or if its first token would come
 after the TTFT limit of its class (`ttft_us`). Tenants share a full queue equally: it refuses a tenant that
@@ -160,7 +160,7 @@ def _too_late(state: State, tokenized: Tokenized) -> Refusal | None:
     level = requests.level_of(tokenized.slo_class)
     limit_us = state.limits.classes[level].ttft_us
     groups, _ = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
-    if not groups and any(not _not_preempted(e, level) for e in _serving(state, tokenized)):
+    if not groups and any(_all_preempted(e, level) for e in _serving(state, tokenized)):
         return None
     if not limit_us or (wait_us := ttft_us(state, tokenized, level)) <= limit_us:
         return None
@@ -208,13 +208,15 @@ def _too_large(executors: list[Executor], tokenized: Tokenized, prompt: int) -> 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class WorkAhead:
-    """What has to start on one executor, up to and including the new request."""
+@dataclass(slots=True)
+class Running:
+    """The running sequences of one executor, for a request of one class."""
 
-    level: int
-    slots: int
-    tokens: int
+    stay: list[Sequence]  # those that it cannot preempt
+    other_blocks: int = 0  # held by the others
+    prompt_tokens: int = 0  # left to compute, of its class and higher ones
+    decodes: int = 0
+    decode_tokens: int = 0  # in their KV cache
 
 
 def ttft_us(state: State, tokenized: Tokenized, level: int) -> int:
@@ -231,54 +233,65 @@ def ttft_us(state: State, tokenized: Tokenized, level: int) -> int:
     if not executors or any(e.cost_model.seen < max(MIN_STEPS_SEEN, MIN_SEEN) for e in executors):
         return 0
     groups, tokens = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
-    ahead = tokens + sum(_prompt_left(e, level) for e in executors) + len(tokenized.tokens)
-    speed = sum(1_000_000_000_000 // max(_ns_per_token(e), 1) for e in executors)  # tokens in 1,000 s
-    work_ahead = WorkAhead(
-        level, groups // len(executors) + 1, tokens // len(executors) + len(tokenized.tokens)
-    )
-    wait_us = min(_slot_wait_us(state, e, work_ahead) for e in executors)
+    running = [(e, _running(e, level)) for e in executors]
+    ahead = tokens + sum(r.prompt_tokens for _, r in running) + len(tokenized.tokens)
+    speed = sum(1_000_000_000_000 // max(_ns_per_token(e, r), 1) for e, r in running)  # tokens in 1,000 s
+    slots, tokens = groups // len(executors) + 1, tokens // len(executors) + len(tokenized.tokens)
+    wait_us = min(_slot_wait_us(state, e, r, slots, tokens) for e, r in running)
     return ahead * 1_000_000_000 // max(speed, 1) + wait_us + min(e.cost_model.loop_us for e in executors)
 
 
-def _not_preempted(executor: Executor, level: int) -> list[Sequence]:
-    """Running sequences that a request of this class cannot preempt."""
-    return [s for s in executor.running if s.level <= level or s.pinned]
+def _stays(s: Sequence, level: int) -> bool:
+    """Whether a request of this class cannot preempt the sequence."""
+    return s.level <= level or s.pinned
 
 
-def _prompt_left(executor: Executor, level: int) -> int:
-    ahead = [s for s in executor.running if s.parent is None and s.level <= level]
-    return sum(max(s.opened_length - s.computed, 0) for s in ahead)
+def _all_preempted(executor: Executor, level: int) -> bool:
+    return not any(_stays(s, level) for s in executor.running)
 
 
-def _ns_per_token(executor: Executor) -> int:
+def _running(executor: Executor, level: int) -> Running:
+    running = Running([])
+    for s in executor.running:  # one loop, over each row at each arrival
+        if _stays(s, level):
+            running.stay.append(s)
+        else:
+            running.other_blocks += len(s.table)
+        if not s.prefilling:
+            running.decodes += 1
+            running.decode_tokens += s.computed
+        elif s.parent is None and s.level <= level:
+            running.prompt_tokens += s.opened_length - s.computed
+    return running
+
+
+def _ns_per_token(executor: Executor, running: Running) -> int:
     """Time per token of a prompt chunk in a step with the present decodes."""
-    decodes = [s for s in executor.running if not s.prefilling]
-    kv_tokens = sum(s.computed for s in decodes)
     shape = StepShape(
-        rows=len(decodes) + 1,
-        tokens=len(decodes) + CHUNK_TOKENS,
-        kv_tokens=kv_tokens + CHUNK_TOKENS,
-        attention=kv_tokens + CHUNK_TOKENS * CHUNK_TOKENS // 2,
+        rows=running.decodes + 1,
+        tokens=running.decodes + CHUNK_TOKENS,
+        kv_tokens=running.decode_tokens + CHUNK_TOKENS,
+        attention=running.decode_tokens + CHUNK_TOKENS * CHUNK_TOKENS // 2,
     )
     return executor.cost_model.predict_us(shape) * 1000 // CHUNK_TOKENS
 
 
-def _slot_wait_us(state: State, executor: Executor, work_ahead: WorkAhead) -> int:
-    """Time until slots and blocks for the work ahead are free. Lower classes free theirs at once."""
-    pool = executor.pool
-    stay = _not_preempted(executor, work_ahead.level)
-    gone = len(executor.running) - len(stay)
-    given = sum(len(s.table) for s in executor.running) - sum(len(s.table) for s in stay)
-    slots = work_ahead.slots - pool.free_slots - gone
-    free = pool.unreserved_blocks + pool.coming_blocks
-    blocks = blocks_for(work_ahead.tokens, pool.block_tokens) - free - given
+def _slot_wait_us(state: State, executor: Executor, running: Running, slots: int, tokens: int) -> int:
+    """Time until slots and blocks are free for the work ahead, the new request included. Lower classes free
+    theirs at once."""
+    pool, stay = executor.pool, running.stay
+    slots -= pool.free_slots + len(executor.running) - len(stay)
+    free = pool.unreserved_blocks + pool.coming_blocks + running.other_blocks
+    blocks = blocks_for(tokens, pool.block_tokens) - free
+    if slots <= 0 and blocks <= 0:
+        return 0
     steps = 0
-    for tokens, held in sorted((_left(state, s), len(s.table)) for s in stay):
+    for left, held in sorted((_left(state, s), len(s.table)) for s in stay):
         if slots <= 0 and blocks <= 0:
             break
-        slots, blocks, steps = slots - 1, blocks - held, tokens
+        slots, blocks, steps = slots - 1, blocks - held, left
     if slots > 0:  # waiting sequences run and end in turn, too
-        steps += -(-slots // max(len(stay) + gone, 1)) * state.mean_output_tokens
+        steps += -(-slots // max(len(executor.running), 1)) * state.mean_output_tokens
     return steps * executor.pace.step_us
 
 

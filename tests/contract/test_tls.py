@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from support.self_signed import self_signed
 
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
@@ -24,7 +20,7 @@ from shared.nats.bus import NatsBus
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """(folder of `headrace auth` with ca.pem and key.pem, address of the server)."""
     folder = tmp_path_factory.mktemp("tls")
-    _self_signed(folder / "ca.pem", folder / "key.pem")
+    self_signed(folder / "ca.pem", folder / "key.pem")
     tls = auth.tls_of(str(folder / "ca.pem"), str(folder / "key.pem"))
     auth.generate(folder, Plan("tls://nats:4222", "default", tls=tls), print)
     conf = (folder / "nats" / "nats.conf").read_text()
@@ -32,28 +28,6 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
     server = servers.start(extra=auth.authorization(folder, "default") + block + "\n")
     yield folder, server.url.replace("nats://", "tls://")
     server.stop()
-
-
-def _self_signed(certificate: Path, key: Path) -> None:
-    private = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "nats")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(private.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(address, critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(private, hashes.SHA256())
-    )
-    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    key.write_bytes(private.private_bytes(*pem))
 
 
 async def test_a_message_over_tls(secure: tuple[Path, str]) -> None:

@@ -105,7 +105,7 @@ def test_errors_reach_the_official_client(client: OpenAI) -> None:
         client.completions.create(model="gpt-9", prompt="x")
     with pytest.raises(openai.BadRequestError, match="not supported yet"):
         client.completions.create(model=MODEL, prompt="x", suffix="y")
-    with pytest.raises(openai.BadRequestError, match="the simulated engine follows no grammar"):
+    with pytest.raises(openai.BadRequestError, match="no executor of this model can follow a grammar"):
         client.chat.completions.create(**ASKED, response_format={"type": "json_object"})
 
 

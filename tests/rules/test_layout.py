@@ -21,8 +21,8 @@ LAYERS = {
         ("state",),
         (
             "admission", "arrival", "finish", "headroom", "kv_tiers", "load_shedding",
-            "model_kinds", "overlap", "preemption", "prefix_cache", "recompute_cost", "recovery", "results",
-            "step_columns", "step_planner",
+            "model_kinds", "overlap", "preemption", "prefix_cache", "recompute_cost", "results",
+            "step_planner",
         ),
         ("core",),
         ("reports",),
@@ -57,12 +57,12 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 77, 20_175
-PRODUCT_FILES, PRODUCT_LINES = 197, 45_014
+PATH_FILES, PATH_LINES = 73, 20_377
+PRODUCT_FILES, PRODUCT_LINES = 187, 45_511
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
-    "services/scheduler/admission.py", "services/scheduler/arrival.py", "services/scheduler/recovery.py",
+    "services/scheduler/admission.py", "services/scheduler/arrival.py",
     "services/scheduler/results.py", "services/scheduler/step_planner.py",
 }  # fmt: skip
 

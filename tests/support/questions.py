@@ -71,7 +71,7 @@ QUESTIONS = (
             "shared/actor/membership.py:Peers",
             "services/scheduler/actor.py:on_peer_gone",
             "services/scheduler/core.py:_apply",
-            "services/scheduler/recovery.py:drop_executor",
+            "services/scheduler/core.py:_drop_executor",
             "services/scheduler/preemption.py:requeue",
         ),
     ),

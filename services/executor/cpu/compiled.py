@@ -10,15 +10,19 @@ import numpy as np
 from torch import Tensor
 
 from kernels.cpu_jit import batched_launch
-from kernels.cpu_jit.activation import swiglu, swiglu_call
 from kernels.cpu_jit.attention import attend_decode, can_attend, decode_call
-from kernels.cpu_jit.norm import add_rms_norm, norm_call
-from kernels.cpu_jit.packed_weights import PackedMatrix
-from kernels.cpu_jit.rope import rotate_and_write, rotation_call
+from kernels.cpu_jit.packed_weights import PackedMatrix, PackedProduct
+from kernels.cpu_jit.rowwise import (
+    add_rms_norm,
+    norm_call,
+    rotate_and_write,
+    rotation_call,
+    swiglu,
+    swiglu_call,
+)
 from kernels.cpu_jit.thread_team import Call, Number
 from services.executor.checkpoint.config import Shapes
 from services.executor.cpu.batch import Batch, DecodeGroup
-from services.executor.cpu.compiled_linear import PackedProduct
 from services.executor.cpu.layers import Dense, Layer
 from services.executor.cpu.linear import Linear
 

@@ -18,7 +18,7 @@ rows of this model. Above 32, rows are therefore padded (by 3 % on average) to o
 The numbers of decode steps and of the last tokens of a cached prompt are compiled at start.
 
 Without bf16 instructions F.linear on bf16 computes one row at a time, and weights are widened in slices. GPUs
-use F.linear. With Numba our own kernels (compiled_linear.py) are used where they fit: with AVX-512 they
+use F.linear. With Numba our own kernels (kernels/cpu_jit) are used where they fit: with AVX-512 they
 replace all of the above.
 """
 
@@ -79,7 +79,8 @@ class Products:
         return product if bias is None else lambda x: product(x) + bias
 
     def _compiled_product(self, weight: Tensor, dtype: torch.dtype | None) -> Linear | None:
-        from services.executor.cpu.compiled_linear import by_rows, packed_product
+        from kernels.cpu_jit.gemm_few_rows import by_rows
+        from kernels.cpu_jit.packed_weights import packed_product
 
         if product := packed_product(weight, int8=self._int8, dtype=dtype):
             return _tiled(product) if self._int8 and self._deterministic else product

@@ -1,6 +1,6 @@
 """Runs a step's two micro-batches on two CUDA streams, so that one's collectives overlap the other's compute.
 
-split_graphs.py calls it. The kind of collective depends on the model:
+graph_runner.py calls it. The kind of collective depends on the model:
 
     dense models    NCCL with few thread blocks, each of which occupies a processor experts         copies
     between GPUs that map each other's memory: they occupy no processor. A grouped product

@@ -11,10 +11,13 @@ several.
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +26,11 @@ from kernels.attention.decode import decode_work
 from kernels.sampling.gpu import Choices, Chosen, choose, scratch
 from services.executor.checkpoint.config import Shapes
 from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
-from services.executor.cuda.compiler import CompileWatch, check_compiler
+from services.executor.cuda.comm_overlap import two_streams
 from services.executor.cuda.graph_runner import GraphRunner
-from services.executor.cuda.input_batch import arrange
+from services.executor.cuda.input_batch import STOP_IDS, CudaSlots, advance, arrange, end_slots, take
 from services.executor.cuda.kernel_configs import WIDE, device_tuning, for_large_heads, row_by_row
 from services.executor.cuda.model import CudaModel
-from services.executor.cuda.slot_table import STOP_IDS, CudaSlots, advance, end_slots, take
 from services.executor.engine import (
     BackendInfo,
     Copier,
@@ -47,9 +49,6 @@ from services.executor.sampling.sampler import Sampler, logprobs, row_errors
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
-
-if TYPE_CHECKING:
-    from services.executor.cuda.comm_overlap import TwoStreams
 
 log = logging.getLogger("headrace.executor")
 
@@ -93,10 +92,8 @@ class CudaBackend:
         self._splits_steps = options.overlap_comm == "two_stream"
         self._alone = ranks.size == loaded.stage.count == 1
         self._ranks = ranks
-        streams: TwoStreams | None = None
+        streams = None
         if options.overlap_comm != "off" and ranks.size > 1:
-            from services.executor.cuda.comm_overlap import two_streams
-
             streams = two_streams(loaded, most, deterministic=options.deterministic)
         self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: no micro-batch is a step of few rows
         self._slots = CudaSlots(
@@ -343,3 +340,56 @@ def _check_same(pending: Pending, ids: Ints) -> None:
         return
     if (here := answer[0, : len(ids)].tolist()) != list(ids):
         raise EngineError(f"step {pending.plan.step}: the driver chose {list(ids)}, this rank {here}")
+
+
+def check_compiler() -> None:
+    """Raises SetupError if Triton cannot start kernels. It needs a C compiler and maps the compiled module
+    from its cache."""
+    from triton import knobs
+
+    cache = Path(knobs.cache.dir)
+    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if os.statvfs(there).f_flag & os.ST_NOEXEC:
+        raise SetupError(
+            f"Triton's cache {cache} lies on a file system that is mounted noexec, and its kernels cannot be "
+            "started from there: set TRITON_CACHE_DIR to a folder on another one"
+        )
+    if not os.access(there, os.W_OK):
+        raise SetupError(
+            f"Triton's cache {cache} cannot be written: set TRITON_CACHE_DIR to a folder of this user"
+        )
+    if not (
+        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or any(cache.glob("*/*.so"))
+    ):
+        raise SetupError(
+            "the GPU engine needs a C compiler, with which Triton starts kernels: install gcc and libc6-dev, "
+            "or name one in CC"
+        )
+
+
+class CompileWatch:
+    """Logs a warning for each kernel that Triton compiles from `start` to `stop`. One a process.
+
+    A request waits a second or more for a compilation. So the warm-up must meet every kernel in every form
+    (types, alignments, constants). A kernel from Triton's cache takes milliseconds, but it is reported as
+    well: a new machine would have to compile it."""
+
+    def __init__(self) -> None:
+        self.kernels: list[str] = []  # in the order of their compilation
+
+    def start(self) -> None:
+        """Call it after the warm-up."""
+        from triton import knobs
+
+        knobs.runtime.jit_post_compile_hook = self._compiled
+
+    def stop(self) -> None:
+        """Call it when the engine ends. The watch of another engine stays."""
+        from triton import knobs
+
+        if knobs.runtime.jit_post_compile_hook == self._compiled:
+            knobs.runtime.jit_post_compile_hook = None
+
+    def _compiled(self, *, repr: str, **more: Any) -> None:
+        self.kernels.append(repr)
+        log.warning("compiled under a request, the warm-up missed it: %s", repr)

@@ -1,4 +1,4 @@
-"""Computes heartbeat numbers, `headrace status` and metrics from the scheduler's state, on request.
+"""Computes heartbeat numbers, status, metrics and traces of requests from the scheduler's state, on request.
 
 The actor calls it. Counters come from ../state/counters.py. Metric names follow OpenTelemetry's conventions
 for generative AI where there is one; times in metrics are seconds.
@@ -10,15 +10,18 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
+from typing import Any
 
 from services.scheduler import model_kinds
 from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.counters import Histogram
-from services.scheduler.state.requests import CLASS_NAMES, Phase
+from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
 from services.scheduler.state.state import Executor, State
+from services.scheduler.state.step_log import StepRecord
 from shared.messages import ExecHello
 from shared.telemetry import traces as c
 from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
+from shared.telemetry.traces import Choice, request_spans, to_body
 
 PREFIX = "headrace.scheduler"
 TTFT = "gen_ai.server.time_to_first_token"
@@ -40,6 +43,12 @@ TIER_COUNTERS = {  # attribute of Counters -> unit
     "tier_backoffs": "{rest}",
 }
 _US, _PER_MILLE = 1e6, 1e3
+MAX_STEPS = 2_000  # in one trace, the newest: about 200 kB, below the payload limit of any server
+MAX_SPLIT = 64  # steps with timeline segments in one trace, the newest: 300 bytes each
+STEP_COLUMNS = (
+    "step", "planned_us", "start_us", "end_us", "result_us", "forward_us", "sample_us", "wait_us", "rows",
+    "tokens", "prefill_tokens", "micro_batch", "host_us", "queued_us", "mode", "segments",
+)  # fmt: skip
 LAST_STEPS = 256  # of an executor, for the median of its step time
 
 
@@ -320,3 +329,64 @@ def _histogram(
 ) -> HistogramPoint:
     bounds = [bound / per for bound in of.bounds]
     return HistogramPoint(name, bounds, list(of.counts), of.total / per, group, attributes)
+
+
+def trace(state: State, request: str, wall_offset_us: int, *, steps: bool = False) -> dict[str, Any]:
+    """The answer to `headrace.v1.trace.<request>`: the spans of a running or ended request of any tenant;
+    with `steps` also the steps of its executors in its time. It works without OpenTelemetry. `wall_offset_us`
+    is the wall clock minus the scheduler's monotonic clock."""
+    live = next((r for key, r in state.requests.items() if key[1] == request), None)
+    ended = None if live is not None else state.ended.find(request)
+    if live is not None:
+        facts, context = request_record(live, state.now_us), live.trace
+    elif ended is not None:
+        facts, context = ended.record, ended.trace
+    else:
+        return {"request_id": request, "state": "unknown"}
+    spans = request_spans(facts)
+    body: dict[str, Any] = {
+        "request_id": request,
+        "state": "ended" if live is None else "running",
+        "tenant": facts.tenant,
+        "model": facts.model,
+        "trace_id": c.trace_id(context),
+        "detokenizer": facts.detokenizer,
+        "choices": [_choice(choice) for choice in facts.choices],
+        "spans": to_body(spans),
+    }
+    if steps:
+        within_us = (spans[0].start_us - wall_offset_us, spans[0].end_us - wall_offset_us)
+        executors = {chunk.executor for choice in facts.choices for chunk in choice.close.chunks}
+        found = state.step_log.between(executors, *within_us)[-MAX_STEPS:]
+        body["window"] = state.limits.window
+        body["steps"] = {
+            name: _step_columns([r for r in found if r.executor == name], wall_offset_us)
+            for name in sorted(executors)
+        }
+    return body
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    usage = choice.close.usage
+    return {
+        "choice": choice.index,
+        "reason": choice.reason,
+        "tokens": choice.tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "executor": choice.close.executor,
+        "error": choice.close.message,
+    }
+
+
+def _step_columns(records: list[StepRecord], wall_offset_us: int) -> dict[str, list[Any]]:
+    """The steps as columns; times are wall clock."""
+    split = {r.step for r in [r for r in records if r.segments][-MAX_SPLIT:]}
+    columns: dict[str, list[Any]] = {
+        "planned_us": [r.planned_us + wall_offset_us for r in records],
+        "start_us": [r.start_wall_us for r in records],
+        "end_us": [r.end_wall_us for r in records],
+        "result_us": [r.result_us + wall_offset_us for r in records],
+        "segments": [[*r.segments] if r.step in split else [] for r in records],
+    }
+    return {n: columns[n] if n in columns else [getattr(r, n) for r in records] for n in STEP_COLUMNS}

@@ -14,9 +14,11 @@ from shared.actor.runtime import Runtime
 MODEL = "smollm2-135m-instruct"
 
 
-async def add_gateway(pipeline: Pipeline, name: str = "gateway-1", keys: Path | None = None) -> str:
+async def add_gateway(
+    pipeline: Pipeline, name: str = "gateway-1", keys: Path | None = None, **more: Any
+) -> str:
     """Start one; its URL."""
-    actor = GatewayActor(("127.0.0.1", 0), Keys(str(keys) if keys else ""), timeout_s=300)
+    actor = GatewayActor(("127.0.0.1", 0), Keys(str(keys) if keys else ""), timeout_s=300, **more)
     runtime = Runtime(
         actor, await pipeline.connect(), pipeline.settings.fleet, name, heartbeat_interval_us=50_000
     )

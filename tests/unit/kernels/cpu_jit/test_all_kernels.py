@@ -10,8 +10,7 @@ import kernels.cpu_jit
 from kernels.activation import ref as gate_ref
 from kernels.attention import ref as attention_ref
 from kernels.attention import write_kv, write_rows
-from kernels.cpu_jit import activation as gate
-from kernels.cpu_jit import attention, norm, packed_int8, packed_weights, rope, thread_team
+from kernels.cpu_jit import attention, packed_weights, rowwise, thread_team
 from kernels.cpu_jit import gemm_few_rows as matmul
 from kernels.norm import ref as norm_ref
 from kernels.rope import ref as rope_ref
@@ -36,7 +35,7 @@ def _drawn() -> None:
 def test_norm_after_a_sum(rows: int, dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(2 * rows + 1, 72).to(dtype).split([rows, rows, 1])
     wanted = norm_ref.add_rms_norm(x, residual, weight[0], 1e-5)
-    found = norm.add_rms_norm(x, residual.clone(), weight[0], 1e-5)
+    found = rowwise.add_rms_norm(x, residual.clone(), weight[0], 1e-5)
     assert far(found[0], wanted[0]) <= 4
     assert found[1].equal(wanted[1])
 
@@ -45,12 +44,12 @@ def test_norm_after_a_sum(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_gate(rows: int, dtype: torch.dtype) -> None:
     gate_up = torch.randn(rows, 2 * 77).to(dtype) * 8
-    assert far(gate.swiglu(gate_up), gate_ref.swiglu(gate_up.float()).to(dtype)) <= 8
+    assert far(rowwise.swiglu(gate_up), gate_ref.swiglu(gate_up.float()).to(dtype)) <= 8
 
 
 def test_the_gate_of_extreme_numbers() -> None:
     gates = torch.tensor([-1e30, -200.0, -88.5, -87.0, 0.0, 87.0, 1e30])
-    found = gate.swiglu(torch.cat((gates, torch.ones(7)))[None])[0]
+    found = rowwise.swiglu(torch.cat((gates, torch.ones(7)))[None])[0]
     assert found.allclose(torch.nn.functional.silu(gates), rtol=1e-6, atol=1e-35)
 
 
@@ -72,7 +71,7 @@ def test_rotation_and_the_way_into_the_cache(rows: int, dtype: torch.dtype) -> N
     to = write_rows(kv, torch.randperm(rows + 1)[:rows], torch.randint(0, block_tokens, (rows,)))[1]
     rotated = rope_ref.apply_rope(x[:, : heads + kv_heads], rotation)
     write_kv(wanted_kv, to, rotated[:, heads:], x[:, heads + kv_heads :])
-    found = rope.rotate_and_write(x.clone(), rotation, kv, to, heads)
+    found = rowwise.rotate_and_write(x.clone(), rotation, kv, to, heads)
     assert far(found, rotated[:, :heads]) <= 1
     assert far(kv, wanted_kv) <= 1
 
@@ -151,22 +150,22 @@ def test_products_of_bytes(rows: int, height: int) -> None:
     blocks = x.float().view(rows, 3, 32)
     of_x = blocks.abs().amax(2, keepdim=True) / 127
     rounded = (blocks / of_x.clamp(min=1e-30)).round().double() * of_x
-    found = packed_weights.multiply(x, packed_int8.quantise(weight))
+    found = packed_weights.multiply(x, packed_weights.quantise(weight))
     assert far(found, rounded.view(rows, 96) @ matrix.t()) <= 1
     assert found.equal(
-        torch.cat([packed_weights.multiply(row[None], packed_int8.quantise(weight)) for row in x])
+        torch.cat([packed_weights.multiply(row[None], packed_weights.quantise(weight)) for row in x])
     )
-    wide = packed_weights.multiply(x, packed_int8.quantise(weight), torch.float32)
+    wide = packed_weights.multiply(x, packed_weights.quantise(weight), torch.float32)
     assert wide.dtype == torch.float32
     assert wide.bfloat16().equal(found)
 
 
 def test_int8_is_for_shapes_of_whole_blocks() -> None:
     whole = torch.empty(48, 64, dtype=torch.bfloat16)
-    assert packed_int8.can_quantise(whole) == kernels.cpu_jit.has(*kernels.cpu_jit.INT8)
-    assert not packed_int8.can_quantise(whole[:47])
-    assert not packed_int8.can_quantise(whole[:, :48])
-    assert not packed_int8.can_quantise(whole.float())
+    assert packed_weights.can_quantise(whole) == kernels.cpu_jit.has(*kernels.cpu_jit.INT8)
+    assert not packed_weights.can_quantise(whole[:47])
+    assert not packed_weights.can_quantise(whole[:, :48])
+    assert not packed_weights.can_quantise(whole.float())
 
 
 def test_panels_are_for_shapes_and_dtypes_that_they_fit() -> None:

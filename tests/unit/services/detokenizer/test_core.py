@@ -96,7 +96,7 @@ def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
     published = [c for c in out if isinstance(c, Publish)]
     head = b'"request_id":"r1","attempt":1,"frame":'
     assert [c.data for c in published] == [
-        b'{"type":"accepted",' + head + b'0,"model":"tiny","created":5}',
+        b'{"type":"accepted",' + head + b'0,"model":"tiny","created":5,"prompt_tokens":4}',
         b'{"type":"delta",' + head + b'1,"choices":[{"index":0,"first":0,"count":2,'
         b'"delta":{"role":"assistant","content":"a\\""},"finish_reason":null}]}',
         b'{"type":"delta",'
@@ -199,6 +199,12 @@ def test_text_that_waits_goes_out_before_the_end(core: DetokenizerCore) -> None:
     assert [f["type"] for f in frames(out)] == ["delta", "done"]
 
 
+def test_a_plain_answer_names_the_stop_string_that_ended_it(core: DetokenizerCore) -> None:
+    (body,) = frames(run(core, opened(stream=False, stop=("no", "END")), tokens(0, "abEND"), close(5)))
+    (choice,) = body["choices"]
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("ab", "END")
+
+
 def test_the_stop_string_wins_over_a_close_on_its_way(core: DetokenizerCore) -> None:
     out = run(core, opened(stop=("END",)), tokens(0, "ab EN"), tokens(5, "Dxy"))
     assert told(out) == [StopFound(seq=7, index=6)]
@@ -206,7 +212,7 @@ def test_the_stop_string_wins_over_a_close_on_its_way(core: DetokenizerCore) -> 
     late = run(core, tokens(8, "zz"), close(10, "length"))
     assert told(late) == [Ended(seq=7, index=6, reason="stop")]
     done = frames(late)[-1]
-    assert done["choices"] == [{"index": 0, "tokens": 6, "finish_reason": "stop"}]
+    assert done["choices"] == [{"index": 0, "tokens": 6, "finish_reason": "stop", "stop_reason": "END"}]
     assert done["usage"]["completion_tokens"] == 6
 
 

@@ -471,7 +471,9 @@ def test_a_stop_string_found_on_the_way_is_told_to_the_new_scheduler(core: Detok
     assert told(give(core, B, tokens(90, 2, "en"))) == []  # it would not know that index
     assert told(give(core, B, tokens(90, 4, "d"), tokens(90, 5, "z"))) == [(B, StopFound(seq=90, index=5))]
     out = give(core, B, Close(seq=90, final=5, reason="stop"))
-    assert frames(out)[-1]["choices"] == [{"index": 0, "tokens": 5, "finish_reason": "stop"}]
+    assert frames(out)[-1]["choices"] == [
+        {"index": 0, "tokens": 5, "finish_reason": "stop", "stop_reason": "end"}
+    ]
 
 
 def test_the_age_counts_from_the_first_scheduler(core: DetokenizerCore) -> None:

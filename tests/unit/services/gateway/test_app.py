@@ -7,12 +7,16 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from support.memory_bus import MemoryBroker
+from support.virtual_loop import FakeClock
 
 from services.gateway.app import MET_503, Endpoints, Keys, build_app
+from services.gateway.fleet import Fleet
 from services.gateway.native_call import Health, TenantConnections
+from services.gateway.page import Page
+from shared.actor.mailbox import Mailbox
 from shared.client import Client
 from shared.errors import Unavailable
-from shared.telemetry.readings import Metrics
 
 SECRET = "request r-1 of acme has met the death of its third scheduler"
 
@@ -29,10 +33,6 @@ class Away:
         raise Unavailable(SECRET)
 
 
-async def nothing() -> Metrics:
-    return ()
-
-
 @pytest.mark.parametrize(("keys", "told"), [("acme one\n", MET_503), ("", SECRET)])
 async def test_health_quotes_nobodys_request_where_there_are_keys(
     tmp_path: Path, keys: str, told: str
@@ -40,13 +40,10 @@ async def test_health_quotes_nobodys_request_where_there_are_keys(
     path = tmp_path / "keys"
     path.write_text(keys)
     client = cast(Client, Away())
-    desk = Endpoints(
-        TenantConnections(client, apart=False),
-        Keys(str(path) if keys else ""),
-        Health(client),
-        nothing,
-        timeout_s=1,
-    )
+    mailbox = Mailbox(MemoryBroker().connect(), FakeClock(), "f", "gateway.g", 1)
+    fleet, read = Fleet(mailbox, lambda: ()), Keys(str(path) if keys else "")
+    connections = TenantConnections(client, apart=False)
+    desk = Endpoints(connections, read, Health(client), fleet, Page(fleet, read), timeout_s=1)
     transport = httpx.ASGITransport(build_app(desk))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         asked = await http.get("/v1/models", headers={"authorization": "Bearer one"})

@@ -65,11 +65,12 @@ def test_half_a_character_goes_no_further(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("options", "usage", "native"),
     [
-        (None, False, {"include_usage": False}),
-        ({}, False, {"include_usage": False}),
+        (None, False, {"include_usage": True}),
+        ({}, False, {"include_usage": True}),
         ({"include_usage": True}, True, {"include_usage": True}),
-        ({"include_usage": None}, False, {"include_usage": False}),
-        ({"include_usage": False, "y": 1}, False, {"include_usage": False, "y": 1}),
+        ({"include_usage": None}, False, {"include_usage": True}),
+        ({"include_usage": False, "y": 1}, False, {"include_usage": True, "y": 1}),
+        ({"include_usage": "x"}, False, {"include_usage": "x"}),
     ],
 )
 def test_the_usage_of_a_stream_is_told_when_asked_for(

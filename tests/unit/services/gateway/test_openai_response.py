@@ -142,6 +142,16 @@ def test_several_prompts_are_choices_of_one_stream() -> None:
         )
 
 
+def test_the_stop_string_that_ended_a_choice() -> None:
+    ended = done("stop")
+    ended["choices"][0]["stop_reason"] = "END"
+    got = taken(ChunkBuilder(call()), ACCEPTED, delta("a"), ended)
+    assert got[-1] == chunk(0, {}, "stop", stop_reason="END")
+    (choice,) = NATIVE["choices"]
+    native = {**NATIVE, "choices": [{**choice, "stop_reason": "END"}]}
+    assert openai_response.answer(call(), [native], ())["choices"][0]["stop_reason"] == "END"
+
+
 def test_a_stream_that_starts_over_repeats_nothing() -> None:
     maker = ChunkBuilder(call())
     taken(maker, ACCEPTED, delta("Hel"), delta("lo", first=1))

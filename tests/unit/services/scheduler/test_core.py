@@ -409,7 +409,7 @@ def test_a_detokenizer_given_up_and_back_is_told_what_is_no_longer_its_own() -> 
 
 
 def test_tables_of_a_long_fork_travel_in_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.step_columns.MAX_TABLE_ENTRIES", 6)
+    monkeypatch.setattr("services.scheduler.step_planner.MAX_TABLE_ENTRIES", 6)
     world = World()
     world.add_engine(blocks=64, slots=6)
     world.ask("a", list(range(20)), 6, n=4)

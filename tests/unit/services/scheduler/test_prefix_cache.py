@@ -142,7 +142,7 @@ def test_another_executor_has_nothing_of_the_dead_one() -> None:
 
 
 def test_tables_of_long_hits_travel_in_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.step_columns.MAX_TABLE_ENTRIES", 8)
+    monkeypatch.setattr("services.scheduler.step_planner.MAX_TABLE_ENTRIES", 8)
     world = World()
     world.add_engine(blocks=64, slots=6)
     world.ask("before", [7] * 21, 2)
@@ -156,7 +156,7 @@ def test_tables_of_long_hits_travel_in_several_plans(monkeypatch: pytest.MonkeyP
 
 
 def test_many_long_hits_at_once_travel_in_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.step_columns.MAX_TABLE_ENTRIES", 8)
+    monkeypatch.setattr("services.scheduler.step_planner.MAX_TABLE_ENTRIES", 8)
     world = World(Limits(window=1))
     world.add_engine(blocks=64, slots=6)
     world.ask("before", [7] * 21, 12)

@@ -10,8 +10,7 @@ from support.scheduler.world import World
 
 from services.scheduler.state.policies import StepShare
 from services.scheduler.state.state import Limits
-from services.scheduler.step_columns import StepColumns
-from services.scheduler.step_planner import COLD_TOKENS, chunk_budget
+from services.scheduler.step_planner import COLD_TOKENS, StepColumns, chunk_budget
 from shared.step_model import StepModel, StepShape
 
 PER_TOKEN = StepModel(weights_us=0, token_ns=100_000)  # 100 us a token
@@ -39,7 +38,8 @@ def budget(decodes: int, share: str = "budget", model: StepModel = PER_TOKEN, **
     for s in running[-waiting:]:
         s.computed, s.opened_length = 0, more.get("each", 10**6)
     columns.shape = StepShape(decodes, decodes, decodes, decodes)
-    return chunk_budget(world.scheduler.state, executor, columns, running[-waiting:], StepShare(True, share))  # type: ignore[arg-type]  # a literal
+    left = waiting * more.get("each", 10**6)
+    return chunk_budget(world.scheduler.state, executor, columns, 0, left, StepShare(True, share))  # type: ignore[arg-type]  # a literal
 
 
 def test_the_most_that_keeps_the_time_between_tokens() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import kernels.cpu_jit
+from kernels.cpu_jit.gemm_few_rows import by_rows
 from services.executor.checkpoint.loader import _dtype
-from services.executor.cpu.compiled_linear import by_rows
 from shared.errors import SetupError
 
 

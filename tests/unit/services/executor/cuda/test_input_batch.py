@@ -8,7 +8,19 @@ import torch
 from support.executor.plan_maker import PlanMaker, Row
 
 from kernels.sampling import INVALID
-from services.executor.cuda.input_batch import Layout, arrange, fill, samples_of, split_dense, tiles_of
+from services.executor.cuda.input_batch import (
+    STOP_IDS,
+    CudaSlots,
+    Layout,
+    advance,
+    arrange,
+    end_slots,
+    fill,
+    samples_of,
+    split_dense,
+    take,
+    tiles_of,
+)
 from services.executor.cuda.kernel_configs import (
     WIDE,
     DeviceTuning,
@@ -16,7 +28,6 @@ from services.executor.cuda.kernel_configs import (
     for_large_heads,
     row_by_row,
 )
-from services.executor.cuda.slot_table import STOP_IDS, CudaSlots, advance, end_slots, take
 from services.executor.parallel.step_split import Chunk, split
 from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, ROW_ERRORS, row_errors
 from services.executor.sim.engine import SimBackend, SimOptions

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.launcher.commands.trace import draw_overlap, overlap
-from services.scheduler.reports.traces import COLUMNS
+from services.scheduler.reports.status import STEP_COLUMNS
 from shared.errors import UnknownRequest
 
 MS = 1_000
@@ -22,12 +22,12 @@ def step(number: int, start: int, **more: Any) -> dict[str, Any]:
         "tokens": 8, "prefill_tokens": 0, "micro_batch": number % 2, "host_us": 8 * MS, "queued_us": MS,
         "mode": "two_batch", "segments": (),
     }  # fmt: skip
-    assert set(values) == set(COLUMNS)
+    assert set(values) == set(STEP_COLUMNS)
     return {**values, **more}
 
 
 def body(*steps: dict[str, Any], start_us: int = 0, end_us: int = 60 * MS) -> dict[str, Any]:
-    columns = {name: [s[name] for s in steps] for name in COLUMNS}
+    columns = {name: [s[name] for s in steps] for name in STEP_COLUMNS}
     spans = [{"name": "request", "start_us": start_us, "end_us": end_us}]
     return {"request_id": "r", "spans": spans, "steps": {"e1": columns}, "window": 2}
 

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 from support.actor_fleet import INTERVAL_US, Fleet, Recorder, watched_fleet
 
-from services.gateway import fleet_metrics
-from services.gateway.fleet_metrics import KEPT_US, FleetMetrics
+from services.gateway import fleet as fleet_module
+from services.gateway.fleet import KEPT_US
+from services.gateway.fleet import Fleet as GatewayFleet
 from shared import codec
 from shared.codec import Envelope
 from shared.messages import Heartbeat
@@ -37,9 +38,9 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield fleet
 
 
-async def collector(fleet: Fleet) -> FleetMetrics:
+async def collector(fleet: Fleet) -> GatewayFleet:
     gateway = await fleet.started(Recorder("gateway"), "g")
-    return FleetMetrics(gateway.mailbox, lambda: (MetricPoint("own", 1, "1"),))
+    return GatewayFleet(gateway.mailbox, lambda: (MetricPoint("own", 1, "1"),))
 
 
 def lines(metrics: Metrics, *wanted: str) -> list[str]:
@@ -50,7 +51,7 @@ def lines(metrics: Metrics, *wanted: str) -> list[str]:
 async def test_each_service_is_on_the_page_with_its_name(fleet: Fleet) -> None:
     await fleet.started(Counting("scheduler"), "s")
     await fleet.started(Counting("executor"), "e")
-    found = await (await collector(fleet)).collect()
+    found = await (await collector(fleet)).metrics()
     assert lines(found, "headrace_up", "collected_total", "took_seconds_count") == [
         'headrace_up{instance="e",service="executor"} 1.0',
         'headrace_up{instance="g",service="gateway"} 1.0',
@@ -65,7 +66,7 @@ async def test_each_service_is_on_the_page_with_its_name(fleet: Fleet) -> None:
 async def test_a_silent_service_is_down_and_a_damaged_answer_is_dropped(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fleet_metrics, "ANSWER_S", 0.05)
+    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.05)
     await fleet.started(Counting("scheduler"), "s")
     metrics = await collector(fleet)
     silent = Heartbeat(kind="executor", actor="e", host_id="h", state="ready", interval_us=INTERVAL_US)
@@ -77,7 +78,7 @@ async def test_a_silent_service_is_down_and_a_damaged_answer_is_dropped(
         fleet.outside.publish(asked.reply, b'["executor.e", [{"name": 3}]]')
 
     await fleet.outside.subscribe(subjects.metrics("f"), damaged)
-    assert lines(await metrics.collect(), "headrace_up", "collected") == [
+    assert lines(await metrics.metrics(), "headrace_up", "collected") == [
         'headrace_up{instance="e",service="executor"} 0.0',
         'headrace_up{instance="g",service="gateway"} 1.0',
         'headrace_up{instance="s",service="scheduler"} 1.0',
@@ -90,21 +91,21 @@ async def test_many_requests_for_the_page_cost_one_collection(fleet: Fleet) -> N
     actor = Counting("scheduler")
     await fleet.started(actor, "s")
     metrics = await collector(fleet)
-    await asyncio.gather(*(metrics.collect() for _ in range(20)))
-    await metrics.collect()
+    await asyncio.gather(*(metrics.metrics() for _ in range(20)))
+    await metrics.metrics()
     assert actor.collected == 1
     fleet.clock.advance(KEPT_US + 1)
-    await metrics.collect()
+    await metrics.metrics()
     assert actor.collected == 2
 
 
 async def test_without_a_broker_the_page_has_the_gateways_own_metrics(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_metrics, "ANSWER_S", 0.05)
+    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.05)
     metrics = await collector(fleet)
     fleet.broker.drop(subjects.metrics("f"))
-    assert lines(await metrics.collect(), "headrace_up", "own") == [
+    assert lines(await metrics.metrics(), "headrace_up", "own") == [
         'headrace_up{instance="g",service="gateway"} 1.0',
         'own{instance="g",service="gateway"} 1.0',
     ]

@@ -38,7 +38,7 @@ def test_the_table_of_a_long_prefix_hit_reaches_the_executor() -> None:
 def test_a_long_table_does_not_wait_for_a_step_in_which_no_decode_grows(
     monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    monkeypatch.setattr("services.scheduler.step_columns.MAX_TABLE_ENTRIES", 8)
+    monkeypatch.setattr("services.scheduler.step_planner.MAX_TABLE_ENTRIES", 8)
     world = World(Limits(window=window))
     world.add_engine(blocks=64, block_tokens=1, slots=3, max_context=40)
     world.ask("before", [7] * 21, 2)

@@ -7,7 +7,7 @@ import json
 
 from support.scheduler.world import World
 
-from services.scheduler.reports import traces
+from services.scheduler.reports import status
 from services.scheduler.state.requests import MAX_CHUNKS
 from services.scheduler.state.step_log import MAX_KEPT, MAX_LINKS, StepLog, StepRecord, step_spans, step_trace
 from shared.telemetry import traces as trace_context
@@ -95,7 +95,7 @@ def test_the_answer_has_chunks_decisions_and_the_steps_of_the_requests_time() ->
     arrives_wall_us = world.now_us + 10 + 1_000
     world.ask("a", list(range(10, 30)), 4, received_wall_us=arrives_wall_us, sent_wall_us=arrives_wall_us)
     world.run()
-    body = traces.answer(world.scheduler.state, "a", 1_000, steps=True)
+    body = status.trace(world.scheduler.state, "a", 1_000, steps=True)
     chunks = [s for s in body["spans"] if s["name"].startswith("prefill chunk")]
     assert [s["attributes"]["tokens"] for s in chunks] == [8, 8, 4]
     first_step = chunks[0]["attributes"]["step"]
@@ -105,7 +105,7 @@ def test_the_answer_has_chunks_decisions_and_the_steps_of_the_requests_time() ->
     planned, results = body["steps"]["e1"]["planned_us"], body["steps"]["e1"]["result_us"]
     assert all(a < b for a, b in zip(planned, results, strict=True))
     assert json.loads(json.dumps(body)) == body
-    assert traces.answer(world.scheduler.state, "b", 0) == {"request_id": "b", "state": "unknown"}
+    assert status.trace(world.scheduler.state, "b", 0) == {"request_id": "b", "state": "unknown"}
 
 
 def test_an_answer_fits_any_server() -> None:
@@ -121,11 +121,11 @@ def test_an_answer_fits_any_server() -> None:
     )  # fmt: skip
     for step in range(100_000, 100_000 + MAX_KEPT):
         world.scheduler.state.step_log.ring.append(dataclasses.replace(long, step=step))
-    body = traces.answer(world.scheduler.state, "a", wall_us - arrival_us, steps=True)
-    assert body["steps"]["e1"]["step"] == [*range(100_000 + MAX_KEPT - traces.MAX_STEPS, 100_000 + MAX_KEPT)]
+    body = status.trace(world.scheduler.state, "a", wall_us - arrival_us, steps=True)
+    assert body["steps"]["e1"]["step"] == [*range(100_000 + MAX_KEPT - status.MAX_STEPS, 100_000 + MAX_KEPT)]
     assert len(json.dumps(body)) < 512 * 1024
     assert [bool(pieces) for pieces in body["steps"]["e1"]["segments"]] == [
-        *[False] * (traces.MAX_STEPS - traces.MAX_SPLIT), *[True] * traces.MAX_SPLIT
+        *[False] * (status.MAX_STEPS - status.MAX_SPLIT), *[True] * status.MAX_SPLIT
     ]  # fmt: skip
 
 

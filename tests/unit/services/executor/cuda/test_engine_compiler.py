@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from triton import knobs
 
-from services.executor.cuda.compiler import CompileWatch, check_compiler
+from services.executor.cuda.engine import CompileWatch, check_compiler
 from shared.errors import SetupError
 
 

@@ -1,0 +1,174 @@
+"""The row-wise operations of a layer on a CPU, each in one pass: a row is read once, float32 in between.
+
+RMS norm after a residual add (kernels.norm.ref); SwiGLU (kernels.activation.ref); the rotation of queries and
+keys with the write of K and V to the cache, over the rows of the QKV product (kernels.rope.ref,
+kernels.attention.ref).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu_jit.llvm_intrinsics import (
+    bf16_at,
+    exp,
+    f32_at,
+    fast,
+    fetch_add,
+    float_of,
+    i64_at,
+    narrow,
+    widen,
+)
+from kernels.cpu_jit.thread_team import Call, Kernel, Number, bits_of
+
+_ROWS = 4  # of a piece of work
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+_LEAST = np.float32(-88.0)  # below it the gate is zero: `exp` stops growing at 88, the gate's value would not
+
+
+@fast
+def _norm_rows(x: Any, residual: Any, weight: Any, out: Any, rows: int, width: int, eps: Any, p: Any) -> None:
+    while True:
+        first = fetch_add(p) * _ROWS
+        if first >= rows:
+            return
+        for row in range(first, min(first + _ROWS, rows)):
+            at = row * width
+            squares = np.float32(0.0)
+            for i in range(width):
+                total = narrow(widen(x[at + i]) + widen(residual[at + i]), residual[0])
+                residual[at + i] = total
+                squares += widen(total) * widen(total)
+            scale = _ONE / np.sqrt(squares / np.float32(width) + eps)
+            for i in range(width):
+                out[at + i] = narrow(widen(residual[at + i]) * scale * widen(weight[i]), out[0])
+
+
+def _norm_bf16(p: Any) -> None:
+    eps = float_of(np.int32(p[7]))
+    _norm_rows(bf16_at(p[1]), bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), p[5], p[6], eps, p)
+
+
+def _norm_f32(p: Any) -> None:
+    eps = float_of(np.int32(p[7]))
+    _norm_rows(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), f32_at(p[4]), p[5], p[6], eps, p)
+
+
+_NORM = {torch.bfloat16: Kernel(_norm_bf16), torch.float32: Kernel(_norm_f32)}
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of `x + residual`, and the sum, which overwrites `residual`: `[tokens, hidden]` each,
+    contiguous."""
+    out = torch.empty_like(x)
+    norm_call(x, residual, weight.data_ptr(), eps, out).run()
+    return out, residual
+
+
+def norm_call(x: Tensor, residual: Tensor, weight: Number, eps: float, out: Tensor) -> Call:
+    """See add_rms_norm; `weight` is an address."""
+    rows, width = x.shape
+    addresses = (x.data_ptr(), residual.data_ptr(), weight, out.data_ptr())
+    return Call(_NORM[x.dtype], -(-rows // _ROWS), (*addresses, rows, width, bits_of(eps)))
+
+
+@fast
+def _swiglu_rows(gate_up: Any, out: Any, rows: int, width: int, p: Any) -> None:
+    while True:
+        first = fetch_add(p) * _ROWS
+        if first >= rows:
+            return
+        for row in range(first, min(first + _ROWS, rows)):
+            gate, to = 2 * row * width, row * width
+            up = gate + width
+            for i in range(width):
+                value = widen(gate_up[gate + i])
+                silu = value / (_ONE + exp(-value)) if value > _LEAST else value * _ZERO
+                out[to + i] = narrow(silu * widen(gate_up[up + i]), out[0])
+
+
+def _swiglu_bf16(p: Any) -> None:
+    _swiglu_rows(bf16_at(p[1]), bf16_at(p[2]), p[3], p[4], p)
+
+
+def _swiglu_f32(p: Any) -> None:
+    _swiglu_rows(f32_at(p[1]), f32_at(p[2]), p[3], p[4], p)
+
+
+_SWIGLU = {torch.bfloat16: Kernel(_swiglu_bf16), torch.float32: Kernel(_swiglu_f32)}
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `[tokens, 2 * width]`, gate first, contiguous: `[tokens, width]`."""
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    swiglu_call(gate_up, out).run()
+    return out
+
+
+def swiglu_call(gate_up: Tensor, out: Tensor) -> Call:
+    """See swiglu."""
+    rows, width = out.shape
+    return Call(_SWIGLU[out.dtype], -(-rows // _ROWS), (gate_up.data_ptr(), out.data_ptr(), rows, width))
+
+
+@fast
+def _rotate(x: Any, at: int, rotation: Any, turn: int, dim: int, out: Any, to: int) -> None:
+    half = dim // 2
+    for i in range(half):
+        low, high = widen(x[at + i]), widen(x[at + half + i])
+        cos, sin = rotation[turn + i], rotation[turn + dim + half + i]
+        out[to + i] = narrow(low * cos - high * sin, out[0])
+        out[to + half + i] = narrow(high * cos + low * sin, out[0])
+
+
+@fast
+def _rope_rows(
+    x: Any, rotation: Any, kv: Any, to: Any, rows: int, heads: int, kv_heads: int, dim: int, p: Any
+) -> None:
+    width = kv_heads * dim
+    while True:
+        first = fetch_add(p) * _ROWS
+        if first >= rows:
+            return
+        for row in range(first, min(first + _ROWS, rows)):
+            at, turn = row * (heads + 2 * kv_heads) * dim, row * 2 * dim
+            for head in range(heads):
+                _rotate(x, at + head * dim, rotation, turn, dim, x, at + head * dim)
+            key, value = to[row] * width, to[rows + row] * width
+            for head in range(kv_heads):
+                _rotate(x, at + (heads + head) * dim, rotation, turn, dim, kv, key + head * dim)
+            at += (heads + kv_heads) * dim
+            for i in range(width):
+                kv[value + i] = x[at + i]
+
+
+def _rope_bf16(p: Any) -> None:
+    _rope_rows(bf16_at(p[1]), f32_at(p[2]), bf16_at(p[3]), i64_at(p[4]), p[5], p[6], p[7], p[8], p)
+
+
+def _rope_f32(p: Any) -> None:
+    _rope_rows(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), i64_at(p[4]), p[5], p[6], p[7], p[8], p)
+
+
+_ROPE = {torch.bfloat16: Kernel(_rope_bf16), torch.float32: Kernel(_rope_f32)}
+
+
+def rotate_and_write(x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
+    """Rotate queries and keys of a contiguous `x` `[tokens, heads + 2 * kv_heads, head_dim]` by `rotation`
+    `[tokens, 2, head_dim]` float32, and store keys and values at `rows` `[K|V, tokens]` int64 of `write_rows`
+    in `kv`, of the dtype of `x`. Returns the queries `[tokens, heads, head_dim]`: a view of `x`, which is
+    overwritten."""
+    rotation_call(x, rotation, kv, rows.data_ptr(), heads).run()
+    return x[:, :heads]
+
+
+def rotation_call(x: Tensor, rotation: Tensor, kv: Tensor, rows: Number, heads: int) -> Call:
+    """See rotate_and_write; `rows` is an address."""
+    tokens, every, dim = x.shape
+    addresses = (x.data_ptr(), rotation.data_ptr(), kv.data_ptr(), rows)
+    return Call(_ROPE[x.dtype], -(-tokens // _ROWS), (*addresses, tokens, heads, (every - heads) // 2, dim))

@@ -1,0 +1,104 @@
+"""The page for people at `/`: chat, the fleet's state, the last requests with their waterfalls, the KV tiers.
+
+The page is static and open to all; the calls for its data need the key, where there are keys. A tenant sees
+its own requests, the operator those of all tenants and the fleet.
+
+    /, /page/…        HTML, script, style: from this folder, no CDN
+    /fleet            the states of all services
+    /requests         the last requests of this gateway
+    /requests/{id}    where the time of one of them went
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from importlib import resources
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.gateway.access_log import line_of
+from services.gateway.errors import NoRoute
+from services.gateway.exchange import Exchange, answer
+from services.gateway.fleet import Fleet
+
+KEPT = 200  # requests in the list
+_FILES = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Access(Protocol):
+    """What a key allows to see."""
+
+    def viewer_of(self, authorization: str) -> str | None:
+        """The tenant of a key; None may see all tenants. Raises NotAuthorized."""
+
+    def only_operator(self, authorization: str) -> None:
+        """Raises NotAuthorized, Forbidden."""
+
+
+class Page:
+    """The page of one gateway, and the list of its last requests."""
+
+    def __init__(self, fleet: Fleet, access: Access) -> None:
+        self._fleet, self._access = fleet, access
+        self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._files = {name: _read(name) for name in _FILES}
+
+    def note(self, exchange: Exchange) -> None:
+        """Add a request for an answer that has ended to the list."""
+        if exchange.stream is not None:
+            self._recent.appendleft(line_of(exchange))
+
+    def routes(self) -> list[Route]:
+        """The page's paths."""
+        return [
+            Route("/", self._file, methods=["GET"]),
+            Route("/page/{name}", self._file, methods=["GET"]),
+            Route("/fleet", self._states, methods=["GET"]),
+            Route("/requests", self._requests, methods=["GET"]),
+            Route("/requests/{id}", self._trace, methods=["GET"]),
+        ]
+
+    async def _file(self, request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        if name not in self._files:
+            raise NoRoute(f"the page has no file {name!r:.80}")
+        return Response(self._files[name], headers=_HEADERS, media_type=_FILES[name])
+
+    async def _states(self, request: Request) -> Response:
+        self._access.only_operator(_key(request))
+        return answer({"services": await self._fleet.states()})
+
+    async def _requests(self, request: Request) -> Response:
+        return answer({"requests": self._seen_by(request)})
+
+    async def _trace(self, request: Request) -> Response:
+        wanted = request.path_params["id"]
+        if not any(line["request_id"] == wanted for line in self._seen_by(request)):
+            raise NoRoute(f"{wanted!r:.140} is not among the last {KEPT} requests of this gateway")
+        if (found := await self._fleet.trace(wanted)) is None:
+            raise NoRoute(f"no scheduler knows the request {wanted!r:.140} any more")
+        return answer(found)
+
+    def _seen_by(self, request: Request) -> list[dict[str, Any]]:
+        viewer = self._access.viewer_of(_key(request))
+        return [line for line in self._recent if viewer is None or line.get("tenant") == viewer]
+
+
+def _key(request: Request) -> str:
+    return request.headers.get("authorization", "")
+
+
+def _read(name: str) -> bytes:
+    return resources.files("services.gateway").joinpath("static", name).read_bytes()
