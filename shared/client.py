@@ -154,7 +154,7 @@ class Client:
         """Send `body` and yield the messages of the reply up to the last one."""
         model = str(body.get("model", ""))
         if not model:
-            raise EngineError("the request has no model: add `model`", param="model")
+            raise BadRequest("the request has no model: add `model`", param="model")
         request_id = str(body.setdefault("request_id", secrets.token_hex(11)))
         subject, data = self._written(model, body)
         reply, order = self._new_reply(), FrameOrder()

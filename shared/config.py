@@ -123,6 +123,9 @@ class Settings(BaseSettings):
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; above: 429")
     max_waiting_tokens: int = Field(1_048_576, ge=0, description="prompt tokens that may wait; above: 429")
     request_timeout_s: float = Field(300, gt=0, description="time limit of a request without `timeout_s`, s")
+    keep_alive_s: float = Field(
+        300, ge=1, description="a fleet of `headrace run` ends after so many seconds without a request"
+    )
     # processes of `up`
     gateways: int = Field(1, ge=1, le=64, description="gateway processes of `up`, on one port")
     tokenizers: int = Field(2, ge=1, le=64, description="tokenizer processes of `up`; two: one may die")
@@ -221,6 +224,7 @@ _METAVARS = {  # for names with an unclear last word
     "drain_timeout_s": "SECONDS",
     "request_timeout_s": "SECONDS",
     "answer_format": "NAME",
+    "keep_alive_s": "SECONDS",
     "max_context": "TOKENS",
     "sim": "TIMES",
     "l1": "MIB",

@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.launcher import console, nats_server, own_folder, session
+from services.launcher import background, console, nats_server, own_folder, session
 from services.launcher.commands import auth
+from services.launcher.commands.logs import LogFiles
 from services.launcher.commands.status import ScrapeTargets
 from services.launcher.console import ServiceLines, print_line
 from services.launcher.heartbeats import HANGS_S, SilenceTimers, Watch, ticks_of
@@ -65,10 +67,13 @@ STATUS_S = 0.3
 ANSWER_S = 1.5  # a healthy nats-server answers its monitoring port within this time
 
 
-def up(settings: Settings, users: Path | None = None, more: Sequence[str] = ()) -> int:
+def up(
+    settings: Settings, users: Path | None = None, more: Sequence[str] = (), *, until_idle: bool = False
+) -> int:
     """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
     `users`, a folder made by `headrace auth`, each service has its own credentials, and HTTP requires an API
-    key. `more` names models to serve in addition to that of the settings."""
+    key. `more` names models to serve in addition to that of the settings. With
+    `until_idle` it ends by itself (see background.py)."""
     if users is not None and not settings.http_keys:
         settings = settings.model_copy(update={"http_keys": str(auth.keys_of(users))})
     models = served_models(settings, more)
@@ -89,7 +94,7 @@ def up(settings: Settings, users: Path | None = None, more: Sequence[str] = ()) 
             )
             stack.callback(server.stop)
         url = server.url if server else settings.nats_url
-        return asyncio.run(_run(settings, models, server, _Logins(url, users)))
+        return asyncio.run(_run(settings, models, server, _Logins(url, users), until_idle=until_idle))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +129,14 @@ def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str
 
 
 async def _run(
-    settings: Settings, models: Mapping[str, str], server: NatsServer | None, logins: _Logins
+    settings: Settings,
+    models: Mapping[str, str],
+    server: NatsServer | None,
+    logins: _Logins,
+    *,
+    until_idle: bool,
 ) -> int:
-    return await _Up(settings, models, server, logins).run()
+    return await _Up(settings, models, server, logins).run(until_idle=until_idle)
 
 
 class _Up:
@@ -150,7 +160,7 @@ class _Up:
         self._watch = Watch(self._folder.name)
         self._supervisor = self._make_supervisor()
 
-    async def run(self) -> int:
+    async def run(self, *, until_idle: bool = False) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -185,9 +195,15 @@ class _Up:
                 await ready
                 self._supervisor.start()
                 self._write_run_state()
-                await signalled
+                if until_idle:
+                    idle = loop.create_task(self._idle())
+                    stack.callback(idle.cancel)
+                    await asyncio.wait({signalled, idle}, return_when=asyncio.FIRST_COMPLETED)
+                    signalled.cancel()
+                else:
+                    await signalled
             ready.cancel()
-            return await self._wind_down(signalled.result())
+            return await self._wind_down(signal.SIGTERM if signalled.cancelled() else signalled.result())
 
     def _make_supervisor(self) -> Supervisor:
         s = self._settings
@@ -206,8 +222,16 @@ class _Up:
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
         env = with_import_path({**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"})
-        lines = ServiceLines([spec.name for spec in specs], bare=s.log_json)
-        return Supervisor(specs, env, lines)
+        names = [spec.name for spec in specs]
+        shown, kept = ServiceLines(names, sys.stderr, bare=s.log_json), LogFiles(self._folder.name, names)
+        if self._server is not None:
+            kept.add("nats-server", self._server.log)
+
+        def log_line(name: str, line: str) -> None:
+            shown(name, line)
+            kept(name, line)
+
+        return Supervisor(specs, env, log_line)
 
     def _argv_of(self, spec: ServiceSpec) -> tuple[str, ...]:
         return (*spec.argv, "--heartbeats", self._watch.path(spec.name))
@@ -241,6 +265,16 @@ class _Up:
         finally:
             await bus.drain()
 
+    async def _idle(self) -> None:
+        from shared.nats.bus import NatsBus
+
+        bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
+        try:
+            may_end = partial(background.retire, session.path_for(self._settings))
+            await background.until_idle(bus, self._settings.fleet, self._settings.keep_alive_s, may_end)
+        finally:
+            await bus.drain()
+
     def _write_run_state(self) -> None:
         monitoring = self._server.monitoring_url if self._server else ""
         note = RunState(
@@ -248,7 +282,8 @@ class _Up:
             fleet=self._settings.fleet,
             nats_url=self._url,
             monitoring_url=monitoring,
-            model=next(iter(self._models)),
+            models=list(self._models),
+            logs=self._folder.name,
         )
         try:
             note.write(session.path_for(self._settings))

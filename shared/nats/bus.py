@@ -165,10 +165,9 @@ class NatsBus:
             bus._faults.cause = "no answer"
             await _within(bus._open(url, name), timeout_s)
         except (TimeoutError, OSError, nats_errors.Error) as error:
-            with contextlib.suppress(TimeoutError, OSError, nats_errors.Error):
-                await _within(
-                    bus._nc.close(), CLOSE_TIMEOUT_S
-                )  # after a failed TLS handshake it never returns
+            # nats-py asserts that `connect` has begun; after a failed TLS handshake `close` never returns
+            with contextlib.suppress(TimeoutError, OSError, nats_errors.Error, AssertionError):
+                await _within(bus._nc.close(), CLOSE_TIMEOUT_S)
             raise SetupError(_why_not(url, error, bus._faults.cause)) from error
         return bus
 

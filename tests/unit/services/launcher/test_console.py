@@ -26,7 +26,7 @@ def test_lines_without_a_reader_are_lost_and_nothing_else(monkeypatch: pytest.Mo
         monkeypatch.setattr(sys, name, broken_pipe())
     for _ in range(2):
         print_line("to nobody")
-        ServiceLines(["a"])("a", "to nobody")
+        ServiceLines(["a"], sys.stderr)("a", "to nobody")
         assert fail(Unavailable("nobody hears")) == 1
     sys.stdout.close()  # raises where a line still waits for a reader
     sys.stderr.close()
