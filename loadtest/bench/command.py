@@ -11,6 +11,7 @@ from loadtest.bench import document, flags
 from loadtest.bench.block import block
 from loadtest.bench.compare import compare
 from loadtest.bench.figures import read_goals
+from loadtest.bench.flags import parser
 from loadtest.bench.loop import runner
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.page import page
@@ -24,7 +25,7 @@ from shared.errors import HeadraceError, SetupError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; its exit status: 1 when something or a request failed."""
-    given = flags.parser().parse_args(argv)
+    given = parser().parse_args(argv)
     try:
         if given.action == "run":
             with runner() as loop:
@@ -47,6 +48,8 @@ async def _run(given: argparse.Namespace) -> document.Result:
     async with server(given, pacer) as target:
         bench = Bench(target.transport, asked, options, goals, pacer, target.counts)
         result = document.document(label, flags.configuration(given), target.facts)
+        if given.json:
+            document.write(result, given.json)  # now, since it may not be writable
         if given.num_warmups:
             _check(await bench.warm(given.num_warmups, points[0]))
         gc.collect()

@@ -28,10 +28,13 @@ def document(label: str, configuration: dict[str, Any], server: dict[str, Any]) 
 
 
 def write(result: Result, path: Path) -> None:
-    """One line for each list of requests, so that the rest can be read."""
+    """One line for each list of requests, so that the rest can be read. Raises BadRequest."""
     text = json.dumps({**result, "runs": []}, indent=1)
     runs = ",\n".join(_run(run) for run in result["runs"])
-    path.write_text(text.replace('"runs": []', f'"runs": [\n{runs}\n ]') + "\n")
+    try:
+        path.write_text(text.replace('"runs": []', f'"runs": [\n{runs}\n ]') + "\n")
+    except OSError as error:
+        raise BadRequest(f"{path} cannot be written: {error.strerror}") from None
 
 
 def text_of(path: Path) -> str:

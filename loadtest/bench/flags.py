@@ -20,7 +20,7 @@ from shared.errors import BadRequest
 from shared.nats import access
 
 NATS = ("nats:", "tls:")
-NO_CONFIGURATION = ("action", "url", "counts", "json", "label", "key")  # where, not what
+NO_CONFIGURATION = ("action", "url", "nats_url", "fleet", "counts", "json", "label", "key")  # where, not what
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,6 +45,8 @@ def _run(run: argparse.ArgumentParser) -> None:
         default="",
         help="http://HOST:PORT, unix:/PATH or nats://…; default: the running `headrace up`",
     )
+    run.add_argument("--nats-url", default="", metavar="URL", help="the same as --url nats://…")
+    run.add_argument("--fleet", default="", metavar="NAME", help="the `headrace up` of this fleet")
     run.add_argument("--model", default="", help="default: the server's first, over NATS the setting")
     run.add_argument("--key", default="", help="of the API, over HTTP")
     run.add_argument("--counts", default="", metavar="NATS", help="over HTTP: where to ask the schedulers")
@@ -127,6 +129,10 @@ def asked(given: argparse.Namespace) -> Asked:
         raise BadRequest(f"--token-ids takes FIRST:LAST, like 300:40000, not {given.token_ids!r}")
     if given.per_client < 0:
         raise BadRequest("--per-client is 1 or more; 0: all prompts at every concurrency")
+    if min(given.input_len, given.output_len) < 1 or not 0 <= given.range_ratio <= 1:
+        raise BadRequest("--input-len and --output-len are 1 or more, --range-ratio is from 0 to 1")
+    if not given.timeout > 0:
+        raise BadRequest("--timeout is above 0")
     if given.num_prompts < 1 or given.block_tokens < 1:
         raise BadRequest("--num-prompts and --block-tokens are 1 or more")
     if given.counts and not given.counts.startswith(NATS):

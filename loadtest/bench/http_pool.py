@@ -29,11 +29,15 @@ class Address:
         if url.startswith("unix:"):
             return cls("localhost", 0, "", path=url.removeprefix("unix:"))
         parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError as error:  # over 65535, or no number
+            raise BadRequest(f"{url!r} is no URL of a server: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadRequest(f"{url!r} is no URL of a server: give http://HOST:PORT, nats://… or unix:/PATH")
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, parts.port or (443 if tls else 80), prefix, tls)
+        return cls(parts.hostname, port or (443 if tls else 80), prefix, tls)
 
 
 class Pool:

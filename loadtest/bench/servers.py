@@ -15,9 +15,10 @@ from loadtest.bench.over_http import HttpTransport
 from loadtest.bench.over_nats import NatsTransport
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.server_side import Counts, counts
-from services.launcher.session import connected, find_target
+from services.launcher.session import connected, find_target, path_for, read
 from shared.client import Client
 from shared.config import load
+from shared.errors import BadRequest, SetupError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,21 @@ class Server:
 
 @asynccontextmanager
 async def server(given: argparse.Namespace, pacer: Pacer) -> AsyncGenerator[Server]:
-    """The one that the flags name. Raises SetupError."""
-    make = _over_nats if not given.url or given.url.startswith(flags.NATS) else _over_http
+    """The one that the flags name. Raises SetupError, BadRequest."""
+    over_nats = not given.url or given.url.startswith(flags.NATS)
+    if given.url and (given.nats_url or given.fleet):
+        raise BadRequest("--url names the server: leave out --nats-url and --fleet")
+    make = _over_nats if over_nats else _over_http
     async with make(given, pacer) as made:
         yield made
 
 
 @asynccontextmanager
 async def _over_nats(given: argparse.Namespace, pacer: Pacer) -> AsyncGenerator[Server]:
-    target = find_target(load(None, {"nats_url": given.url or None}))
+    loaded = load(None, {"nats_url": given.url or given.nats_url or None, "fleet": given.fleet or None})
+    if given.fleet and not loaded.settings.nats_url and read(path_for(loaded.settings)) is None:
+        raise SetupError(f"no fleet {given.fleet} runs here: name its nats-server with --nats-url")
+    target = find_target(loaded)
     model = given.model or target.model
     async with connected(target.nats_url) as bus:
         client = await Client.open(bus, target.tenant)

@@ -26,7 +26,7 @@ CONTEXT = 512  # llama.cpp's
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; its exit status."""
-    given = _parser().parse_args(argv)
+    given = parser().parse_args(argv)
     try:
         _evaluate(given)
     except HeadraceError as error:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="headrace eval", description="What an engine's arithmetic costs.")
     actions = top.add_subparsers(required=True, metavar="WHAT")
     kl = actions.add_parser("kl", help="KL divergence and agreement of logits with a reference's")

@@ -2,6 +2,7 @@
 
 cli.py            the command line
 up.py             `headrace up`: nats-server, services, readiness
+background.py     the fleet that `headrace run` starts, and its end
 serve.py          one service as one process
 supervisor.py     starts, restarts and drains service processes
 heartbeats.py     finds services that hang; the health check of a container

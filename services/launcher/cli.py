@@ -17,6 +17,7 @@ from shared.errors import HeadraceError
 if TYPE_CHECKING:
     import argparse
 
+    from services.launcher.commands.chat import Conversation
     from services.launcher.session import Target
     from shared.config import Loaded
 
@@ -26,9 +27,13 @@ _FLEET = ("nats_url", "fleet", "cache_dir")  # enough to find a fleet
 _REQUEST = (*_FLEET, "model", "model_name", "request_timeout_s")
 # The settings that each command offers as flags. The environment and a TOML file may set all the others.
 _SETTINGS = {
+    "run": ("nats_url", "fleet", "cache_dir", "model_name", "request_timeout_s", "keep_alive_s",
+            "backend", "device", "dtype"),
+    "stop": ("fleet", "cache_dir"), "logs": ("fleet", "cache_dir"),
     "chat": _REQUEST, "request": _REQUEST, "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "usage": _FLEET, "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
+_ALL = "*"  # a verb for which each command of the parser has its setting flags
 _EVERY_SETTING = ("up", "serve", "config")
 
 
@@ -80,21 +85,14 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
-        if name == verb and (name in _EVERY_SETTING or name in _SETTINGS):
+        if verb in (name, _ALL) and (name in _EVERY_SETTING or name in _SETTINGS):
             _add_setting_flags(sub, _SETTINGS.get(name), several_models=name == "up")
         return sub
 
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
-    chat = add("chat", "chat with the model", _chat)
-    chat.add_argument("-q", "--question", help="send one question, print the answer, exit")
-    chat.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
-    chat.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    chat.add_argument("--seed", type=int, help="makes the answer repeatable")
-    request = add("request", "send a JSON request, print the JSON answer", _request)
-    request.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
-    request.add_argument("-f", "--file", type=Path, help="read the request from a file")
-    request.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
+    up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
+    _add_requests(add)
     pull = add("pull", "fetch a model into the cache", _pull)
     pull.add_argument("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
     pull.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
@@ -136,8 +134,33 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         sub.set_defaults(program=name)
     serve = add("serve", "run one service in the foreground", _serve)
     serve.add_argument("kind", help="gateway, tokenizer, scheduler, executor, kv_offload or detokenizer")
+    completion = add("completion", "print a script that completes command lines in a shell", _completion)
+    completion.add_argument("shell", choices=["bash", "zsh"])
     add("version", "print the versions of Headrace, Python and torch", _version)
     return parser
+
+
+def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
+    """The commands that ask a model."""
+    from pathlib import Path
+
+    run = add("run", "answer a prompt, or chat; starts a fleet in the background if none runs", _run_model)
+    run.add_argument("model", metavar="MODEL", help="a known name, a hub id, a GGUF file or a folder")
+    run.add_argument(
+        "prompt", nargs="*", default=[], metavar="PROMPT", help="and stdin, if piped; neither: a chat"
+    )
+    add("stop", "end the fleet of this machine that `up` or `run` has started", _stop)
+    chat = add("chat", "chat with the model", _chat)
+    chat.add_argument("-q", "--question", help="send one question, print the answer, exit")
+    for sub in (run, chat):
+        sub.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
+        sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+        sub.add_argument("--seed", type=int, help="makes the answer repeatable")
+        sub.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")
+    request = add("request", "send a JSON request, print the JSON answer", _request)
+    request.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
+    request.add_argument("-f", "--file", type=Path, help="read the request from a file")
+    request.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
 
 
 def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
@@ -153,6 +176,14 @@ def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
         help="show every fact of this kind, id or start of an id",
     )
     status.add_argument("--json", action="store_true", help="everything, as JSON")
+    logs = add("logs", "the log lines of a service of the fleet that runs here", _logs)
+    logs.add_argument(
+        "service", nargs="?", default="", metavar="SERVICE", help="its name or the start of it; default: all"
+    )
+    logs.add_argument("-f", "--follow", action="store_true", help="print new lines until the fleet ends")
+    logs.add_argument(
+        "-n", "--lines", type=int, default=100, metavar="N", help="last lines of each service; default 100"
+    )
     top = add("top", "the table of `status`, live", _top)
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
     top.add_argument(
@@ -208,7 +239,20 @@ def _up(given: argparse.Namespace) -> int:
     from services.launcher.up import up
 
     given.model, *more = given.model or [None]
-    return up(_load(given).settings, given.auth, more)
+    return up(_load(given).settings, given.auth, more, until_idle=given.until_idle)
+
+
+def _run_model(given: argparse.Namespace) -> None:
+    from services.launcher.commands.run import run
+
+    run(_load(given), given.prompt, _conversation(given))
+
+
+def _stop(given: argparse.Namespace) -> None:
+    from services.launcher import background, session
+
+    note = background.stop(session.path_for(_load(given).settings))
+    print(f"fleet {note.fleet} has ended, it served {', '.join(note.models)}")
 
 
 def _chat(given: argparse.Namespace) -> None:
@@ -217,16 +261,24 @@ def _chat(given: argparse.Namespace) -> None:
 
     loaded = _load(given)
     target, timeout_s = find_target(loaded), loaded.settings.request_timeout_s
-    named = {"max_tokens": given.max_tokens, "temperature": given.temperature, "seed": given.seed}
-    options = {name: value for name, value in named.items() if value is not None}
+    said = _conversation(given)
     if given.question is not None:
-        _run(ask_once(target, given.question, options, timeout_s))
+        _run(ask_once(target, given.question, said, timeout_s))
     else:
-        converse(target, options, timeout_s)
+        converse(target, said, timeout_s)
+
+
+def _conversation(given: argparse.Namespace) -> Conversation:
+    from services.launcher.commands.chat import Conversation
+
+    named = {"max_tokens": given.max_tokens, "temperature": given.temperature, "seed": given.seed}
+    said = Conversation({name: value for name, value in named.items() if value is not None})
+    said.system = given.system
+    return said
 
 
 def _request(given: argparse.Namespace) -> None:
-    from services.launcher.commands.chat import read_body, request
+    from services.launcher.commands.request import read_body, request
     from services.launcher.session import find_target
 
     body = read_body(given.body, given.file)
@@ -253,6 +305,14 @@ def _status(given: argparse.Namespace) -> None:
     from services.launcher.commands.status import status
 
     _run(status(*_find_fleet(given), given.service, as_json=given.json))
+
+
+def _logs(given: argparse.Namespace) -> None:
+    from services.launcher import session
+    from services.launcher.commands.logs import logs
+
+    note = session.read(session.path_for(_load(given).settings))
+    logs(note, given.service, given.lines, follow=given.follow)
 
 
 def _top(given: argparse.Namespace) -> None:
@@ -359,6 +419,13 @@ def _serve(given: argparse.Namespace) -> int:
     from services.launcher.serve import serve
 
     return serve(given.kind, _load(given).settings)
+
+
+def _completion(given: argparse.Namespace) -> None:
+    from services.launcher.commands.completion import script
+
+    programs = {program: _load_test_module(program).parser() for program in ("bench", "eval")}
+    print(script(given.shell, _parser(_ALL), programs), end="")
 
 
 def _version(_: argparse.Namespace) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
-from typing import TextIO
+from typing import Self, TextIO
 
 from shared.errors import HeadraceError
 
@@ -48,10 +49,19 @@ def print_line(text: str) -> None:
     _print(text, sys.stdout)
 
 
+PROGRESS = "…"  # a line with this end is a progress line: on a terminal the next line replaces it
+_shown = {"progress": False}  # the terminal's last line is one; stdout and stderr share the terminal
+
+
 def _print(text: str, stream: TextIO) -> None:
     """Print one line. A closed reader or a full disk loses the line and raises nothing."""
+    first, last = "", "\n"
     try:
-        print(text, file=stream, flush=True)
+        if is_terminal(stream):
+            first = "\r\033[K" if _shown["progress"] else ""
+            _shown["progress"] = text.endswith(PROGRESS)
+            last = "" if _shown["progress"] else "\n"
+        print(first + text, end=last, file=stream, flush=True)
     except OSError as error:
         if error.errno in (errno.EPIPE, errno.EIO):
             silence(stream)
@@ -73,16 +83,45 @@ def kind_of(error: HeadraceError) -> str:
     return error.type.removesuffix("_error").replace("_", " ")
 
 
-class ServiceLines:
-    """Prints the log lines of services on stderr, each after its service's name in that service's colour."""
+class StatusLine:
+    """The last line of a terminal, replaced by each `show` and empty after the block. Elsewhere nothing is
+    shown."""
 
-    def __init__(self, names: list[str], *, bare: bool = False) -> None:
-        self._bare = bare  # JSON lines name their component themselves
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream if is_terminal(stream) else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.clear()
+
+    def show(self, text: str) -> None:
+        """Show one line, cut to the width of the terminal."""
+        if self._stream is not None:
+            columns = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"\r\033[K{paint(text[:columns], _DIM, self._stream)}")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Show nothing."""
+        self.show("")
+
+
+class ServiceLines:
+    """Prints the log lines of services, each after its service's name in that service's colour."""
+
+    def __init__(self, names: list[str], stream: TextIO, *, bare: bool = False) -> None:
+        self._stream, self._bare = stream, bare  # bare: JSON lines name their component themselves
         width = max(map(len, names), default=0)
         self._heads = {
-            name: paint(f"{name:<{width}} |", _COLOURS[i % len(_COLOURS)], sys.stderr)
+            name: paint(f"{name:<{width}} |", _COLOURS[i % len(_COLOURS)], stream)
             for i, name in enumerate(names)
         }
 
     def __call__(self, name: str, line: str) -> None:
-        _print(line if self._bare else f"{self._heads[name]} {line}", sys.stderr)
+        _print(self.text(name, line), self._stream)
+
+    def text(self, name: str, line: str) -> str:
+        """The line as it is printed."""
+        return line if self._bare else f"{self._heads[name]} {line}"

@@ -20,7 +20,7 @@ from services.launcher.supervisor import die_with_parent
 from shared.errors import SetupError
 
 DEFAULT_PORT = 4222
-CONFIG_NAME = "nats.conf"
+CONFIG_NAME, LOG_NAME = "nats.conf", "nats.log"
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.005  # the server offers no other sign of readiness than its ports file
@@ -59,6 +59,11 @@ class NatsServer:
     folder: OwnFolder = field(repr=False)
     limits: ServerLimits = field(default_factory=ServerLimits, repr=False)
     extra: str = field(default="", repr=False)
+
+    @property
+    def log(self) -> Path:
+        """The file of its log lines."""
+        return Path(self.folder.name) / LOG_NAME
 
     def restart(self) -> None:
         """Start an ended server again on the same port, with the same files. Raises SetupError, OSError. The
@@ -127,7 +132,7 @@ def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = ""
 
 def _launch(binary: Path, home: Path, port: int) -> tuple[subprocess.Popen[bytes], str, str]:
     """Start the binary in `home`. Returns (process, URL, monitoring URL) once the ports are open."""
-    log = home / "nats.log"
+    log = home / LOG_NAME
     with log.open("wb") as out:
         process = subprocess.Popen(
             [str(binary), "-c", str(home / CONFIG_NAME)],

@@ -1,6 +1,6 @@
 """Finds the server and model of a client command: from flags, then settings, then a running `headrace up`.
 
-`headrace up` leaves a note (`RunState`) with its URL and model; every client command reads it.
+`headrace up` leaves a note (`RunState`) with its URL and models; every client command reads it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def find_target(loaded: Loaded) -> Target:
     chosen = loaded.origins["model"] != "default" or loaded.origins["model_name"] != "default"
     return Target(
         settings.nats_url or (here.nats_url if here else DEFAULT_NATS_URL),
-        here.model if here and not chosen else named,
+        here.models[0] if here and not chosen else named,
     )
 
 
@@ -78,7 +78,8 @@ class RunState:
     fleet: str
     nats_url: str  # with the operator's credentials, if there are any
     monitoring_url: str
-    model: str  # name under which it is served
+    models: list[str]  # names under which they are served
+    logs: str = ""  # the folder of the log files, see commands/logs.py
 
     def write(self, path: Path) -> None:
         """Replace the note at `path` atomically. Only its owner may read it."""

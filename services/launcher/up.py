@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.launcher import console, nats_server, own_folder, session
+from services.launcher import background, console, nats_server, own_folder, session
 from services.launcher.commands import auth
+from services.launcher.commands.logs import LogFiles
 from services.launcher.commands.status import ScrapeTargets
 from services.launcher.console import ServiceLines, print_line
 from services.launcher.heartbeats import HANGS_S, SilenceTimers, Watch, ticks_of
@@ -56,6 +58,7 @@ from shared.vocab.files import resolve
 
 SHARED = ("gateway", "kv_offload")  # shared by all models; a process of another kind serves one model
 _FEW_CORES = 4
+_TEXT = ("tokenizer", "detokenizer")
 _EDGE = ("gateway", "tokenizer")  # drain together: one must not accept requests that the other refuses
 DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 
@@ -64,10 +67,13 @@ STATUS_S = 0.3
 ANSWER_S = 1.5  # a healthy nats-server answers its monitoring port within this time
 
 
-def up(settings: Settings, users: Path | None = None, more: Sequence[str] = ()) -> int:
+def up(
+    settings: Settings, users: Path | None = None, more: Sequence[str] = (), *, until_idle: bool = False
+) -> int:
     """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
     `users`, a folder made by `headrace auth`, each service has its own credentials, and HTTP requires an API
-    key. `more` names models to serve in addition to that of the settings."""
+    key. `more` names models to serve in addition to that of the settings. With
+    `until_idle` it ends by itself (see background.py)."""
     if users is not None and not settings.http_keys:
         settings = settings.model_copy(update={"http_keys": str(auth.keys_of(users))})
     models = served_models(settings, more)
@@ -88,7 +94,7 @@ def up(settings: Settings, users: Path | None = None, more: Sequence[str] = ()) 
             )
             stack.callback(server.stop)
         url = server.url if server else settings.nats_url
-        return asyncio.run(_run(settings, models, server, _Logins(url, users)))
+        return asyncio.run(_run(settings, models, server, _Logins(url, users), until_idle=until_idle))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +129,14 @@ def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str
 
 
 async def _run(
-    settings: Settings, models: Mapping[str, str], server: NatsServer | None, logins: _Logins
+    settings: Settings,
+    models: Mapping[str, str],
+    server: NatsServer | None,
+    logins: _Logins,
+    *,
+    until_idle: bool,
 ) -> int:
-    return await _Up(settings, models, server, logins).run()
+    return await _Up(settings, models, server, logins).run(until_idle=until_idle)
 
 
 class _Up:
@@ -149,12 +160,17 @@ class _Up:
         self._watch = Watch(self._folder.name)
         self._supervisor = self._make_supervisor()
 
-    async def run(self) -> int:
+    async def run(self, *, until_idle: bool = False) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 loop.add_signal_handler(number, self._signals.put_nowait, number)
-        self._supervisor.start(without=self._later())
+        few_cores = usable_cores() <= _FEW_CORES and self._settings.backend != "sim"
+        specs = [service.spec for service in self._supervisor.services]
+        if few_cores:
+            in_turn = loop.create_task(self._supervisor.start_in_turn(without=starts_later(specs)))
+        else:
+            self._supervisor.start()
         note = session.path_for(self._settings)
         async with AsyncExitStack() as stack:
             stack.callback(self._folder.cleanup)
@@ -162,6 +178,8 @@ class _Up:
             stack.push_async_callback(self._supervisor.kill)
             stack.callback(session.remove, note, os.getpid())
             stack.callback(loop.create_task(self._supervisor.watch(self._watch.silent_s)).cancel)
+            if few_cores:
+                stack.callback(in_turn.cancel)
             if self._server is not None:
                 stack.callback(loop.create_task(keep_running(self._server, print_line)).cancel)
                 stack.callback(loop.create_task(watch_server(self._server, print_line)).cancel)
@@ -177,15 +195,15 @@ class _Up:
                 await ready
                 self._supervisor.start()
                 self._write_run_state()
-                await signalled
+                if until_idle:
+                    idle = loop.create_task(self._idle())
+                    stack.callback(idle.cancel)
+                    await asyncio.wait({signalled, idle}, return_when=asyncio.FIRST_COMPLETED)
+                    signalled.cancel()
+                else:
+                    await signalled
             ready.cancel()
-            return await self._wind_down(signalled.result())
-
-    def _later(self) -> tuple[str, ...]:
-        """The kinds to start only after the server is ready. On few cores this is kv_offload: its import of
-        LMCache keeps a core busy for seconds, which the executor needs to load the model."""
-        few_cores = usable_cores() <= _FEW_CORES
-        return ("kv_offload",) if few_cores and self._settings.backend != "sim" else ()
+            return await self._wind_down(signal.SIGTERM if signalled.cancelled() else signalled.result())
 
     def _make_supervisor(self) -> Supervisor:
         s = self._settings
@@ -204,8 +222,16 @@ class _Up:
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
         env = with_import_path({**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"})
-        lines = ServiceLines([spec.name for spec in specs], bare=s.log_json)
-        return Supervisor(specs, env, lines)
+        names = [spec.name for spec in specs]
+        shown, kept = ServiceLines(names, sys.stderr, bare=s.log_json), LogFiles(self._folder.name, names)
+        if self._server is not None:
+            kept.add("nats-server", self._server.log)
+
+        def log_line(name: str, line: str) -> None:
+            shown(name, line)
+            kept(name, line)
+
+        return Supervisor(specs, env, log_line)
 
     def _argv_of(self, spec: ServiceSpec) -> tuple[str, ...]:
         return (*spec.argv, "--heartbeats", self._watch.path(spec.name))
@@ -239,6 +265,16 @@ class _Up:
         finally:
             await bus.drain()
 
+    async def _idle(self) -> None:
+        from shared.nats.bus import NatsBus
+
+        bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
+        try:
+            may_end = partial(background.retire, session.path_for(self._settings))
+            await background.until_idle(bus, self._settings.fleet, self._settings.keep_alive_s, may_end)
+        finally:
+            await bus.drain()
+
     def _write_run_state(self) -> None:
         monitoring = self._server.monitoring_url if self._server else ""
         note = RunState(
@@ -246,7 +282,8 @@ class _Up:
             fleet=self._settings.fleet,
             nats_url=self._url,
             monitoring_url=monitoring,
-            model=next(iter(self._models)),
+            models=list(self._models),
+            logs=self._folder.name,
         )
         try:
             note.write(session.path_for(self._settings))
@@ -289,6 +326,17 @@ class _Up:
         late = "stopped: requests that did not end in time got an error"
         print_line("killed" if forced else "stopped" if clean else late)
         return FORCED if forced or first == signal.SIGINT else 0
+
+
+def starts_later(specs: Sequence[ServiceSpec]) -> set[str]:
+    """The services that start only after the server is ready on few cores, which the executor needs to load
+    the model: kv_offload, whose import of LMCache keeps a core busy for seconds, and every tokenizer and
+    detokenizer of a model but the first."""
+    first = {(spec.kind, spec.env.get("HEADRACE_MODEL")): spec.name for spec in reversed(specs)}
+    later = ("kv_offload", *_TEXT)
+    return {s.name for s in specs if s.kind in later} - {
+        name for (kind, _), name in first.items() if kind in _TEXT
+    }
 
 
 def _countdown() -> Callable[[int, str], None]:
@@ -447,7 +495,9 @@ class Readiness:
 
     async def dtype(self) -> str:
         """The dtype in which an executor computes, empty if none reports one. Call it after `wait`."""
-        found = await request_all(self._bus, subjects.STATUS, STATUS_S)
+        found = await request_all(
+            self._bus, subjects.STATUS, STATUS_S, enough=lambda status: status.get("dtype")
+        )
         return next((str(status["dtype"]) for status in found if status.get("dtype")), "")
 
     async def _wait_for_heartbeats(self, model: str, report: Callable[[str], None]) -> None:

@@ -7,6 +7,7 @@ tests/contract/test_bench_truth.py, on a virtual clock.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,18 +17,24 @@ from loadtest.bench.known import MODEL, Latency
 from loadtest.bench.truth import known_server, truth_of
 from services.launcher.cli import main as headrace
 from services.launcher.nats_server import NatsServer
+from services.launcher.session import RunState
 
 LATENCY = Latency(first_us=20_000, gap_us=5_000)
 
 
-@pytest.mark.parametrize("kind", ["http", "nats"])
+@pytest.mark.parametrize("kind", ["http", "nats", "note"])
 def test_a_sweep(
-    kind: str, tmp_path: Path, nats_server: NatsServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = nats_server.url if kind == "nats" else f"unix:{tmp_path}/known.sock"
+    kind: str, tmp_path: Path, nats_server: NatsServer, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    url = f"unix:{tmp_path}/known.sock" if kind == "http" else nats_server.url
+    where = {"http": ("--url", url), "nats": ("--nats-url", url), "note": ("--fleet", "other")}[kind]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # with the note of a fleet
+    note = RunState(pid=os.getpid(), fleet="other", nats_url=url, monitoring_url="", models=[MODEL])
+    note.write(tmp_path / "headrace" / "other.json")
     served, out = tmp_path / "served.json", tmp_path / "run.json"
     command = [
-        "bench", "run", "--url", url, "--model", MODEL, "--num-prompts", "20", "--num-warmups", "2",
+        "bench", "run", *where, "--model", MODEL, "--num-prompts", "20", "--num-warmups", "2",
         "--input-len", "7", "--output-len", "5", "--request-rate", "100,inf", "--max-concurrency", "4",
         "--goodput", "ttft:60000", "--json", str(out),
     ]  # fmt: skip
@@ -35,7 +42,7 @@ def test_a_sweep(
         assert headrace(command) == 0
     result, printed = read(out), capsys.readouterr().out
     assert printed.count("============ Serving Benchmark Result ============") == 2
-    assert result["server"]["transport"] == kind
+    assert result["server"]["transport"] == ("http" if kind == "http" else "nats")
     open_loop, closed_loop = (run["figures"] for run in result["runs"])
     stamps = json.loads(served.read_text())
     assert [len(stamps), *(len(each["pieces_us"]) for each in stamps[2:])] == [42, *[5] * 40]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from support.running_up import HEADRACE, Up, assert_idle
+from support.running_up import HEADRACE, Terminal, Up, assert_idle
 
 MODEL = "smollm2-135m-instruct"
 
@@ -116,6 +115,17 @@ def test_the_last_seconds_have_the_tokens_of_a_request(up: Up) -> None:
     assert scheduler["last_10_s"]["generated"] >= 200
 
 
+def test_the_log_lines_of_a_service(up: Up) -> None:
+    executor = status_of(up)["executor"]["id"]
+    done = up.run("logs", "executor", "-n", "1000")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f": executor.{executor} is ready\n" in done.stdout
+    assert done.stdout.splitlines()[-1:] == up.run("logs", "exec", "-n", "1").stdout.splitlines()
+    heads = {line.partition(" ")[0] for line in up.run("logs").stdout.splitlines()}
+    assert heads == {"tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "nats-server"}
+    assert up.run("logs", "--fleet", "other").stderr.startswith("error (setup): no fleet of this name runs")
+
+
 def test_top_is_the_same_table_again(up: Up) -> None:
     done = up.run("top", "--count", "2", "--interval", "0.6")
     assert (done.returncode, done.stderr) == (0, "")
@@ -130,49 +140,10 @@ def test_doctor_is_content(up: Up) -> None:
     assert f"nats-server at {up.nats_url}, messages up to 8 MB" in done.stdout
 
 
-class Terminal:
-    """A headrace command on a terminal of its own."""
-
-    def __init__(self, up: Up, *args: str) -> None:
-        self._ours, theirs = pty.openpty()
-        env = {**up.env, "TERM": "xterm", "NO_COLOR": "1"}
-        self.process = subprocess.Popen(
-            [*HEADRACE, *args], env=env, stdin=theirs, stdout=theirs, stderr=theirs,
-            start_new_session=True, preexec_fn=_take_terminal,
-        )  # fmt: skip
-        os.close(theirs)
-        self.text = ""
-
-    def read_until(self, pattern: str) -> str:
-        """What is on the screen since the last call, up to a match."""
-        while not (match := re.search(pattern, self.text)):
-            piece = os.read(self._ours, 65536)
-            assert piece, self.text
-            self.text += piece.decode(errors="replace")
-        seen, self.text = self.text[: match.end()], self.text[match.end() :]
-        return seen
-
-    def type(self, text: str) -> None:
-        """Press keys."""
-        os.write(self._ours, text.encode())
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
-
-
-def _take_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
 @pytest.fixture
 def chat(up: Up) -> Iterator[Terminal]:
     """An interactive chat."""
-    terminal = Terminal(up, "chat", "--max-tokens", "4000")
+    terminal = Terminal(up.env, "chat", "--max-tokens", "4000")
     yield terminal
     terminal.close()
 
@@ -184,13 +155,39 @@ def test_a_conversation_with_a_stopped_answer(up: Up, chat: Terminal) -> None:
     chat.type("\x03")
     chat.read_until(r"\[stopped\]\r\n> ")
     assert_idle(up)
+    chat.type("unsent\x03")
+    chat.read_until(r"/bye ends\]\r\n> ")
+    chat.type("/set max_tokens 3\n")
+    chat.read_until(r"max_tokens 3\r\n> ")
+    chat.type("\x1b[A")  # up: the line before
+    chat.read_until("/set max_tokens 3")
+    chat.type("\n")
+    chat.read_until(r"max_tokens 3\r\n> ")
     chat.type("\x04")
     assert chat.process.wait(30) == 0
 
 
+def test_a_conversation_from_a_pipe_is_plain_text(up: Up, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    lines = f"/system Be short\n/set max_tokens 4\nHi\n/nope\n\nAnd then?\n/save {file}\n/bye\nno more\n"
+    done = up.run("chat", "--seed", "3", stdin=lines)
+    assert (done.returncode, done.stderr) == (0, "")
+    saved = json.loads(file.read_text())
+    assert [message["role"] for message in saved["messages"]] == ["system", *["user", "assistant"] * 2]
+    first, second = (message["content"] for message in saved["messages"] if message["role"] == "assistant")
+    assert done.stdout == (
+        "system: Be short\ntemperature 0.0, seed 3, max_tokens 4\n"
+        f"{first}\nerror (invalid request): there is no command /nope: /help lists them\n{second}\n"
+        f"5 messages in {file}\n"
+    )
+    assert up.run("request", "-f", str(file)).returncode == 0
+    again = up.run("chat", stdin=f"/load {file}\n/reset\nHi\n").stdout
+    assert again == f"5 messages from {file}\n[a new conversation]\n{first}\n"
+
+
 @pytest.mark.parametrize("key", ["q", "\x03"])
 def test_top_on_a_terminal_ends_with_a_key_and_gives_the_screen_back(up: Up, key: str) -> None:
-    terminal = Terminal(up, "top", "--interval", "0.6")
+    terminal = Terminal(up.env, "top", "--interval", "0.6")
     try:
         terminal.read_until(r"\x1b\[\?1049h")  # the second screen
         for _ in range(2):

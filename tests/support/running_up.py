@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
+import pty
 import re
 import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +108,42 @@ class Up:
         return status
 
 
+class Terminal:
+    """A headrace command on a terminal of its own."""
+
+    def __init__(self, env: Mapping[str, str], *args: str) -> None:
+        self._ours, theirs = pty.openpty()
+        env = {**env, "TERM": "xterm", "NO_COLOR": "1"}
+        self.process = subprocess.Popen(
+            [*HEADRACE, *args], env=env, stdin=theirs, stdout=theirs, stderr=theirs,
+            start_new_session=True, preexec_fn=_take_terminal,
+        )  # fmt: skip
+        os.close(theirs)
+        self.text = ""
+
+    def read_until(self, pattern: str) -> str:
+        """What is on the screen since the last call, up to a match."""
+        while not (match := re.search(pattern, self.text)):
+            piece = os.read(self._ours, 65536)
+            assert piece, self.text
+            self.text += piece.decode(errors="replace")
+        seen, self.text = self.text[: match.end()], self.text[match.end() :]
+        return seen
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self._ours, text.encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 StartUp = Callable[..., Up]
 
 
@@ -179,7 +218,7 @@ def starter(folder: Path, running: list[Up]) -> StartUp:
         home = folder / f"up{len(running)}"
         home.mkdir()
         full = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
-        full |= {"XDG_RUNTIME_DIR": str(home), **QUICK, **SMALL_L1, **env}
+        full |= {"XDG_RUNTIME_DIR": str(home), "XDG_STATE_HOME": str(home), **QUICK, **SMALL_L1, **env}
         log = home / "stderr"
         process = subprocess.Popen(
             [*(INSTALLED if cwd else HEADRACE), "up", "--backend", "sim", *args],

@@ -1,24 +1,31 @@
-"""`headrace chat` holds a conversation on the terminal, and `headrace request` sends one request.
+"""`headrace chat` holds a conversation on the terminal.
 
-In a chat Ctrl-C stops an answer and Ctrl-D ends the chat. The connection runs on an event loop in a second
-thread, so that it answers the server's pings while the main thread waits for the next line. A request is read
-as JSON and its answer printed as JSON, with --stream one line for each frame.
+Ctrl-C stops an answer, Ctrl-D ends the chat. A line that starts with a slash is a command: each public method
+of `Commands` is one, and its docstring the line of `/help`. A saved conversation is the body of a request.
+The connection runs on an event loop in a second thread, so that it answers the server's pings while the main
+thread waits for the next line.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import os
 import sys
 import threading
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from pydantic import ValidationError
+
+from services.launcher.commands.answer import answer_on
 from services.launcher.console import dim, kind_of
 from services.launcher.session import Target, connected
+from shared.api import ChatRequest
 from shared.client import Client
 from shared.errors import BadRequest, HeadraceError
 from shared.nats import access
@@ -26,74 +33,225 @@ from shared.nats import access
 Message = dict[str, str]
 T = TypeVar("T")
 
+_OWN = ("model", "messages", "stream", "n")  # fields that a chat sets itself
+
+HISTORY_LINES = 1_000  # of what was typed, as many as a shell keeps
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far, and further fields of each request: max_tokens, temperature, ..."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+
+    @property
+    def system(self) -> str:
+        """The text of the system message, empty without one."""
+        first = self.messages[0] if self.messages else {}
+        return str(first.get("content", "")) if first.get("role") == "system" else ""
+
+    @system.setter
+    def system(self, text: str) -> None:
+        said = self.messages[1:] if self.system else self.messages
+        self.messages = ([{"role": "system", "content": text}] if text else []) + said
+
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation with one model; `messages` is its history."""
+    """A conversation with one model."""
 
     client: Client
     model: str
-    options: dict[str, Any]  # more fields of each request: max_tokens, temperature, ...
     timeout_s: float
-    messages: list[Message] = field(default_factory=list)
+    said: Conversation
 
     async def send(self, text: str) -> None:
         """Send `text` and print the answer as it arrives. Raises the request's error. A question without any
         answer is not kept."""
         question: Message = {"role": "user", "content": text}
-        body = {"model": self.model, "messages": [*self.messages, question], **self.options}
-        deltas: list[str] = []
-        try:
-            async with aclosing(self.client.stream(body, timeout_s=self.timeout_s)) as frames:
-                async for frame in frames:
-                    _show(frame, deltas)
-        finally:
-            if deltas:
-                print(flush=True)
-                self.messages += [question, {"role": "assistant", "content": "".join(deltas)}]
+        messages = [*self.said.messages, question]
+        body = {"model": self.model, "messages": messages, **self.said.options}
+        with answer_on(sys.stdout) as answer:
+            try:
+                async with aclosing(self.client.stream(body, timeout_s=self.timeout_s)) as frames:
+                    async for frame in frames:
+                        if frame["type"] == "accepted":
+                            answer.begin()
+                        for choice in frame.get("choices", ()):
+                            answer.add(choice.get("delta", {}).get("content") or "")
+            finally:
+                if answer.text:
+                    self.said.messages = [*messages, {"role": "assistant", "content": answer.text}]
 
 
-def _show(frame: dict[str, Any], deltas: list[str]) -> None:
-    if frame["type"] == "accepted" and deltas:
-        print(dim("\n[the answer starts over]"), flush=True)
-        deltas.clear()
-    for choice in frame.get("choices", ()):
-        delta = choice.get("delta", {}).get("content", "")
-        deltas.append(delta)
-        print(delta, end="", flush=True)
-
-
-async def ask_once(target: Target, question: str, options: dict[str, Any], timeout_s: float) -> None:
+async def ask_once(target: Target, question: str, said: Conversation, timeout_s: float) -> None:
     """`headrace chat -q`: one question, one answer on stdout."""
     async with connected(target.nats_url) as bus:
-        await Chat(await Client.open(bus, target.tenant), target.model, options, timeout_s).send(question)
+        await Chat(await Client.open(bus, target.tenant), target.model, timeout_s, said).send(question)
 
 
-def converse(target: Target, options: dict[str, Any], timeout_s: float) -> None:
-    """Answer questions from the keyboard until Ctrl-D, Ctrl-C at the prompt, or /bye. Raises SetupError."""
-    with suppress(ImportError):
-        import readline  # noqa: F401 - gives input() a history and line editing
-    with LoopThread() as loop, suppress(EOFError):
+def converse(target: Target, said: Conversation, timeout_s: float) -> None:
+    """Answer lines from stdin until its end or /bye. Raises SetupError."""
+    with LoopThread() as loop, _editing():
         stack = AsyncExitStack()
         bus = loop.run(stack.enter_async_context(connected(target.nats_url)))
-        chat = Chat(loop.run(Client.open(bus, target.tenant)), target.model, options, timeout_s)
-        where = f"{target.model} at {access.shown(target.nats_url)}"
-        print(dim(f"{where}; Ctrl-C stops an answer, Ctrl-D or /bye ends"))
+        chat = Chat(loop.run(Client.open(bus, target.tenant)), target.model, timeout_s, said)
+        if sys.stdin.isatty():
+            where = f"{target.model} at {access.shown(target.nats_url)}"
+            print(dim(f"{where}; /help lists commands, Ctrl-C stops an answer, Ctrl-D ends"))
         try:
-            while (line := input("> ").strip()) != "/bye":
+            while (line := _read_line()) not in (None, "/bye"):
                 if line:
                     _answer(loop, chat, line)
         finally:
             loop.run(stack.aclose())
 
 
+def _read_line() -> str | None:
+    """The next line, None at the end of the input, empty after Ctrl-C."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        print(dim("\n[Ctrl-D or /bye ends]"))
+        return ""
+
+
+@contextmanager
+def _editing() -> Iterator[None]:
+    """Line editing for `input`, with the lines of earlier chats, if stdin is a terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import readline
+
+    # https://specifications.freedesktop.org/basedir-spec: the state folder is the place of histories
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    history = state / "headrace" / "chat_history"
+    readline.set_auto_history(True)
+    readline.set_history_length(HISTORY_LINES)
+    with suppress(OSError):
+        history.parent.mkdir(parents=True, exist_ok=True)
+        history.touch(0o600)  # prompts are their writer's alone
+        readline.read_history_file(history)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            readline.write_history_file(history)
+
+
 def _answer(loop: LoopThread, chat: Chat, line: str) -> None:
     try:
-        loop.run(chat.send(line))
+        if line.startswith("/"):
+            Commands(chat.model, chat.said).run(line)
+        else:
+            loop.run(chat.send(line))
     except KeyboardInterrupt:
         print(dim("[stopped]"))
     except HeadraceError as error:
         print(f"error ({kind_of(error)}): {error.message}")
+
+
+@dataclass(slots=True)
+class Commands:
+    """The commands of a chat."""
+
+    model: str
+    said: Conversation
+
+    def run(self, line: str) -> None:
+        """Run `/NAME ARGUMENT`. Raises BadRequest."""
+        name, _, argument = line[1:].partition(" ")
+        if name not in self._all():
+            raise BadRequest(f"there is no command /{name}: /help lists them")
+        getattr(self, name)(argument.strip())
+
+    def _all(self) -> dict[str, str]:
+        """The commands and what each does."""
+        public = (name for name in vars(type(self)) if not name.startswith("_") and name != "run")
+        found = {name: inspect.getdoc(getattr(type(self), name)) for name in public}
+        return {name: doc for name, doc in found.items() if doc and ": " in doc}
+
+    def help(self, _: str) -> None:
+        """/help: this list"""
+        for doc in (*self._all().values(), "/bye: end the chat"):
+            usage, _, text = doc.partition(": ")
+            print(f"  {usage:<18}{text}")
+
+    def system(self, text: str) -> None:
+        """/system TEXT: instructions before the conversation; without TEXT: show them; -: none"""
+        if text:
+            self.said.system = "" if text == "-" else text
+        print(dim(f"system: {self.said.system or 'none'}"))
+
+    def set(self, words: str) -> None:
+        """/set NAME VALUE: a field of each request, like temperature 0.7; without VALUE: the default"""
+        name, _, value = words.partition(" ")
+        options = {known: set_ for known, set_ in self.said.options.items() if known != name}
+        if name in _OWN:
+            raise BadRequest(f"{name} is not for /set: the chat sets it itself")
+        if value:
+            options[name] = _value(value)
+        self.said.options = self._checked(options, self.said.messages).options
+        print(dim(", ".join(f"{name} {json.dumps(value)}" for name, value in options.items()) or "defaults"))
+
+    def reset(self, _: str) -> None:
+        """/reset: forget the conversation, keep the system text"""
+        self.said.messages = self.said.messages[: bool(self.said.system)]
+        print(dim("[a new conversation]"))
+
+    def save(self, file: str) -> None:
+        """/save FILE: the conversation as JSON, also for `headrace request -f FILE`"""
+        body = {"model": self.model, "messages": self.said.messages, **self.said.options}
+        try:
+            _path(file).write_text(json.dumps(body, ensure_ascii=False, indent=2) + "\n")
+        except OSError as error:
+            raise BadRequest(f"{file} cannot be written: {error.strerror}") from None
+        print(dim(f"{len(self.said.messages)} messages in {file}"))
+
+    def load(self, file: str) -> None:
+        """/load FILE: go on with a saved conversation"""
+        try:
+            body = json.loads(_path(file).read_text())
+        except OSError as error:
+            raise BadRequest(f"{file} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise BadRequest(f"{file} is not JSON: {error}") from None
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+            raise BadRequest(f"{file} has no `messages`: write it with /save")
+        options = {name: value for name, value in body.items() if name not in _OWN}
+        loaded = self._checked(options, body["messages"])
+        self.said.options, self.said.messages = loaded.options, loaded.messages
+        print(dim(f"{len(loaded.messages)} messages from {file}"))
+
+    @staticmethod
+    def _checked(options: dict[str, Any], messages: list[Message]) -> Conversation:
+        """The conversation if the API takes it. Raises BadRequest."""
+        try:
+            ChatRequest.model_validate({"messages": messages or [{"role": "user"}], **options})
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            why = "no such field" if first["type"] == "extra_forbidden" else first["msg"]
+            raise BadRequest(f"{name}: {why}") from None
+        return Conversation(options, messages)
+
+
+def _value(text: str) -> Any:
+    """A JSON value, or else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _path(file: str) -> Path:
+    if not file:
+        raise BadRequest("name a file, like /save chat.json")
+    return Path(file).expanduser()
 
 
 class LoopThread:
@@ -128,40 +286,3 @@ class LoopThread:
             await asyncio.gather(*tasks, return_exceptions=True)
 
         asyncio.run_coroutine_threadsafe(others(), self._loop).result()
-
-
-def read_body(text: str | None, file: Path | None) -> dict[str, Any]:
-    """The request from the argument, a file, or stdin (if neither is given, or `-`). Raises BadRequest."""
-    if text is not None and file is not None:
-        raise BadRequest("give the request as an argument or with --file, not both")
-    if file is not None and str(file) != "-":
-        try:
-            text = file.read_text()
-        except OSError as error:
-            raise BadRequest(f"{file} cannot be read: {error.strerror}") from None
-    elif text is None or text == "-":
-        text = sys.stdin.read()
-    try:
-        body = json.loads(text)
-    except ValueError as error:
-        raise BadRequest(f"the request is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise BadRequest("the request is not a JSON object like " + '{"prompt": "Hello"}')
-    return body
-
-
-async def request(target: Target, body: dict[str, Any], *, stream: bool, timeout_s: float) -> None:
-    """Send `body` and print the answer. Raises the request's error. An interrupt cancels the request."""
-    filled = {"model": target.model, **body}
-    async with connected(target.nats_url) as bus:
-        client = await Client.open(bus, target.tenant)
-        if not (stream or filled.get("stream")):
-            _print(await client.complete(filled, timeout_s=timeout_s), indent=2)
-            return
-        async with aclosing(client.stream(filled, timeout_s=timeout_s)) as frames:
-            async for frame in frames:
-                _print(frame)
-
-
-def _print(body: dict[str, Any], indent: int | None = None) -> None:
-    print(json.dumps(body, ensure_ascii=False, indent=indent), flush=True)

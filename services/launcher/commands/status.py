@@ -88,7 +88,9 @@ def _width() -> int:
 async def top(target: Target, fleet: str, interval_s: float, count: int) -> None:
     """Print the table of `status` every `interval_s`, `count` times (0: until Ctrl-C). On a terminal each
     table replaces the last one, and `q` ends. Raises Unavailable if no service answers at first; later
-    failures are shown and retried."""
+    failures are shown and retried. Raises BadRequest."""
+    if not interval_s > 0 or count < 0:
+        raise BadRequest("--interval is above 0, and --count is 0 or more")
     ended = asyncio.Event()
     async with connected(target.nats_url) as bus:
         url, services = access.shown(target.nats_url), await _answers(bus, fleet)

@@ -16,8 +16,8 @@ import pytest
 from services.executor.sampling import grammar_compiler
 from services.launcher.cli import main
 from services.launcher.commands import doctor as doctor_module
-from services.launcher.commands.chat import read_body
 from services.launcher.commands.doctor import Finding
+from services.launcher.commands.request import read_body
 from shared.config import PREFIX, Settings, metavar
 from shared.errors import BadRequest
 
@@ -144,6 +144,36 @@ def test_no_server_is_an_error_with_its_mend(command: list[str], capsys: pytest.
     error = capsys.readouterr().err
     assert error.startswith("error (setup): no connection to the nats-server at nats://127.0.0.1:1 ")
     assert "headrace up" in error
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("bench run --url http://127.0.0.1:99999", "is no URL of a server: Port out of range"),
+        ("bench run --url foo", "'foo' is no URL of a server"),
+        ("bench run --url unix:/x --fleet y", "--url names the server: leave out --nats-url and --fleet"),
+        ("bench run --fleet nope", "no fleet nope runs here"),
+        ("bench run --timeout -1", "--timeout is above 0"),
+        ("bench run --output-len 0", "--input-len and --output-len are 1 or more"),
+        ("chat -q hi --nats-url nats://127.0.0.1:99999", "no connection to the nats-server at"),
+        ("top --count -1", "--count is 0 or more"),
+        ("top --interval nan", "--interval is above 0"),
+        ("pull --cache-dir /proc/x", "/proc/x/models cannot be made"),
+        ("run smollm2-135m-instruct hi --cache-dir /proc/x", "/proc/x/models cannot be made"),
+        ("run ./nothing.gguf hi", "there is no model at nothing.gguf"),
+        ("logs --fleet nope", "no fleet of this name runs on this machine"),
+        ("stop --fleet nope", "no fleet nope runs here"),
+    ],
+)
+def test_wrong_input_is_answered_with_a_sentence(
+    line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert main(line.split()) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.fullmatch(r"error \((setup|invalid request)\): .+\n", shown.err)
+    assert said in shown.err
 
 
 def test_an_unknown_service_or_model_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

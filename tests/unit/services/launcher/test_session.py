@@ -35,7 +35,7 @@ def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def note(pid: int, url: str = "nats://127.0.0.1:5", model: str = "m") -> RunState:
-    return RunState(pid=pid, fleet="default", nats_url=url, monitoring_url="", model=model)
+    return RunState(pid=pid, fleet="default", nats_url=url, monitoring_url="", models=[model])
 
 
 def ended_pid() -> int:

@@ -1,0 +1,110 @@
+"""The log files of a running fleet: `headrace up` writes them, `headrace logs` prints and follows them.
+
+One file for each service, in the temporary folder of the run: they end with the fleet. A full file becomes
+`FILE.1` and the older one is dropped, so a service has at most 2 * FILE_BYTES.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from services.launcher.console import ServiceLines
+from services.launcher.session import RunState
+from shared.errors import BadRequest, SetupError
+
+FILE_BYTES = 4 * 1024 * 1024  # some 40,000 lines
+SUFFIX = ".log"
+LOOK_S = 0.2  # between two looks at the files: new lines are shown before a person misses them
+
+
+class LogFiles:
+    """Appends each line to the file of its service. What cannot be written, on a full disk, is lost."""
+
+    def __init__(self, folder: str, names: list[str]) -> None:
+        """Raises SetupError."""
+        self._folder = folder
+        try:
+            self._files = {name: _Lines(_file(folder, name)) for name in names}
+        except OSError as error:
+            raise SetupError(f"log files cannot be written: {error}") from None
+
+    def add(self, name: str, path: Path) -> None:
+        """A file that the process `name` writes itself."""
+        _file(self._folder, name).symlink_to(path)
+
+    def __call__(self, name: str, line: str) -> None:
+        self._files[name].handle(logging.makeLogRecord({"msg": line}))
+
+
+class _Lines(RotatingFileHandler):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", errors="replace")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Do nothing: the line is on the terminal, too."""
+
+
+def logs(note: RunState | None, service: str, last: int, *, follow: bool) -> None:
+    """Print the `last` lines of each service whose name starts with `service`, then, with `follow`, new lines
+    until the fleet ends. Raises SetupError for no fleet here, BadRequest for no such service."""
+    if last < 0:
+        raise BadRequest(f"-n takes a number of lines from 0 on, not {last}")
+    if note is None:
+        raise SetupError(
+            "no fleet of this name runs on this machine: its log is where `headrace up` was started, or, of "
+            "containers, in `docker compose logs`"
+        )
+    names = sorted(path.stem for path in Path(note.logs).glob(f"*{SUFFIX}"))
+    found = [name for name in names if name.startswith(service)]
+    if not found:
+        raise BadRequest(
+            f"there is no service {service!r} in fleet {note.fleet}: choose one of {', '.join(names)}"
+        )
+    lines = ServiceLines(found, sys.stdout, bare=len(found) == 1)
+    tails = {name: Tail(_file(note.logs, name)) for name in found}
+    for name, tail in tails.items():
+        for line in tail.last(last):
+            print(lines.text(name, line))
+    while follow:
+        follow = os.path.exists(note.logs)
+        for name, tail in tails.items():
+            for line in tail.new():
+                print(lines.text(name, line))
+        sys.stdout.flush()
+        time.sleep(LOOK_S if follow else 0)
+
+
+class Tail:
+    """Reads the lines of one file and, once it is full, of the file that takes its place."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.open("rb")
+        self._part = b""  # of a line that is being written
+
+    def last(self, count: int) -> list[str]:
+        """The last `count` lines so far. Call it first."""
+        older = self._path.with_suffix(f"{SUFFIX}.1")
+        self._part = older.read_bytes() if older.exists() else b""
+        return self.new()[-count:] if count else []
+
+    def new(self) -> list[str]:
+        """The lines since the last call."""
+        data = self._file.read()
+        with contextlib.suppress(FileNotFoundError):  # the fleet has ended, or the next file is not there yet
+            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                data += self._file.read()  # the last lines before the change
+                self._file.close()
+                self._file = self._path.open("rb")
+                data += self._file.read()
+        *lines, self._part = (self._part + data).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+
+def _file(folder: str, name: str) -> Path:
+    return Path(folder, name.replace("/", "--") + SUFFIX)  # a name may end with that of a model, owner/name

@@ -1,0 +1,153 @@
+"""The commands of a chat, and what a conversation keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.launcher.commands.chat import Chat, Commands, Conversation
+from services.launcher.commands.request import read_body
+from shared.api import ChatRequest
+from shared.errors import BadRequest, Unavailable
+
+HI = {"role": "user", "content": "Hi"}
+HO = {"role": "assistant", "content": "Ho"}
+
+
+@pytest.fixture
+def commands() -> Commands:
+    return Commands("m", Conversation({"temperature": 0.0}, [HI, HO]))
+
+
+def test_help_lists_every_command(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
+    commands.run("/help")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "/help", "/system", "/set", "/reset", "/save", "/load", "/bye",
+    ]  # fmt: skip
+    assert all(len(line) <= 120 for line in lines)
+
+
+def test_the_system_text_stays_when_the_conversation_is_forgotten(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = {"role": "system", "content": "Be short."}
+    commands.run("/system Be long.")
+    commands.run("/system Be short.")
+    assert commands.said.messages == [system, HI, HO]
+    commands.run("/reset")
+    assert commands.said.messages == [system]
+    commands.run("/system")
+    assert capsys.readouterr().out.endswith("system: Be short.\n")
+    commands.run("/system -")
+    assert commands.said.messages == []
+
+
+def test_a_field_is_set_and_taken_back(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
+    commands.run("/set temperature 0.7")
+    commands.run('/set stop ["a", "b"]')
+    commands.run("/set slo_class batch")
+    assert commands.said.options == {"temperature": 0.7, "stop": ["a", "b"], "slo_class": "batch"}
+    assert capsys.readouterr().out.endswith('temperature 0.7, stop ["a", "b"], slo_class "batch"\n')
+    for name in ("temperature", "stop", "slo_class"):
+        commands.run(f"/set {name}")
+    assert commands.said.options == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/sing", "there is no command /sing: /help lists them"),
+        ("/run x", "there is no command /run"),
+        ("/_all", "there is no command /_all"),
+        ("/set temperature hot", "temperature: Input should be a valid number"),
+        ("/set temperature 3", "temperature: Input should be less than or equal to 2"),
+        ("/set heat 3", "heat: no such field"),
+        ("/set n 2", "n is not for /set"),
+        ("/save", "name a file"),
+        ("/save /none/x", "/none/x cannot be written: No such file"),
+        ("/load /none/x", "/none/x cannot be read: No such file"),
+    ],
+)
+def test_a_command_that_cannot_be_done_changes_nothing(commands: Commands, line: str, said: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        commands.run(line)
+    assert refused.value.message.startswith(said)
+    assert commands.said == Conversation({"temperature": 0.0}, [HI, HO])
+
+
+def test_a_saved_conversation_is_a_request_and_can_be_loaded(commands: Commands, tmp_path: Path) -> None:
+    file = tmp_path / "my chat.json"
+    commands.run(f"/save {file}")
+    body = read_body(None, file)
+    assert body == {"model": "m", "messages": [HI, HO], "temperature": 0.0}
+    ChatRequest.model_validate(body)
+    other = Commands("n", Conversation({"top_p": 0.5}))
+    other.run(f"/load {file}")
+    assert other.said == commands.said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has no `messages`"),
+        ('{"messages": [{"content": "x"}]}', "messages.0.role: Field required"),
+        ('{"messages": [], "heat": 1}', "heat: no such field"),
+    ],
+)
+def test_a_file_that_is_no_conversation(commands: Commands, tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(BadRequest, match=said):
+        commands.run(f"/load {file}")
+    assert commands.said.messages == [HI, HO]
+
+
+class Scripted:
+    """A client with one answer."""
+
+    def __init__(self, *frames: Any) -> None:
+        self._frames, self.asked = frames, list[dict[str, Any]]()
+
+    async def stream(self, body: dict[str, Any], *, timeout_s: float) -> Any:
+        self.asked.append(body)
+        for frame in self._frames:
+            if isinstance(frame, Exception):
+                raise frame
+            yield frame
+
+
+def delta(text: str) -> dict[str, Any]:
+    return {"type": "delta", "choices": [{"delta": {"content": text}}]}
+
+
+async def test_an_answer_joins_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+    client = Scripted({"type": "accepted"}, delta("Ho"), delta("!"), {"type": "done", "choices": []})
+    chat = Chat(client, "m", 9, Conversation({"seed": 1}))  # type: ignore[arg-type]
+    await chat.send("Hi")
+    assert client.asked == [{"model": "m", "messages": [HI], "seed": 1}]
+    assert chat.said.messages == [HI, {"role": "assistant", "content": "Ho!"}]
+    assert capsys.readouterr().out == "Ho!\n"
+
+
+async def test_an_answer_that_starts_over_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    accepted = {"type": "accepted"}
+    client = Scripted(accepted, delta("one"), accepted, delta("two"))
+    chat = Chat(client, "m", 9, Conversation())  # type: ignore[arg-type]
+    await chat.send("Hi")
+    assert chat.said.messages[-1]["content"] == "two"
+    assert capsys.readouterr().out == "one\n[the answer starts over]\ntwo\n"
+
+
+async def test_a_question_without_an_answer_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(Scripted(Unavailable("away")), "m", 9, Conversation())  # type: ignore[arg-type]
+    with pytest.raises(Unavailable):
+        await chat.send("Hi")
+    assert (chat.said.messages, capsys.readouterr().out) == ([], "")
+    cut = Chat(Scripted(delta("Ho"), Unavailable("away")), "m", 9, Conversation())  # type: ignore[arg-type]
+    with pytest.raises(Unavailable):
+        await cut.send("Hi")
+    assert cut.said.messages == [HI, HO]

@@ -1,0 +1,104 @@
+"""When a fleet in the background ends: not while it is used, and not before its time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from support import virtual_loop
+from support.memory_bus import MemoryBroker
+
+from services.launcher import background, session
+from services.launcher.background import fleet_of, retire, until_idle
+from services.launcher.session import RunState, path_for
+from shared import codec
+from shared.codec import Envelope
+from shared.config import Loaded, load
+from shared.errors import SetupError
+from shared.messages import Heartbeat
+from shared.nats import subjects
+
+NOTE = RunState(pid=os.getpid(), fleet="default", nats_url="nats://h:1", monitoring_url="", models=["m"])
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return load()
+
+
+def never() -> None:
+    raise AssertionError("nothing is to be started")
+
+
+def test_a_fleet_does_not_retire_while_it_is_used(loaded: Loaded) -> None:
+    path = path_for(loaded.settings)
+    NOTE.write(path)
+    with fleet_of(loaded, never, print) as one, fleet_of(loaded, never, print) as other:
+        assert one == other == NOTE
+        assert not retire(path)
+        assert session.read(path) == NOTE
+    assert retire(path)
+    assert not path.exists()
+    assert retire(path)  # without a note no command finds this fleet
+
+
+def test_the_note_of_another_fleet_is_left_alone(loaded: Loaded) -> None:
+    path = path_for(loaded.settings)
+    NOTE.write(path)
+    path.write_text(path.read_text().replace(str(os.getpid()), str(os.getppid())))
+    assert retire(path)
+    assert path.exists()
+
+
+def test_a_fleet_that_retires_is_not_found(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the opening of its note and the lock the fleet removes it; then a new one is started."""
+    path, started = path_for(loaded.settings), []
+    NOTE.write(path)
+    flock = background.fcntl.flock
+
+    def retires_first(lock: int, operation: int) -> None:
+        path.unlink(missing_ok=True)
+        monkeypatch.undo()
+        flock(lock, operation)
+
+    monkeypatch.setattr(background.fcntl, "flock", retires_first)
+    with pytest.raises(SetupError, match="stop here"), fleet_of(loaded, lambda: fail(started), print):
+        pass
+    assert started == ["prepared"]
+
+
+def fail(started: list[str]) -> None:
+    started.append("prepared")
+    raise SetupError("stop here")
+
+
+def test_it_ends_a_time_after_the_last_request_and_only_if_it_may() -> None:
+    async def live() -> list[float]:
+        broker, loop, asked = MemoryBroker(), asyncio.get_running_loop(), list[float]()
+
+        def may_end() -> bool:
+            asked.append(loop.time())
+            return len(asked) == 2
+
+        fleet = broker.connect()
+        ending = asyncio.ensure_future(until_idle(broker.connect(), "f", 10, may_end))
+
+        def beat(kind: str, **load: int) -> None:
+            message = Heartbeat(kind=kind, actor="a", host_id="h", state="ready", load=tuple(load.items()))
+            fleet.publish(
+                subjects.heartbeat("f", kind, "a"), codec.encode(Envelope(f"{kind}.a", 1, 0, message))
+            )
+
+        for second in range(12):  # at 1 ... 12 s
+            await asyncio.sleep(1)
+            beat("scheduler", requests=int(second < 5))  # a long request, until 5 s
+            beat("detokenizer", frames=7 if second > 7 else 3)  # a short one before 9 s
+            beat("gateway", active=second)  # its health checks are no requests
+        fleet.publish(subjects.heartbeat("f", "scheduler", "a"), b"of another version")
+        await ending
+        return asked
+
+    assert virtual_loop.run(live()) == [19, 29]
