@@ -32,6 +32,7 @@ class Target:
 
     nats_url: str
     model: str
+    page: str = ""  # URL of the gateway's page, with a key if it needs one; only of an `up` of this user
 
     @property
     def tenant(self) -> str:
@@ -51,6 +52,7 @@ def find_target(loaded: Loaded) -> Target:
     return Target(
         settings.nats_url or (here.nats_url if here else DEFAULT_NATS_URL),
         here.models[0] if here and not chosen else named,
+        here.page if here else "",
     )
 
 
@@ -79,6 +81,7 @@ class RunState:
     nats_url: str  # with the operator's credentials, if there are any
     monitoring_url: str
     models: list[str]  # names under which they are served
+    page: str = ""  # URL of the gateway's page, with the operator's key, if there are any
     logs: str = ""  # the folder of the log files, see commands/logs.py
 
     def write(self, path: Path) -> None:

@@ -275,6 +275,14 @@ class _Up:
         finally:
             await bus.drain()
 
+    def _page_url(self) -> str:
+        """The gateway's page, for the operator of this fleet: no browser sends the part after #."""
+        if not self._http:
+            return ""
+        users = self._logins.users
+        key = auth.operator_key(users) if users is not None else ""
+        return f"{self._http}/#key={key}" if key else f"{self._http}/"
+
     def _write_run_state(self) -> None:
         monitoring = self._server.monitoring_url if self._server else ""
         note = RunState(
@@ -283,6 +291,7 @@ class _Up:
             nats_url=self._url,
             monitoring_url=monitoring,
             models=list(self._models),
+            page=self._page_url(),
             logs=self._folder.name,
         )
         try:
@@ -296,6 +305,7 @@ class _Up:
             ("monitoring", monitoring),
             *(("publish to", subjects.generate(subjects.DEFAULT_TENANT, model)) for model in self._models),
             ("OpenAI API", f"{self._http}/v1" if self._http else ""),
+            ("page", f"{self._http}/" if self._http else ""),
             ("API keys", self._settings.http_keys if self._http else ""),
             ("metrics", self._pages.shown()),
             ("same seed", self._same_seed),

@@ -99,6 +99,9 @@ def test_without_a_key_of_its_own_nobody_comes_in(guarded: Up, users: Path) -> N
     paths = {name: users / name / "api_key" for name in ("tenants/acme", "operator")}
     keys = ["", "junk", *(path.read_text().strip() for path in paths.values())]
     root = guarded.http_url.removesuffix("/v1")
+    link = run(guarded, "status").stdout.splitlines()[-1].removeprefix("The page: ")
+    assert link == f"{root}/#key={paths['operator'].read_text().strip()}"
+    assert http_status(link, "") == 200, "the page itself needs no key"
     got = {path: [http_status(root + path, key) for key in keys] for path in ("/v1/models", "/metrics")}
     assert got == {"/v1/models": [401, 401, 200, 200], "/metrics": [401, 401, 403, 200]}
     assert http_status(f"{root}/health", "") == 200

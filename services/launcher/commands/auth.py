@@ -141,6 +141,14 @@ def keys_of(folder: Path) -> Path:
     return path
 
 
+def operator_key(folder: Path) -> str:
+    """The operator's API key in a folder of `headrace auth`; empty if it cannot be read here."""
+    try:
+        return (folder / access.OPERATOR / API_KEY).read_text().strip()
+    except OSError:
+        return ""
+
+
 def _wanted(folder: Path, plan: Plan) -> Mapping[str, tuple[str, access.Permissions]]:
     """For every folder to fill: the name of its user and the user's permissions."""
     wanted = {kind: (access.user_of(kind), access.of_service(kind, plan.fleet)) for kind in access.SERVICES}

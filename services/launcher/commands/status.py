@@ -58,6 +58,8 @@ async def status(target: Target, fleet: str, wanted: str = "", *, as_json: bool)
         print("\n\n".join("\n".join(every_fact(found, service)) for service in chosen))
     else:
         print("\n".join(lines(found, _width())))
+        if target.page:
+            print(f"The page: {target.page}")
 
 
 async def services_of(target: Target, fleet: str) -> list[Facts]:
