@@ -246,7 +246,7 @@ NOTHING = ("", {"type": "text"})  # values of clients for "no structured output"
 
 # Fields of OpenAI, vLLM and llama.cpp's server that change no answer here.
 IGNORED = (
-    "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction",
+    "metadata", "store", "service_tier", "safety_identifier", "prediction",
     "verbosity", "prompt_cache_key", "prompt_cache_retention", "spaces_between_special_tokens",
     "guided_decoding_backend",
     "cache_prompt", "id_slot", "n_keep", "n_discard", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
@@ -346,6 +346,7 @@ class GenerateRequest(_WithoutEffect, BaseModel):  # type: ignore[misc,valid-typ
         Literal["none", "auto", "required"] | Tool,
         as_given('none, auto, required or {"type": "function", "function": {"name": …}} of one of `tools`'),
     ] = Field("auto", description="calls: none, any number, at least one, or this function")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
 
     @property
     def limit(self) -> tuple[str, int | None]:

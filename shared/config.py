@@ -18,6 +18,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, get_args
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from shared.answer_formats import formats
 from shared.errors import SetupError
 from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 
@@ -65,6 +66,10 @@ class Settings(BaseSettings):
     model: str = Field("smollm2-135m-instruct", description="model to serve: a name, a GGUF file or a folder")
     model_name: str = Field(
         "", max_length=128, description="name of the model for clients; empty: from the model"
+    )
+    answer_format: str = Field(
+        "auto",
+        description="form of reasoning and calls: a family, off; auto: by the chat template",
     )
     # logs
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level logged")
@@ -126,6 +131,15 @@ class Settings(BaseSettings):
     tokenizers: int = Field(2, ge=1, le=64, description="tokenizer processes of `up`; two: one may die")
     executors: int = Field(1, ge=1, le=64, description="executor processes of `up`")
     detokenizers: int = Field(2, ge=1, le=64, description="detokenizer processes of `up`; two: one may die")
+
+    @field_validator("answer_format")
+    @classmethod
+    def _known_format(cls, name: str) -> str:
+        try:
+            formats.named(name)
+        except KeyError:
+            raise ValueError(f"auto, off or one of {', '.join(formats.FORMATS)} is expected") from None
+        return name
 
     @field_validator("cache_dir")
     @classmethod
@@ -209,6 +223,7 @@ _METAVARS = {  # for names with an unclear last word
     "tenant_quotas": "FILE",
     "drain_timeout_s": "SECONDS",
     "request_timeout_s": "SECONDS",
+    "answer_format": "NAME",
     "keep_alive_s": "SECONDS",
     "max_context": "TOKENS",
     "sim": "TIMES",

@@ -189,6 +189,9 @@ class Tokenized:
     model_digest: str = ""  # of the executors that compute it, as in ExecHello
     shard: str = ""  # in a backup: id of the detokenizer that has the request open
     min_tokens: int = 0  # of an answer: until then neither stop ids nor stop strings end it
+    answer_format: str = (
+        ""  # of a chat: a name of shared/answer_formats, with THINKING if its prompt opens it
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +280,7 @@ class Open:
     parent_span: str = ""  # as in Tokenized
     stop_ids: Ints = field(default_factory=ints)  # each ends the text; shown only with `include_stop`
     min_tokens: int = 0  # stop strings end the text after these tokens only
+    answer_format: str = ""  # as in Tokenized; its markers are shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

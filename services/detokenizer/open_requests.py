@@ -131,6 +131,7 @@ def opened_of(tokenized: Tokenized, choice: int) -> Open:
         include_usage=tokenized.include_usage,
         parent_span=tokenized.parent_span,
         stop_ids=tokenized.stop_ids,
+        answer_format=tokenized.answer_format,
     )
 
 

@@ -2,7 +2,8 @@
 
 The shapes follow the OpenAI API; the frames of a stream are numbered:
 
-    accepted  {"type":"accepted","request_id","attempt","frame","model","created","prompt_tokens"}
+    accepted  {"type":"accepted","request_id","attempt","frame","model","created","prompt_tokens",
+                  "answer_format"?}
     delta     {"type":"delta","request_id","attempt","frame","choices":[
                   {"index","first","count","delta":{"role"?,"content"},"finish_reason":null}]}
     done      {"type":"done","request_id","attempt","frame","model","created","choices":[
@@ -190,11 +191,11 @@ class FrameBuilder:
 
     __slots__ = (
         "_about",
+        "_accepted",
         "_attempt",
         "_chat",
         "_frame",
         "_prefix",
-        "_prompt_tokens",
         "_request",
         "_role_sent",
     )
@@ -203,7 +204,7 @@ class FrameBuilder:
         self._request = opened.request
         self._attempt = (opened.attempt - 1) * MAX_RESENDS + 1
         self._about = {"model": opened.model, "created": opened.received_wall_us // 1_000_000}
-        self._prompt_tokens = opened.prompt_tokens
+        self._accepted = {"prompt_tokens": opened.prompt_tokens, **_format_of(opened)}
         self._chat = opened.format == "chat"
         self._frame = 0
         self._role_sent: set[int] = set()
@@ -226,7 +227,7 @@ class FrameBuilder:
 
     def accepted(self) -> bytes:
         """The first frame: the request is queued."""
-        return to_json({**self._head("accepted"), **self._about, "prompt_tokens": self._prompt_tokens})
+        return to_json({**self._head("accepted"), **self._about, **self._accepted})
 
     def delta(self, choices: Iterable[tuple[int, Delta]]) -> bytes:
         """A frame with new text of one or more choices."""
@@ -276,9 +277,14 @@ def answer(opened: Open, whole: list[tuple[Delta, dict[str, str]]], facts: Mappi
             "created": opened.received_wall_us // 1_000_000,
             "model": opened.model,
             "choices": [choice(i, delta, ending) for i, (delta, ending) in enumerate(whole)],
+            **_format_of(opened),
             **facts,
         }
     )
+
+
+def _format_of(opened: Open) -> dict[str, str]:
+    return {"answer_format": opened.answer_format} if opened.answer_format else {}
 
 
 def usage_body(prompt: int, completion: int, cached: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.answer_formats.formats import markers_of
 from shared.errors import EngineError
 from shared.messages import Open, Tokens
 from shared.vocab.vocabulary import Vocabulary
@@ -62,7 +63,9 @@ class SequenceStream:
         self._sent = 0
         self._pieces: list[str] = []
         silent = () if opened.include_stop else opened.stop_ids
-        self._decoder = TextDecoder(vocabulary, frozenset(silent), goes_on=opened.format == "completion")
+        self._decoder = TextDecoder(
+            vocabulary, frozenset(silent), opened.format == "completion", markers_of(opened.answer_format)
+        )
         # None when not asked for
         self._shape = LogprobShape(vocabulary, opened.format == "chat") if opened.logprobs else None
         self._scores: list[Score] = []
@@ -165,14 +168,18 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 class TextDecoder:
     """The incremental form of `Vocabulary.decode`: the concatenated pieces equal its result. The ids in
     `silent` end a sequence and have no text. Text that continues a prompt (`goes_on`) keeps its leading
-    space."""
+    space. Control tokens among `markers` have their name as text."""
 
     __slots__ = ("_rest", "_silent", "_strip", "_table")
 
     def __init__(
-        self, vocabulary: Vocabulary, silent: frozenset[int] = frozenset(), goes_on: bool = False
+        self,
+        vocabulary: Vocabulary,
+        silent: frozenset[int] = frozenset(),
+        goes_on: bool = False,
+        markers: frozenset[str] = frozenset(),
     ) -> None:
-        self._table = vocabulary.token_bytes
+        self._table = vocabulary.bytes_with(markers)
         self._silent = silent
         self._rest = b""  # the first bytes of a character
         self._strip = vocabulary.strips_leading_space and not goes_on

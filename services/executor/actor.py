@@ -362,6 +362,7 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         ) from error
     processors = load_processors(settings.logits_processors)
     files = resolve(settings.model, settings.cache_dir)
+    log.info("loading %s …", files.name)
     slots = settings.slots or (CUDA_SLOTS if on_gpu else TORCH_SLOTS)
     dtype, _, kv_dtype = settings.dtype.partition("/")
     options = TorchOptions(

@@ -3,21 +3,15 @@
 Fields have the same names in both and pass unchanged: the tokenizer validates them. Differences: a completion
 may have several prompts, each of which becomes a request; `stream_options` is only for streams, which end
 with usage only on request; the model may be left out if only one is served.
-
-A model writes tool calls into its text. `ToolText` finds them:
-
-    whole     one object {"name": …, "arguments": …} and no other text: a call was required
-    tagged    text with <tool_call>…</tool_call> around such objects
 """
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+from services.gateway.answer_parts import Functions, functions_of
 from services.gateway.errors import Unprocessable
 from services.gateway.exchange import given_id
 from shared.errors import BadRequest
@@ -26,10 +20,6 @@ from shared.nats.subjects import MAX_NAME_CHARS
 
 MAX_PROMPTS = 64  # of one completion
 _LONG_CHARS, _DIGEST_CHARS = 96, 24  # of a long id and its digest, when prompts get numbered ids
-
-BEGIN, END = "<tool_call>", "</tool_call>"
-WHOLE, TAGGED = "whole", "tagged"
-_CALL = re.compile(re.escape(BEGIN) + r"(.*?)" + re.escape(END), re.DOTALL)
 
 Body = dict[str, Any]
 
@@ -46,7 +36,7 @@ class Call:
     continuous_usage: bool = False  # in each of its chunks
     n: int = 1  # choices of each prompt
     echo: bool = False  # the text starts with the prompt
-    tools: str = ""  # form of tool calls in its text: see `how_called`
+    functions: Functions | None = None  # that its text may call
 
     @property
     def prompt_only(self) -> bool:
@@ -112,7 +102,7 @@ def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
         continuous_usage=usage and native["stream_options"].get("continuous_usage_stats") is True,
         n=n if type(n) is int else 1,  # the tokenizer will refuse any other
         echo=echo,
-        tools=how_called(fields) if chat else "",
+        functions=functions_of(fields) if chat else None,
     )
 
 
@@ -149,65 +139,3 @@ def _short(request_id: str) -> str:
     if len(request_id) <= MAX_NAME_CHARS - len(f":{MAX_PROMPTS}"):
         return request_id
     return request_id[:_LONG_CHARS] + "." + sha256(request_id.encode()).hexdigest()[:_DIGEST_CHARS]
-
-
-def how_called(fields: dict[str, Any]) -> str:
-    """WHOLE, TAGGED, or empty for a request without tool calls; the tokenizer validates the fields."""
-    choice = fields.get("tool_choice", "auto")
-    if not fields.get("tools") or choice == "none":
-        return ""
-    return TAGGED if choice == "auto" else WHOLE
-
-
-@dataclass(slots=True)
-class ToolText:
-    """Splits the text of one choice into content and tool calls in OpenAI's form."""
-
-    how: str
-    name: str  # of the choice, part of the ids of its calls
-    _held: list[str] = field(default_factory=list)  # may be a call, or is one
-
-    def feed(self, piece: str) -> str:
-        """The new content, up to a possible call."""
-        if self.how == WHOLE:
-            self._held.append(piece)
-            return ""
-        text = "".join([*self._held, piece])
-        at = text.find(BEGIN)
-        cut = at if at >= 0 else len(text) - _begun(text)
-        self._held = [text[cut:]]
-        return text[:cut]
-
-    def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of the content, and the calls. An incomplete call is content."""
-        text = "".join(self._held)
-        self._held.clear()
-        if self.how == WHOLE:
-            found = [_read(text)]
-            return (text, []) if found[0] is None else ("", self._named(found))
-        found = [_read(match[1]) for match in _CALL.finditer(text)]
-        if not found or None in found:
-            return text, []
-        return _CALL.sub("", text).strip("\n"), self._named(found)
-
-    def _named(self, found: list[dict[str, str] | None]) -> list[dict[str, Any]]:
-        return [
-            {"id": f"call_{self.name}_{i}", "type": "function", "function": function}
-            for i, function in enumerate(found)
-        ]
-
-
-def _read(text: str) -> dict[str, str] | None:
-    try:
-        call = json.loads(text, strict=False)  # accepts bare control characters; json.dumps escapes them
-    except ValueError:
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
-        return None
-    return {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-
-
-def _begun(text: str) -> int:
-    """The number of characters at the end of `text` that may be the start of a call."""
-    most = min(len(text), len(BEGIN) - 1)
-    return next((n for n in range(most, 0, -1) if BEGIN.startswith(text[-n:])), 0)

@@ -4,8 +4,9 @@
 stream, as JSON, which EventStream sends; all but EventStream is pure:
 
     accepted          no chunk: the response starts with the first text, so that an error has its status
-    delta             a chunk for each choice; before the first one a chunk with the role or echoed prompt
-    done              tool calls; a chunk for each choice with its `finish_reason`; at the end the usage
+    delta             a chunk for each choice; before the first one a chunk with the role or echoed prompt;
+                      reasoning and calls of functions are chunks of their own
+    done              a chunk for each choice with its `finish_reason`; at the end the usage
 
 A native stream may start over, if its detokenizer or the broker has died: all text arrives again. The
 repeated part is left out if its checksum matches the sent text, else the stream ends with an error.
@@ -24,11 +25,12 @@ from zlib import crc32
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from services.gateway.answer_parts import AnswerReader, reader_of
 from services.gateway.connection import chunk_writer
 from services.gateway.errors import body_of
 from services.gateway.exchange import Exchange, ExchangeCounters, refusal
 from services.gateway.native_call import PROMPT, unless_gone
-from services.gateway.openai_request import Call, ToolText
+from services.gateway.openai_request import Call
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
 
@@ -55,7 +57,7 @@ class _Sent:
     again_checksum: int = 0
     tokens: int = 0  # with sent log probabilities
     around: tuple[str, str] = ("", "")  # JSON of a chunk with only text, before and after the text
-    tools: ToolText | None = None  # of a request with tools
+    reader: AnswerReader | None = None  # None: the text is the content
 
     def begin_again(self) -> None:
         self.again = self.again_checksum = 0
@@ -93,6 +95,7 @@ class ChunkBuilder:
         self._sent: dict[int, _Sent] = {}  # by index of the choice in the whole answer
         self._usages: list[Body] = []
         self._head: Body = {}
+        self._format = ""  # of a chat's answers: shared/answer_formats
         self._tail: Body = {"usage": None} if call.include_usage else {}
         self._prompt_tokens: dict[int, int] = {}  # by prompt
 
@@ -103,6 +106,7 @@ class ChunkBuilder:
         if kind == "accepted":
             self._head = self._head or self._begin(frame)
             self._prompt_tokens[prompt] = frame.get("prompt_tokens", 0)
+            self._format = frame.get("answer_format", "")
             for index in range(first, first + self._call.n):
                 if index in self._sent:
                     self._sent[index].begin_again()
@@ -146,8 +150,9 @@ class ChunkBuilder:
     def _first(self, index: int, prompt: int) -> list[Body]:
         sent = self._sent[index] = _Sent()
         sent.around = self._around(index)
-        if self._call.tools:
-            sent.tools = ToolText(self._call.tools, f"{self._call.request_id}_{index}")
+        if self._call.chat:
+            name = f"{self._call.request_id}_{index}"
+            sent.reader = reader_of(self._format, self._call.functions, name)
         if self._call.chat:
             return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None)]
         return [self._chunk(index, {"text": self._echoed[prompt]}, None, None)] if self._echoed else []
@@ -160,13 +165,13 @@ class ChunkBuilder:
     def _delta(self, index: int, choice: Body) -> list[str]:
         sent = self._sent[index]
         text = sent.fresh(choice["delta"]["content"] if self._call.chat else choice["text"])
-        if sent.tools is not None:
-            text = sent.tools.feed(text)
         logprobs = choice.get("logprobs")
         if logprobs is not None:
             end = choice["first"] + choice["count"]
             logprobs = _unsent(logprobs, end, sent.tokens)
             sent.tokens = max(end, sent.tokens)
+        if sent.reader is not None:
+            return self._read(index, sent.reader.feed(text), logprobs)
         if logprobs is None and not text:
             return []
         if logprobs is None and not self._call.continuous_usage:
@@ -175,19 +180,24 @@ class ChunkBuilder:
         content: Body = {"delta": {"content": text}} if self._call.chat else {"text": text}
         return [_json(self._chunk(index, content, logprobs, None))]
 
+    def _read(self, index: int, deltas: list[Body], logprobs: Body | None) -> list[str]:
+        """A chunk for each delta; the log probabilities are in the first."""
+        if logprobs is not None and not deltas:
+            deltas = [{"content": ""}]
+        chunks = [self._chunk(index, {"delta": delta}, None, None) for delta in deltas]
+        if chunks:
+            chunks[0]["choices"][0]["logprobs"] = logprobs
+        return [_json(chunk) for chunk in chunks]
+
     def _last(self, index: int, choice: Body) -> list[Body]:
         sent, reason = self._sent[index], choice["finish_reason"]
         if sent.behind:
             raise _changed()
         chunks: list[Body] = []
-        if sent.tools is not None:
-            rest, calls = sent.tools.finish()
-            if rest:
-                chunks.append(self._chunk(index, {"delta": {"content": rest}}, None, None))
-            if calls:
-                reason = "tool_calls"
-                numbered = [{"index": i, **call} for i, call in enumerate(calls)]
-                chunks.append(self._chunk(index, {"delta": {"tool_calls": numbered}}, None, None))
+        if sent.reader is not None:
+            deltas = sent.reader.finish()
+            chunks = [self._chunk(index, {"delta": delta}, None, None) for delta in deltas]
+            reason = sent.reader.reason(reason)
         content: Body = {"delta": {}} if self._call.chat else {"text": ""}
         return [*chunks, self._chunk(index, content, None, reason, **_stop(choice))]
 
@@ -221,7 +231,7 @@ def answer(call: Call, native: Sequence[Body], echoed: Sequence[str]) -> Body:
     """One answer from the native answers to all prompts; `echoed` holds the texts that they start with."""
     first = native[0]
     choices = [
-        _choice(call, prompt * call.n + choice["index"], choice, echoed[prompt] if echoed else "")
+        _choice(call, prompt * call.n + choice["index"], choice, whole, echoed[prompt] if echoed else "")
         for prompt, whole in enumerate(native)
         for choice in whole["choices"]
     ]
@@ -248,20 +258,16 @@ def total(usages: Sequence[Body]) -> Body:
     }
 
 
-def _choice(call: Call, index: int, choice: Body, echoed: str) -> Body:
+def _choice(call: Call, index: int, choice: Body, whole: Body, echoed: str) -> Body:
     tail = {"logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"], **_stop(choice)}
     if not call.chat:
         return {"index": index, "text": echoed + choice["text"], **tail}
-    message = {**choice["message"], "refusal": None}
-    if call.tools:
-        text = ToolText(call.tools, f"{call.request_id}_{index}")
-        shown = text.feed(message["content"])
-        rest, calls = text.finish()
-        message["content"] = shown + rest
-        if calls:
-            message |= {"content": message["content"] or None, "tool_calls": calls}
-            tail["finish_reason"] = "tool_calls"
-    return {"index": index, "message": message, **tail}
+    message = choice["message"]
+    reader = reader_of(whole.get("answer_format", ""), call.functions, f"{call.request_id}_{index}")
+    if reader is not None:
+        message = reader.message(message["content"])
+        tail["finish_reason"] = reader.reason(tail["finish_reason"])
+    return {"index": index, "message": {**message, "refusal": None}, **tail}
 
 
 class EventStream(Response):

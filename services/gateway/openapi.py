@@ -200,10 +200,14 @@ def _answer(kind: str, **content: Schema) -> Schema:
 
 _ASSISTANT = _object(
     "refusal",
+    "reasoning_content",
+    "reasoning",
     "tool_calls",
     role=_one_of("assistant"),
     content=_WORD,
     refusal={"type": "null"},
+    reasoning_content=TEXT,
+    reasoning=TEXT,
     tool_calls={"type": "array", "items": {"type": "object"}},
 )
 _ERROR = _object("request_id", message=TEXT, type=TEXT, param=_WORD, code=_WORD, request_id=TEXT)

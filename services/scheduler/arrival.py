@@ -140,6 +140,7 @@ def open_message(sequence: Sequence) -> Open:
         parent_span=tokenized.parent_span,
         stop_ids=tokenized.stop_ids,
         min_tokens=tokenized.min_tokens,
+        answer_format=tokenized.answer_format,
     )
 
 

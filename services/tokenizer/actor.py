@@ -36,6 +36,7 @@ from services.tokenizer.standby import MAX_COPIES, TURN_US, PendingRequest, Stan
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import MIN_DETECTION_US, Peer, Peers, detection_us
 from shared.actor.runtime import Actor, HeartbeatPayload
+from shared.answer_formats.formats import OFF, named
 from shared.clock import Clock, SystemClock
 from shared.config import Settings, WatchedFile
 from shared.errors import Overloaded, PayloadTooLarge
@@ -160,6 +161,7 @@ class TokenizerActor(Actor):
         return {
             "model": self._name,
             "context": self._context(),
+            "answer_format": self._model.answer_format.name if self._model.answer_format else OFF,
             "models_here": sorted(self._queries.served()),
             "pending": self._pending,
             "copies": len(self._standby),
@@ -606,14 +608,16 @@ def load_model(settings: Settings) -> ServedModel:
     vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
     for special in (False, True):  # build both forms now: see Vocabulary.encode
         vocabulary.encode("warm up", special=special)
+    form = named(settings.answer_format, vocabulary.chat_template)
     return ServedModel(
         name=settings.model_name or served_name(settings.model),
         vocabulary=vocabulary,
-        template=ChatTemplate(vocabulary),
+        template=ChatTemplate(vocabulary, text_arguments=form is not None and form.text_arguments),
         max_context=settings.max_context or vocabulary.context_tokens,
         default_timeout_us=int(settings.request_timeout_s * 1e6),
         processors=tuple(processor_targets(settings.logits_processors)),
         trusts_templates=settings.trust_request_chat_template,
+        answer_format=form,
     )
 
 

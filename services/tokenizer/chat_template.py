@@ -54,8 +54,10 @@ PLAIN = TemplateOptions()
 class ChatTemplate:
     """The compiled template of one model. Raises SetupError if its source is not jinja."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, text_arguments: bool = False) -> None:
+        """`text_arguments`: the template takes the arguments of earlier calls as JSON texts."""
         self._vocabulary = vocabulary
+        self._text_arguments = text_arguments
         self._controls = list(vocabulary.controls)
         self._number = {name: i for i, name in enumerate(self._controls)}
         self._control = _any_of(self._controls)
@@ -87,8 +89,9 @@ class ChatTemplate:
         """Prompt ids of a conversation with its tools. `wall_us` is the date for templates that print one.
         Raises BadRequest with the template's message."""
         given = None
+        messages = [_with_reasoning(message) for message in messages]
         if "tools" in (options.source or self._source):
-            messages = [parsed(message) for message in messages]
+            messages = [parsed(message, as_text=self._text_arguments) for message in messages]
             given = None if tools is None else self._guard(tools.given, self._control)
         else:
             messages = [spelled(message) for message in messages]
@@ -196,6 +199,13 @@ def _alternatives(node: Trie) -> str:
     if not ways:
         return ""
     return f"(?:{'|'.join(ways)}){'?' if '' in node else ''}"
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates name earlier reasoning `reasoning_content`, clients of vLLM `reasoning`."""
+    if "reasoning" in message and "reasoning_content" not in message:
+        return {**message, "reasoning_content": message["reasoning"]}
+    return message
 
 
 def _raise(message: str) -> NoReturn:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
 from services.tokenizer.structured_output import Tools, grammar_of, read_tools
+from shared.answer_formats.formats import HERMES, THINKING, Format
 from shared.api import IGNORED, REQUEST_ID, UNSUPPORTED, ChatRequest, CompletionRequest, GenerateRequest
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
@@ -33,6 +34,7 @@ log = logging.getLogger("headrace.tokenizer")
 DEFAULT_COMPLETION_TOKENS = 16  # as in the OpenAI API
 MAX_ERROR_CHARS = 400  # an error is also a header, and may quote long parts of a request
 MAX_CANCELS = 10_000  # then the oldest is dropped: clients may cancel requests that do not exist
+TAIL_TOKENS = 64  # of a prompt: more than the marker of reasoning and the white space after it take
 CANCELLED = "the request was cancelled"
 LATE = "the request's time limit passed in intake"
 
@@ -146,6 +148,7 @@ class ServedModel:
     default_timeout_us: int
     processors: tuple[str, ...] = ()  # logits processors that a request may name
     trusts_templates: bool = False  # a request may bring its own chat template
+    answer_format: Format | None = HERMES  # of chats; None: the text is the answer
 
 
 def read_body(body: bytes) -> dict[str, Any]:
@@ -239,7 +242,6 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields)
     tools = read_tools(request)
-    grammar = grammar_of(request, tools, available=submission.grammars)
     if request.model not in (None, model.name):
         raise BadRequest(
             f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
@@ -250,6 +252,8 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     if 0 < submission.received_us <= submission.handled_us - timeout_us:
         raise DeadlineExceeded(LATE)
     prompt = encode_prompt(request, tools, model, submission.received_wall_us)
+    form, thinking = _answer_format(request, tools, model, prompt)
+    grammar = grammar_of(request, tools, form, thinking=thinking, available=submission.grammars)
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
     max_tokens = _max_tokens(request, len(prompt), model.max_context)
     if request.min_tokens > max_tokens:
@@ -282,6 +286,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         grammar=grammar,
         open_end=request.limit[1] is None,
         min_tokens=request.min_tokens,
+        answer_format="" if form is None else f"{form.name}{THINKING if thinking else ''}",
     )
 
 
@@ -344,6 +349,22 @@ def _template_options(request: ChatRequest, model: ServedModel) -> TemplateOptio
     if request.reasoning_effort is not None:
         variables = {"reasoning_effort": request.reasoning_effort, **variables}
     return TemplateOptions(request.chat_template or "", variables, request.continue_final_message)
+
+
+def _answer_format(
+    request: Request, tools: Tools | None, model: ServedModel, prompt: list[int]
+) -> tuple[Format | None, bool]:
+    """The format of the answer, and whether the prompt ends within its reasoning."""
+    form = model.answer_format
+    if form is None or not isinstance(request, ChatRequest):
+        return None, False
+    if tools is not None and tools.choice == "required" and form.writes is None:
+        return HERMES, False  # the grammar asks for calls that have one
+    if form.think is None:
+        return form, False
+    table = model.vocabulary.bytes_with(form.markers)
+    tail = b"".join(table[i] for i in prompt[-TAIL_TOKENS:]).decode("utf-8", "replace")
+    return form, tail.rstrip().endswith(form.think[0])
 
 
 def _logprobs(request: Request) -> int:

@@ -5,7 +5,9 @@ structured_outputs   {"json": …} | {"regex": …} | {"choice": [...]} | {"gram
 guided_json, guided_regex, guided_choice, guided_grammar: the same, as vLLM named them before
 grammar              EBNF, as llama.cpp names it
 tools, tool_choice   functions that the model may call: see `Tools`
-──▶ {"kind": "json" | "regex" | "ebnf" | "tags", "source": …}, JSON in Tokenized.grammar
+──▶ {"kind": "json" | "regex" | "ebnf" | "structural_tag", "source": …}, JSON in Tokenized.grammar. A
+    structural tag has `markers`, too: control tokens that stand in its texts; and `json`, true if its content
+    is JSON.
 
 A JSON schema that the grammar engine cannot follow exactly is refused, with the keyword: see `resolved`.
 """
@@ -19,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shared.answer_formats import grammar
+from shared.answer_formats.formats import HERMES, Format
 from shared.api import GenerateRequest, Tool
 from shared.errors import BadRequest
 
@@ -33,7 +37,6 @@ MAX_DEPTH = 32  # of a schema
 _TOO_DEEP = f"is nested deeper than {MAX_DEPTH}"
 MAX_LENGTH, MAX_ITEMS = 1_024, 256  # repetitions that a grammar writes out: more take seconds to compile
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
-BEGIN, END = "<tool_call>", "</tool_call>"
 
 _sre: Any = importlib.import_module("re._parser")
 _REPEATS = (_sre.MAX_REPEAT, _sre.MIN_REPEAT, _sre.POSSESSIVE_REPEAT)
@@ -53,9 +56,17 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def grammar_of(request: GenerateRequest, tools: Tools | None, *, available: bool = True) -> str:
-    """The grammar of a request as JSON, empty if it has none; `tools` are those of the request. `available`:
-    an executor can follow it. Raises BadRequest."""
+def grammar_of(
+    request: GenerateRequest,
+    tools: Tools | None,
+    form: Format | None = None,
+    *,
+    thinking: bool = False,
+    available: bool = True,
+) -> str:
+    """The grammar of a request as JSON, empty if it has none; `tools` are those of the request, `form` is the
+    format of its answer. `thinking`: its prompt opens the reasoning. `available`: an executor can follow a
+    grammar. Raises BadRequest."""
     fields = {name: getattr(request, name) for name in _FIELDS} | {"tools": tools}
     asked = [name for name, value in fields.items() if value is not None]
     if not asked:
@@ -74,7 +85,7 @@ def grammar_of(request: GenerateRequest, tools: Tools | None, *, available: bool
         asked_for = {param.removeprefix(_OLD): asked_for}
     match asked_for:
         case Tools() as tools:
-            text = json.dumps(tools.grammar)
+            text = tools.grammar(form or HERMES, thinking=thinking)
         case {"json_schema": {"schema": schema}} | {"json": schema}:
             text = _json(schema, param)
         case {"type": "json_object"} | {"json_object": True}:
@@ -86,9 +97,31 @@ def grammar_of(request: GenerateRequest, tools: Tools | None, *, available: bool
         case str(ebnf) | {"grammar": ebnf}:
             text = _ebnf(ebnf, param)
     _check_chars(text, param)
-    for name in ("ignore_eos", "min_tokens"):
+    if form is not None and form.think is not None and param != "tools":
+        text = _after_reasoning(text, form, thinking, param)
+    for name in ("ignore_eos", "min_tokens") if text else ():
         if getattr(request, name):
             raise BadRequest(f"`{name}`: with `{param}` an answer ends by itself", param=name)
+    return text
+
+
+def _after_reasoning(text: str, form: Format, thinking: bool, param: str) -> str:
+    """The grammar, from the end of the reasoning on."""
+    packed = json.loads(text)
+    match packed["kind"]:
+        case "json":
+            rule = {
+                "type": "json_schema",
+                "json_schema": json.loads(packed["source"]),
+                "max_whitespace_cnt": 1,
+            }
+        case "regex":
+            rule = {"type": "regex", "pattern": packed["source"]}
+        case _:
+            rule = {"type": "grammar", "grammar": packed["source"]}
+    rule = grammar.after_reasoning(form, rule, thinking=thinking)
+    text = _structural(form, rule, json=packed["kind"] == "json")
+    _check_chars(text, param)
     return text
 
 
@@ -152,41 +185,32 @@ _HOW = (
 class Tools:
     """The tools of a request: as given, with the resolved schemas of their arguments, and the choice.
 
-    tool_choice   auto: text with calls `<tool_call>\\n{"name": …, "arguments": …}\\n</tool_call>`
-                  required, or a function by name: only one object `{"name": …, "arguments": …}`
+    tool_choice   auto: text, in which the model may write calls
+                  required, or a function by name: nothing but calls
                   none: the tools are ignored
 
-    Most open models are trained on this markup (Hermes). A chat template with a `tools` variable gets them;
-    for other templates they are added to the system message.
+    Calls are written as the model's family does (shared/answer_formats). A chat template with a `tools`
+    variable gets the tools; for other templates they are added to the system message, in the form of Hermes.
     """
 
     given: list[Tool]
     schemas: dict[str, Schema | bool]
     choice: str  # auto, required
+    parallel: bool = True  # more than one call
 
-    @property
-    def grammar(self) -> dict[str, Any]:
-        """`kind` and `source` as executors compile them."""
-        if self.choice == "auto":
-            tags = [
-                {
-                    "begin": f'{BEGIN}\n{{"name": {json.dumps(n)}, "arguments": ',
-                    "schema": s,
-                    "end": f"}}\n{END}",
-                }
-                for n, s in self.schemas.items()
-            ]
-            return {"kind": "tags", "source": json.dumps({"trigger": BEGIN, "tags": tags})}
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schema},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, schema in self.schemas.items()
-        ]
-        return {"kind": "json", "source": json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})}
+    def grammar(self, form: Format, *, thinking: bool) -> str:
+        """As executors compile it; empty for a family whose calls have no grammar."""
+        required = self.choice == "required"
+        rule = grammar.calls(form, self.schemas, required=required, parallel=self.parallel)
+        if rule is None:
+            return ""
+        return _structural(form, grammar.after_reasoning(form, rule, thinking=thinking))
+
+
+def _structural(form: Format, rule: dict[str, Any], **more: bool) -> str:
+    tag = json.dumps({"type": "structural_tag", "format": rule}, ensure_ascii=False)
+    found = {"kind": "structural_tag", "source": tag, "markers": sorted(form.markers), **more}
+    return json.dumps(found, ensure_ascii=False)
 
 
 def read_tools(request: GenerateRequest) -> Tools | None:
@@ -196,12 +220,15 @@ def read_tools(request: GenerateRequest) -> Tools | None:
     schemas = {each["name"]: resolved(each.get("parameters") or ANY_OBJECT, "tools") for each in functions}
     if len(schemas) < len(given):
         raise BadRequest("`tools`: two functions have the same name", param="tools")
+    named = isinstance(choice, dict)
     if isinstance(choice, dict):
         schemas = {name: schema for name, schema in schemas.items() if name == choice["function"]["name"]}
         choice = "required"
     if choice == "required" and not schemas:
         raise BadRequest("`tool_choice`: `tools` has no such function", param="tool_choice")
-    return Tools(given, schemas, choice) if schemas and choice != "none" else None
+    if not schemas or choice == "none":
+        return None
+    return Tools(given, schemas, choice, request.parallel_tool_calls is not False and not named)
 
 
 def with_tools(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
@@ -218,17 +245,26 @@ def spelled(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not calls:
         return message
-    texts = [f"{BEGIN}\n{json.dumps(_call(call), ensure_ascii=False)}\n{END}" for call in calls]
+    texts = [f"<tool_call>\n{json.dumps(_call(call), ensure_ascii=False)}\n</tool_call>" for call in calls]
     content = "\n".join([message["content"], *texts] if message["content"] else texts)
     return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
 
 
-def parsed(message: dict[str, Any]) -> dict[str, Any]:
-    """The same message for a template with a `tools` variable: arguments are objects, not JSON texts."""
+def parsed(message: dict[str, Any], *, as_text: bool = False) -> dict[str, Any]:
+    """The same message for a template with a `tools` variable: arguments are objects, or with `as_text` JSON
+    texts."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [{"type": "function", "function": _call(call)} for call in calls]}
+    functions = [_call(call) for call in calls]
+    for function in functions if as_text else ():
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    whole = [
+        {**call, "type": "function", "function": function}
+        for call, function in zip(calls, functions, strict=True)
+    ]
+    return {**message, "tool_calls": whole}
 
 
 def _call(call: Any) -> dict[str, Any]:

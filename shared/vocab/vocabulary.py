@@ -88,6 +88,7 @@ class Vocabulary:
         self.eos_ids = parts.eos_ids
         self.chat_template = parts.chat_template
         self.context_tokens = parts.context_tokens
+        self._tables: dict[frozenset[str], list[bytes]] = {}  # by markers: one for each answer format in use
         self.secret = secrets.token_hex(8)  # of this process; never in an id or an answer
 
     @cached_property
@@ -136,6 +137,16 @@ class Vocabulary:
         for i in self.special_ids:
             found[i] = b""
         return found
+
+    def bytes_with(self, markers: frozenset[str]) -> list[bytes]:
+        """`token_bytes`, where the special tokens among `markers` have their names as text."""
+        if markers not in self._tables:
+            shown = {i: self._parts.tokens[i] for i in self.special_ids if self._parts.tokens[i] in markers}
+            table = [*self.token_bytes] if shown else self.token_bytes
+            for i, name in shown.items():
+                table[i] = name.encode()
+            self._tables[markers] = table
+        return self._tables[markers]
 
     @property
     def strips_leading_space(self) -> bool:

@@ -16,6 +16,7 @@ from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, healthy, remove_gateway
 
 ASK: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Name a city and its weather."}]}
+ONE: Any = {"temperature": 0, "max_tokens": 80, "parallel_tool_calls": False}
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -59,8 +60,8 @@ async def test_structured_output_and_functions(fleet: str) -> None:
             create(**ASK, max_tokens=12, temperature=0),
             client.chat.completions.parse(**ASK, response_format=City, temperature=0, max_tokens=60),
             create(**ASK, extra_body={"structured_outputs": {"regex": "(sun|rain), [0-9]{2}"}}, seed=1, n=2),
-            create(**ASK, tools=[WEATHER], tool_choice="required", temperature=0, max_tokens=60),
-            create(**ASK, tools=[WEATHER], tool_choice="required", temperature=0, max_tokens=60, stream=True),
+            create(**ASK, tools=[WEATHER], tool_choice="required", **ONE),
+            create(**ASK, tools=[WEATHER], tool_choice="required", **ONE, stream=True),
         )
         assert free.choices[0].finish_reason == "length"
         city = parsed.choices[0].message.parsed
@@ -73,10 +74,15 @@ async def test_structured_output_and_functions(fleet: str) -> None:
         function: Any = choice.message.tool_calls[0]
         arguments = json.loads(function.function.arguments)
         assert arguments.keys() == {"city", "days"}
-        deltas = [c.choices[0].delta.tool_calls async for c in streamed if c.choices[0].delta.tool_calls]
-        assert [(t.function.name, t.function.arguments) for tools in deltas for t in tools if t.function] == [
-            (function.function.name, function.function.arguments)
-        ]
+        deltas = [c.choices[0].delta async for c in streamed]
+        assert "".join(delta.content or "" for delta in deltas) == ""
+        calls = [call for delta in deltas for call in delta.tool_calls or () if call.function]
+        first, *rest = calls
+        assert (first.function.name, first.function.arguments) == (function.function.name, "")
+        assert first.id
+        assert len(rest) > 3
+        assert all(call.id is None and call.function.name is None for call in rest)
+        assert "".join(call.function.arguments or "" for call in rest) == function.function.arguments
         with pytest.raises(openai.BadRequestError, match='Rule "nothing"'):
             await create(**ASK, extra_body={"grammar": "root ::= nothing"})
     steps = pipeline.status("scheduler")["measured"]["steps"]

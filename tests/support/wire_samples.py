@@ -109,6 +109,7 @@ REQUESTS: tuple[Message, ...] = (
         model_digest="cc77",
         shard="d2",
         min_tokens=3,
+        answer_format="qwen3/thinking",
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(
@@ -141,6 +142,7 @@ REQUESTS: tuple[Message, ...] = (
         parent_span="00f067aa0ba902b7",
         stop_ids=ints([0, 2]),
         min_tokens=4,
+        answer_format="qwen3",
     ),
     Tokens(
         executor="e0",

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from services.executor.sampling import grammar_process
-from services.executor.sampling.grammar_process import Job, Outcome, Texts
+from services.executor.sampling.grammar_process import Job, Outcome, Texts, View
 from shared.errors import EngineError
 from shared.processes import module_command, with_import_path
 from shared.vocab.vocabulary import Vocabulary
@@ -38,7 +38,7 @@ COMPILED = 64  # compiled grammars kept
 KEPT_BYTES = 256 * 1024 * 1024  # of compiled grammars kept
 GRACE_S = 10.0  # beyond the limit of one grammar, for a process that starts or does not answer
 MAX_WHY_CHARS = 120  # 256 of them fit into a result
-_CONTROL = frozenset(range(0x20))
+_CONTROL, _BREAKS = frozenset(range(0x20)), frozenset(b"\n\r")
 _PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # XGrammar's time and source line before a message
 
 
@@ -64,7 +64,7 @@ class GrammarCompiler:
     def __init__(self, load_vocabulary: Callable[[], Vocabulary], vocab: int) -> None:
         self._load_vocabulary = load_vocabulary
         self._vocab = vocab
-        self._infos: dict[bool, Any] = {}
+        self._infos: dict[View, Any] = {}
         self._changed = threading.Condition()  # guards the fields below
         self._cache: OrderedDict[bytes, Compilation] = OrderedDict()
         self._queues: OrderedDict[str, deque[Compilation]] = OrderedDict()  # by tenant, next turn first
@@ -163,32 +163,39 @@ class GrammarCompiler:
 
     def _compile(self, thread: _CompilerThread, text: str) -> Any:
         """Called on a compiler thread. Raises GrammarRefusedError or EngineError."""
-        no_control = json.loads(text)["kind"] == "json"
-        info = self._info(no_control)
-        outcome = thread.compile(Job(no_control, text), self._texts)
+        asked = json.loads(text)
+        view = View(_without(asked), frozenset(asked.get("markers", ())))
+        info = self._info(view)
+        outcome = thread.compile(Job(view, text), self._texts)
         if outcome.refused:
             raise GrammarRefusedError(_PLACE.sub("", outcome.refused)[:MAX_WHY_CHARS])
         return xgrammar().CompiledGrammar.deserialize_json(outcome.compiled.decode(), info)
 
-    def _info(self, no_control: bool) -> Any:
-        if no_control not in self._infos:
-            kinds, texts = xgrammar(), self._texts(no_control)
-            self._infos[no_control] = kinds.TokenizerInfo(
+    def _info(self, view: View) -> Any:
+        if view not in self._infos:
+            kinds, texts = xgrammar(), self._texts(view)
+            self._infos[view] = kinds.TokenizerInfo(
                 texts.texts,
                 vocab_type=kinds.VocabType.RAW,
                 vocab_size=texts.size,
                 stop_token_ids=texts.stops,
             )
-        return self._infos[no_control]
+        return self._infos[view]
 
-    def _texts(self, no_control: bool) -> Texts:
-        """`no_control`: blank the tokens with control characters. JSON has none, but XGrammar allows them in
-        strings of bounded length."""
+    def _texts(self, view: View) -> Texts:
         vocabulary = self._load_vocabulary()
-        texts = list(vocabulary.token_bytes)
-        if no_control:
-            texts = [b"" if _CONTROL.intersection(text) else text for text in texts]
-        return Texts(no_control, texts, self._vocab, list(vocabulary.eos_ids))
+        texts = list(vocabulary.bytes_with(view.markers))
+        if view.without:
+            texts = [b"" if view.without.intersection(text) else text for text in texts]
+        return Texts(view, texts, self._vocab, list(vocabulary.eos_ids))
+
+
+def _without(asked: dict[str, Any]) -> frozenset[int]:
+    """Characters that the answer must not have. JSON has no control characters, but XGrammar allows them in
+    strings of bounded length. Reasoning before JSON has line breaks, which XGrammar keeps out of strings."""
+    if asked["kind"] == "json":
+        return _CONTROL
+    return _CONTROL - _BREAKS if asked.get("json") else frozenset()
 
 
 class _CompilerThread:
@@ -201,7 +208,7 @@ class _CompilerThread:
         self.thread = threading.Thread(target=run, args=(self,), name="grammars", daemon=True)
         self.thread.start()
 
-    def compile(self, job: Job, texts: Callable[[bool], Texts]) -> Outcome:
+    def compile(self, job: Job, texts: Callable[[View], Texts]) -> Outcome:
         """Raises EngineError when the process ends before it answers."""
         with self._changing:
             if self._ended:
@@ -236,12 +243,12 @@ class _Process:
         )
         theirs.close()
         self._pipe: Connection = ours
-        self._has: set[bool] = set()
+        self._has: set[View] = set()
         self.pid = self._process.pid
 
-    def compile(self, job: Job, texts: Callable[[bool], Texts]) -> Outcome:
+    def compile(self, job: Job, texts: Callable[[View], Texts]) -> Outcome:
         """Raises EOFError or OSError if the process has ended; a process that does not answer is killed."""
-        wanted = [] if job.no_control in self._has else [texts(job.no_control)]
+        wanted = [] if job.view in self._has else [texts(job.view)]
         watch = threading.Timer(grammar_process.COMPILE_S + GRACE_S, self._process.kill)
         watch.start()
         try:
@@ -250,7 +257,7 @@ class _Process:
             outcome: Outcome = self._pipe.recv()
         finally:
             watch.cancel()
-        self._has.add(job.no_control)
+        self._has.add(job.view)
         return outcome
 
     def kill(self) -> None:

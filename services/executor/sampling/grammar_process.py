@@ -38,11 +38,19 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
-    """The texts of a vocabulary of `size` tokens; with `no_control` those with control characters are
-    empty."""
+class View:
+    """How grammars see a vocabulary: tokens with the characters `without` have no text, control tokens among
+    `markers` have one."""
 
-    no_control: bool
+    without: frozenset[int] = frozenset()
+    markers: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The texts of a vocabulary of `size` tokens, as one `view` of it has them."""
+
+    view: View
     texts: list[bytes]
     size: int
     stops: list[int]
@@ -52,7 +60,7 @@ class Texts:
 class Job:
     """A grammar to compile: {"kind": …, "source": …}, see services.tokenizer.structured_output."""
 
-    no_control: bool
+    view: View
     text: str
 
 
@@ -67,28 +75,12 @@ class Outcome:
 def compiled(compiler: Any, text: str) -> Any:
     """The grammar `text` of a Job, compiled by XGrammar. Raises XGrammar's errors."""
     asked = json.loads(text)
-    if asked["kind"] == "tags":
-        return compiler.compile_structural_tag(_tags(json.loads(asked["source"])))
+    if asked["kind"] == "structural_tag":
+        return compiler.compile_structural_tag(json.loads(asked["source"]))
     if asked["kind"] == "json":
         return compiler.compile_json_schema(asked["source"], any_whitespace=False)
     compile_one = compiler.compile_regex if asked["kind"] == "regex" else compiler.compile_grammar
     return compile_one(asked["source"])
-
-
-def _tags(asked: dict[str, Any]) -> dict[str, Any]:
-    """A structural tag: free text in which one of the tags follows after `trigger`; a tag is its opening
-    text, JSON by a schema, and its closing text."""
-    tags = [
-        {
-            "type": "tag",
-            "begin": tag["begin"],
-            "content": {"type": "json_schema", "json_schema": tag["schema"], "max_whitespace_cnt": 1},
-            "end": tag["end"],
-        }
-        for tag in asked["tags"]
-    ]
-    form = {"type": "triggered_tags", "triggers": [asked["trigger"]], "tags": tags}
-    return {"type": "structural_tag", "format": form}
 
 
 def attempt(compiler: Any, text: str, executor: Connection) -> Outcome:
@@ -215,16 +207,16 @@ def main() -> None:
     ):  # a terminal's signals reach the whole group
         signal.signal(number, signal.SIG_IGN)
     _without_torch()
-    compilers: dict[bool, Any] = {}
+    compilers: dict[View, Any] = {}
     try:
         while not _parent_gone():
             if not executor.poll(_PARENT_S):
                 continue
             asked = executor.recv()
             if isinstance(asked, Texts):
-                compilers[asked.no_control] = _compiler(asked)
+                compilers[asked.view] = _compiler(asked)
             else:
-                executor.send(attempt(compilers[asked.no_control], asked.text, executor))
+                executor.send(attempt(compilers[asked.view], asked.text, executor))
     except (EOFError, OSError):
         return  # the executor has ended
 

@@ -80,6 +80,17 @@ def test_pieces_concatenate_to_the_whole(vocabulary: Vocabulary, ids: list[int],
         text.encode()  # raises on anything that is not valid UTF-8
 
 
+def test_markers_among_the_control_tokens_have_text(vocabulary: Vocabulary) -> None:
+    end = vocabulary.eos_ids[0]
+    name = vocabulary.token_text(end)
+    word = next(i for i, data in enumerate(vocabulary.token_bytes) if data.isalpha())
+    ids = array("i", [end, word])
+    shown = TextDecoder(vocabulary, markers=frozenset({name, "none of its tokens"})).feed(ids)
+    assert shown == name + vocabulary.token_text(word)
+    assert TextDecoder(vocabulary).feed(ids).strip() == vocabulary.token_text(word).strip()
+    assert vocabulary.bytes_with(frozenset({"none of its tokens"})) is vocabulary.token_bytes
+
+
 @given(st.text(alphabet="é漢🎉a", max_size=6))
 def test_valid_text_never_shows_replacement_characters(letters: Vocabulary, text: str) -> None:
     decoder = TextDecoder(letters)

@@ -102,7 +102,7 @@ def test_the_document_takes_what_is_taken(kind: type, body: dict[str, Any]) -> N
             continue
         assert valid(kind.__name__, asked) == taken(asked, chat=kind is ChatRequest), asked
         outcomes[taken(asked, chat=kind is ChatRequest)] += 1
-    assert min(outcomes.values()) > 600  # the values are worth their time
+    assert min(outcomes.values()) > 500  # the values are worth their time
 
 
 def test_each_field_has_a_description() -> None:

@@ -17,6 +17,7 @@ from support.text_models import CONTROLS, TEMPLATE, write_bpe_gguf
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.prepare import ServedModel, Submission, prepare, read_body, request_id_of
 from services.tokenizer.queries import tokenize_body
+from shared.answer_formats.formats import FORMATS
 from shared.api import IGNORED, UNSUPPORTED
 from shared.errors import BadRequest, SetupError
 from shared.messages import Sampling, Tokenized, floats, ints
@@ -57,6 +58,7 @@ def test_a_bare_chat(model: ServedModel) -> None:
     assert ids.count(1) == 2
     assert got == Tokenized(
         request="fresh",
+        answer_format="hermes",
         attempt=1,
         tenant="acme",
         model="tiny",
@@ -69,6 +71,44 @@ def test_a_bare_chat(model: ServedModel) -> None:
         tokens=ints(ids),
         open_end=True,
     )
+
+
+def test_the_answer_format_of_a_request(model: ServedModel, path: Path) -> None:
+    reasons = dataclasses.replace(model, answer_format=FORMATS["qwen3"])
+    assert prepared(reasons, CHAT).answer_format == "qwen3"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+    opens = dataclasses.replace(model_with(path, template), answer_format=FORMATS["qwen3"])
+    assert prepared(opens, CHAT).answer_format == "qwen3/thinking"
+    assert (
+        prepared(dataclasses.replace(opens, answer_format=FORMATS["hermes"]), CHAT).answer_format == "hermes"
+    )
+    assert prepared(dataclasses.replace(model, answer_format=None), CHAT).answer_format == ""
+    assert prepared(reasons, {"prompt": "Hi"}).answer_format == ""
+
+
+def test_a_family_without_a_grammar_writes_required_calls_as_hermes(model: ServedModel) -> None:
+    python = dataclasses.replace(model, answer_format=FORMATS["lfm2"], max_context=1024)
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    free = prepared(python, {**CHAT, **tools})
+    assert (free.answer_format, free.grammar) == ("lfm2", "")
+    required = prepared(python, {**CHAT, **tools, "tool_choice": "required"})
+    assert required.answer_format == "hermes"
+    assert "<tool_call>" in required.grammar
+
+
+def test_structured_output_begins_after_the_reasoning(model: ServedModel) -> None:
+    reasons = dataclasses.replace(model, answer_format=FORMATS["qwen3"])
+    for fields, kind in (
+        ({"response_format": {"type": "json_object"}}, "json_schema"),
+        ({"structured_outputs": {"regex": "a|b"}}, "regex"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "grammar"),
+    ):
+        packed = json.loads(prepared(reasons, {**CHAT, **fields}).grammar)
+        rule = json.loads(packed["source"])["format"]
+        assert (packed["kind"], rule["elements"][-1]["type"]) == ("structural_tag", kind)
+        assert rule["elements"][0]["type"] == "optional"
+        assert packed["json"] is (kind == "json_schema")
+        assert "</think>" in packed["markers"]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from support.structured import grammar_of, tools_of
 
-from services.gateway import openai_response
-from services.gateway.openai_request import TAGGED, WHOLE, Call, ToolText, how_called
-from services.gateway.openai_response import ChunkBuilder
 from services.tokenizer.structured_output import parsed, spelled, with_tools
 from shared.errors import BadRequest
 
@@ -26,47 +22,44 @@ CLOSED = {**CITY, "additionalProperties": False}
 ANY = {"type": "object", "additionalProperties": True}
 
 
-def call_schema(name: str, arguments: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+def calls_of(rule: Any) -> dict[str, Any]:
+    """The schemas in a rule's tags, by the text before the arguments."""
+    tags = rule["content"]["tags"] if rule["type"] == "tag" else rule["tags"]
+    assert {tag["content"]["style"] for tag in tags} == {"json"}
+    return {tag["begin"]: tag["content"]["json_schema"] for tag in tags}
+
+
+def begin(name: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": '
 
 
 @pytest.mark.parametrize(
-    ("choice", "kind", "source"),
+    ("choice", "kind", "schemas"),
     [
-        ("required", "json", {"anyOf": [call_schema("weather", CLOSED), call_schema("clock", ANY)]}),
-        (NAMED, "json", call_schema("clock", ANY)),
-        (
-            "auto",
-            "tags",
-            {
-                "trigger": "<tool_call>",
-                "tags": [
-                    {
-                        "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
-                        "schema": schema,
-                        "end": "}\n</tool_call>",
-                    }
-                    for name, schema in (("weather", CLOSED), ("clock", ANY))
-                ],
-            },
-        ),
+        ("required", "tags_with_separator", {begin("weather"): CLOSED, begin("clock"): ANY}),
+        (NAMED, "tags_with_separator", {begin("clock"): ANY}),
+        ("auto", "triggered_tags", {begin("weather"): CLOSED, begin("clock"): ANY}),
     ],
 )
-def test_the_grammar_of_calls(choice: Any, kind: str, source: Any) -> None:
+def test_the_grammar_of_calls(choice: Any, kind: str, schemas: Any) -> None:
     packed = json.loads(grammar_of({"tools": [WEATHER, CLOCK], "tool_choice": choice}))
-    assert (packed["kind"], json.loads(packed["source"])) == (kind, source)
+    rule = json.loads(packed["source"])["format"]
+    assert (packed["kind"], rule["type"], calls_of(rule)) == ("structural_tag", kind, schemas)
+    assert rule["stop_after_first"] is (choice is NAMED)
+    if choice == "auto":
+        assert rule["triggers"] == ["<tool_call>"]
+
+
+def test_one_call_at_most() -> None:
+    for choice in ("auto", "required"):
+        fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+        assert json.loads(json.loads(grammar_of(fields))["source"])["format"]["stop_after_first"] is True
 
 
 def test_no_tools_no_grammar() -> None:
     for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}, {"tool_choice": "auto"}):
         assert grammar_of(fields) == ""
         assert tools_of(fields) is None
-        assert how_called(fields) == ""
 
 
 @pytest.mark.parametrize(
@@ -108,94 +101,11 @@ def test_earlier_calls_in_the_conversation() -> None:
     assert spelled(turn) == {"role": "assistant", "content": text}
     assert spelled({**turn, "content": "Well."})["content"] == f"Well.\n{text}"
     function = {"name": "weather", "arguments": {"city": "Ulm"}}
-    assert parsed(turn)["tool_calls"] == [{"type": "function", "function": function}]
+    assert parsed(turn)["tool_calls"] == [{"id": "c", "type": "function", "function": function}]
+    as_text = {"name": "weather", "arguments": '{"city": "Ulm"}'}
+    for given in (turn, parsed(turn)):
+        assert parsed(given, as_text=True)["tool_calls"][0]["function"] == as_text
     plain = {"role": "user", "content": "x"}
     assert spelled(plain) == parsed(plain) == plain
     with pytest.raises(BadRequest, match="a tool call is"):
         spelled({**turn, "tool_calls": [{"function": {}}]})
-
-
-# ---- what comes back --------------------------------------------------------------------------------
-
-CALL = {"name": "weather", "arguments": {"city": "Ulm"}}
-FUNCTION = {"name": "weather", "arguments": '{"city": "Ulm"}'}
-TAGS = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
-
-
-def read(how: str, *pieces: str) -> tuple[str, str, list[dict[str, Any]]]:
-    text = ToolText(how, "r_0")
-    shown = "".join(map(text.feed, pieces))
-    rest, calls = text.finish()
-    return shown, rest, [call["function"] for call in calls]
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_calls_in_text_by_pieces_of_any_size(size: int) -> None:
-    text = f"I ask <b>two</b>:\n{TAGS}\n{TAGS}"
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    assert read(TAGGED, *pieces) == ("I ask <b>two</b>:\n", "", [FUNCTION, FUNCTION])
-
-
-def test_text_without_calls_is_content() -> None:
-    assert read(TAGGED, "2 <", "tool 3") == ("2 <tool 3", "", [])
-    assert read(TAGGED, "ends with <tool") == ("ends with ", "<tool", [])
-
-
-def test_a_call_that_was_cut_short_is_content() -> None:
-    assert read(TAGGED, "a", TAGS[:-3]) == ("a", TAGS[:-3], [])
-    assert read(WHOLE, '{"name": "we') == ("", '{"name": "we', [])
-    assert read(WHOLE, '{"name": 3, "arguments": {}}')[2] == []
-
-
-def test_the_whole_text_is_a_call() -> None:
-    whole = json.dumps(CALL)
-    assert read(WHOLE, whole[:9], whole[9:]) == ("", "", [FUNCTION])
-    assert read(WHOLE, '{"name": "a", "arguments": {"b": "c\x01"}}')[2][0]["arguments"] == '{"b": "c\\u0001"}'
-
-
-def answered(how: str, text: str) -> dict[str, Any]:
-    usage = {
-        "prompt_tokens": 1,
-        "completion_tokens": 1,
-        "total_tokens": 2,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
-    message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
-    call = Call(chat=True, request_id="r", bodies=({"model": "m"},), tools=how)
-    native = {"created": 1, "model": "m", "choices": [choice], "usage": usage}
-    body = openai_response.answer(call, [native], ())
-    ChatCompletion.model_validate(body, strict=True)
-    return dict(body["choices"][0])
-
-
-def test_a_plain_answer_with_calls() -> None:
-    calls = [{"id": "call_r_0_0", "type": "function", "function": FUNCTION}]
-    whole = answered(WHOLE, json.dumps(CALL))
-    assert whole["message"] == {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}
-    assert whole["finish_reason"] == "tool_calls"
-    mixed = answered(TAGGED, f"So:{TAGS}")
-    assert (mixed["message"]["content"], mixed["message"]["tool_calls"]) == ("So:", calls)
-    plain = answered(TAGGED, "No.")
-    assert (plain["message"]["content"], plain["finish_reason"]) == ("No.", "stop")
-    assert "tool_calls" not in plain["message"]
-
-
-def test_a_stream_with_calls() -> None:
-    maker = ChunkBuilder(Call(chat=True, request_id="r", bodies=({"model": "m"},), stream=True, tools=TAGGED))
-    accepted = {"type": "accepted", "created": 1, "model": "m"}
-    frames = [
-        {"type": "delta", "choices": [{"index": 0, "first": i, "count": 1, "delta": {"content": piece}}]}
-        for i, piece in enumerate(["So:", TAGS[:5], TAGS[5:]])
-    ]
-    done = {"type": "done", "choices": [{"index": 0, "tokens": 3, "finish_reason": "stop"}]}
-    chunks = [json.loads(chunk) for frame in [accepted, *frames, done] for chunk in maker.take(0, frame)]
-    assert [c["choices"][0]["delta"] for c in chunks] == [
-        {"role": "assistant", "content": ""},
-        {"content": "So:"},
-        {"tool_calls": [{"index": 0, "id": "call_r_0_0", "type": "function", "function": FUNCTION}]},
-        {},
-    ]
-    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    for chunk in chunks:
-        ChatCompletionChunk.model_validate(chunk, strict=True)

@@ -183,7 +183,8 @@ import sys, threading
 sys.path.insert(0, "tests")
 from services.executor.sampling.grammar_compiler import GrammarCompiler
 from types import SimpleNamespace
-words = SimpleNamespace(token_bytes=[bytes([i]) for i in range(256)] * 100, eos_ids=(0,))
+table = [bytes([i]) for i in range(256)] * 100
+words = SimpleNamespace(bytes_with=lambda markers: table, eos_ids=(0,))
 compiler = GrammarCompiler(lambda: words, 25600)
 compiler.request('{{"kind": "regex", "source": "a"}}', "t").result.result()
 compiler.request('{{"kind": "regex", "source": "{SLOW * 2}"}}', "t")

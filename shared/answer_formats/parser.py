@@ -1,0 +1,383 @@
+"""`AnswerParser` separates an answer, as it arrives, into reasoning, content and calls of functions. Pure.
+
+    start ──▶ reasoning ──▶ content ◀──▶ calls          as data: formats.py
+              (opened by the prompt or by a marker)
+
+The parts of any split of an answer join to the same result. Only these characters are held back: a possible
+marker, white space before one, the head of a call up to its name (MAX_HEAD), and calls or arguments that have
+no value before their end (MAX_HELD). Text that does not parse as a call is content, with its markers. The
+text after the head of a call is its arguments, as the model wrote them. White space around parts is dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+from shared.answer_formats.formats import NAME, Braces, Channels, Format, Json, Named, Python, Xml
+from shared.answer_formats.notations import (
+    Calls,
+    JsonScanner,
+    PythonScanner,
+    arguments_of,
+    braces_call,
+    escaped,
+    is_text,
+    json_calls,
+    python_calls,
+    unquoted,
+    value_of,
+)
+from shared.answer_formats.reader import (
+    ARGUMENTS,
+    CONTENT,
+    MAX_HEAD,
+    MAX_HELD,
+    NO_LIMIT,
+    REASONING,
+    Part,
+    Reader,
+    Text,
+    Truth,
+)
+
+_SCALAR = re.compile(r"\s*([^\s,}\]<]{1,64})(?=[\s,}\]<])")
+_CHANNEL, _RECIPIENT = re.compile("analysis|commentary|final"), re.compile(rf"\bto=(?:functions\.)?{NAME}")
+_MESSAGE = re.compile(r"(?P<head>.*?)<\|message\|>", re.DOTALL)
+_STARTS = ("<|start|>", "<|channel|>")
+_ENDS = (*_STARTS, "<|end|>", "<|return|>", "<|call|>")
+
+# None: a call was read; else the text that was passed over and is no call.
+NoCall = Generator[None, None, str | None]
+
+
+@lru_cache
+def _head_of_object(name_key: str) -> re.Pattern[str]:
+    """A JSON object up to its arguments. Keys of one short value may precede the name."""
+    other = r'"(?!name"|arguments"|parameters")\w{1,32}"\s*:\s*(?:"[^"\\]{0,128}"|\d{1,9}|null)\s*,\s*'
+    name = rf'"(?:{name_key}|name)"\s*:\s*"(?P<name>[^"\\\x00-\x1f]{{1,128}})"\s*,\s*'
+    return re.compile(rf'\s*\{{\s*(?:{other})?{name}"(?:arguments|parameters)"\s*:\s*(?=\S)')
+
+
+class AnswerParser:
+    """Reads one answer: `feed` its pieces, then `finish`."""
+
+    def __init__(
+        self,
+        form: Format,
+        *,
+        thinking: bool = False,
+        tools: Mapping[str, Any] | None = None,
+        parallel: bool = True,
+    ) -> None:
+        """`thinking`: the prompt opens the reasoning. `tools`: the schemas of the functions by name; without
+        them the answer has no calls. `parallel`: it may have more than one."""
+        self._form = form
+        self._tools = tools or {}
+        self._most = (NO_LIMIT if parallel else 1) if tools is not None else 0
+        self._reader = Reader()
+        channels = isinstance(form.notations[0], Channels)
+        self._machine = self._channels() if channels else self._answer(thinking)
+
+    @property
+    def calls(self) -> int:
+        """The number of calls so far."""
+        return self._reader.calls
+
+    def feed(self, piece: str, *, last: bool = False) -> list[Part]:
+        """The parts that `piece` completes."""
+        reader = self._reader
+        reader.add(piece, last=last)
+        next(self._machine, None)
+        parts, reader.parts = reader.parts, []
+        return parts
+
+    def finish(self) -> list[Part]:
+        """The last parts."""
+        parts = self.feed("", last=True)
+        rest, self._reader.spaces = self._reader.spaces, ""
+        return [*parts, Part(CONTENT, rest)] if rest and not self.calls else parts
+
+    # ---- the whole answer ------------------------------------------------------------------------
+
+    def _answer(self, thinking: bool) -> Truth:
+        form, reader = self._form, self._reader
+        opens = form.opens if self._most else ()
+        if form.think is not None:
+            thinking = thinking or bool((yield from reader.literal(form.think[0])))
+        if form.think is not None and thinking:
+            yield from reader.literal(form.think[0])  # some models open it again
+            reader.turn()
+            ends = (form.think[1], *(opens if form.calls_end_reasoning else ()))
+            found = yield from reader.until(ends, partial(reader.put, REASONING))
+            reader.turn()
+            if found in opens:
+                yield from self._section(found)
+        if form.bare and self._most:
+            first = yield from reader.peek()
+            if first and first in form.bare:
+                yield from self._section("")
+        while True:
+            opens = opens if reader.calls < self._most else ()
+            found = yield from reader.until((*opens, *form.shells), partial(reader.put, CONTENT))
+            if not found:
+                return True
+            if found in opens:
+                yield from self._section(found)
+            else:
+                reader.turn()
+
+    def _section(self, marker: str) -> Truth:
+        """The calls from this marker on. Markers without a call are content."""
+        form, reader, pending = self._form, self._reader, marker
+        last = form.opens[-1] if form.opens else ""
+        while True:
+            failed: str | None = ""
+            if marker in ("", last):
+                failed = yield from self._call()
+                pending = "" if failed is None else pending + failed
+            before = reader.at
+            marker = "" if failed else (yield from reader.literal(*form.opens, *form.ends))
+            if marker in form.opens and reader.calls >= self._most:
+                reader.at = before
+                marker = ""
+            if not marker:
+                break
+            if pending or marker not in form.ends:
+                pending += reader.text[before : reader.at]
+        if pending:
+            reader.put(CONTENT, pending)
+        return not pending
+
+    def _channels(self) -> Truth:
+        """The messages of harmony, each with a header."""
+        reader, seen = self._reader, set[str]()
+        found = yield from reader.until(_STARTS, partial(reader.put, CONTENT))
+        while found:
+            header = (yield from reader.match(_MESSAGE)) if found in _STARTS else None
+            if header is None:
+                if found in _STARTS:
+                    reader.put(CONTENT, found)
+                found = yield from reader.until(_STARTS, partial(reader.put, CONTENT))
+                continue
+            recipient, channel = _RECIPIENT.search(header["head"]), _CHANNEL.search(header["head"])
+            reader.turn()
+            called = recipient is not None and reader.calls < self._most
+            if recipient is not None and called:
+                reader.start(recipient["name"])
+                yield from self._value()
+            kind = REASONING if not called and channel and channel[0] == "analysis" else CONTENT
+            if kind in seen:
+                reader.spaces = "\n"
+            if not called:
+                seen.add(kind)
+            found = yield from reader.until(_ENDS, partial(reader.put, kind))
+        return True
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def _call(self) -> NoCall:
+        """The calls after a marker."""
+        reader = self._reader
+        first = yield from reader.peek()
+        for notation in self._form.notations:
+            failed: str | None = ""
+            match notation:
+                case Json() if first and first in "[{":
+                    failed = yield from self._json(notation)
+                case Named() | Xml() if first and first not in "[{":
+                    failed = yield from self._headed(notation)
+                case Python() if first == "[" or first.isidentifier():
+                    failed = yield from self._python()
+                case Braces() if (yield from reader.literal("call:", step=False)):
+                    failed = yield from self._braces(notation)
+            if failed is None or failed:
+                return failed
+        return ""
+
+    def _all(self, found: Calls | None) -> bool:
+        for name, arguments in found or ():
+            self._reader.start(name)
+            self._reader.emit(ARGUMENTS, arguments)
+        return bool(found)
+
+    def _json(self, notation: Json) -> NoCall:
+        """One object, or several in a list or one after the other."""
+        reader = self._reader
+        listed = yield from reader.literal("[")
+        failed = yield from self._object(notation)
+        if failed is not None:
+            return listed + failed
+        while reader.calls < self._most:
+            found = yield from self._separated()
+            if not found:
+                break
+            failed = yield from self._object(notation)
+            if failed is not None:
+                reader.put(CONTENT, failed)
+                return None
+        if listed:
+            yield from reader.literal("]")
+        return None
+
+    def _separated(self) -> Truth:
+        """Step over what separates two objects, if another one follows."""
+        reader = self._reader
+        for separators in ((",",), (";",), ()):
+            before = reader.at
+            if separators and not (yield from reader.literal(*separators)):
+                continue
+            if (yield from reader.peek()) == "{":
+                return True
+            reader.at = before
+        return False
+
+    def _object(self, notation: Json) -> NoCall:
+        reader, head = self._reader, _head_of_object(notation.name)
+        while True:
+            found = head.match(reader.text, reader.at, reader.at + MAX_HEAD)
+            if found:
+                reader.at = found.end()
+                reader.start(found["name"])
+                yield from self._value()
+                yield from self._rest_of_object()
+                return None
+            seen = reader.text[reader.at : reader.at + MAX_HEAD].lstrip()
+            bare = seen.lstrip("{").lstrip()
+            wrong = seen[:1] not in ("", "{") or bare[:1] not in ("", '"')
+            if wrong or reader.ended or len(seen) >= MAX_HEAD or JsonScanner().scan(seen, 0)[2]:
+                break
+            yield
+        if wrong:
+            return ""
+        text, _ = yield from reader.collect(JsonScanner().scan)
+        return None if self._all(json_calls(text)) else text
+
+    def _rest_of_object(self) -> Truth:
+        """Step over further keys and the closing brace, if they are there."""
+        reader = self._reader
+        if (yield from reader.literal("}")):
+            return True
+        if not (yield from reader.literal(",", step=False)):
+            return False
+        while True:
+            _, used, done = JsonScanner(1).scan(reader.text[reader.at : reader.at + MAX_HEAD], 0)
+            if done:
+                reader.at += used
+                return True
+            if reader.ended or len(reader.text) - reader.at > MAX_HEAD:
+                return False
+            yield
+
+    def _value(self) -> Truth:
+        """Arguments in JSON, as they arrive."""
+        reader = self._reader
+        first = yield from reader.peek()
+        yield from reader.literal(first, step=False)
+        reader.at = reader.text.index(first, reader.at) if first else reader.at
+        scanner = JsonScanner()
+        if first and first in "{[":
+            done = False
+            while not done:
+                part, reader.at, done = scanner.scan(reader.text, reader.at)
+                reader.emit(ARGUMENTS, part)
+                if reader.ended:
+                    return done
+                if not done:
+                    yield
+            return True
+        if first == '"':
+            text, done = yield from reader.collect(scanner.scan)
+            reader.emit(ARGUMENTS, value_of(text, None) if not done else arguments_of(unquoted(text)))
+            return done
+        found = yield from reader.match(_SCALAR, 80)
+        reader.emit(ARGUMENTS, "{}" if found is None or found[1] == "null" else value_of(found[1], None))
+        return found is not None
+
+    def _headed(self, notation: Named | Xml) -> NoCall:
+        reader = self._reader
+        if isinstance(notation, Xml):
+            begins = notation.head_begins
+            if begins and not (yield from reader.literal(begins, step=False)):
+                return ""
+        found = yield from reader.match(re.compile(notation.head))
+        if found is None:
+            return ""
+        reader.start(found["name"])
+        if isinstance(notation, Named):
+            yield from self._value()
+        else:
+            yield from self._arguments(notation, found["name"])
+        return None
+
+    def _arguments(self, notation: Xml, function: str) -> Truth:
+        """Arguments that have tags of their own, as one JSON object."""
+        reader, key_of = self._reader, re.compile(r"\s*" + notation.key)
+        schema = self._tools.get(function)
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        separator = "{"
+        while (yield from reader.literal(notation.key_begins, step=False)):
+            found = yield from reader.match(key_of)
+            if found is None:
+                break
+            groups = found.groupdict()
+            string = is_text(properties.get(found["key"]) if isinstance(properties, Mapping) else None)
+            if groups.get("string"):
+                string = groups["string"] == "true"
+            reader.emit(ARGUMENTS, f"{separator}{value_of(found['key'], True)}: ")
+            if not (yield from self._argument(notation, string)):
+                return False
+            separator = ", "
+        reader.emit(ARGUMENTS, "}" if separator == ", " else "{}")
+        return True
+
+    def _argument(self, notation: Xml, string: bool | None) -> Text:
+        """One value: a text as it arrives, any other when it is complete."""
+        reader, held, breaks = self._reader, list[str](), ["", ""]
+        fresh = notation.newlines
+
+        def show(text: str) -> None:
+            nonlocal fresh
+            if not text:
+                return
+            if fresh and text[0] == "\n":
+                text = text[1:]
+            fresh = False
+            text = breaks[0] + text
+            breaks[0] = "\n" if notation.newlines and text.endswith("\n") else ""
+            text = text.removesuffix("\n") if breaks[0] else text
+            held.append(text) if not string else reader.emit(ARGUMENTS, escaped(text))
+
+        if string:
+            reader.emit(ARGUMENTS, '"')
+        end = yield from reader.until((notation.value_ends,), show, NO_LIMIT if string else MAX_HELD)
+        if not string and not end and not reader.ended:  # too long to hold: it is a text
+            reader.emit(ARGUMENTS, '"' + escaped("".join(held)))
+            string = True
+            end = yield from reader.until((notation.value_ends,), show)
+        if not string:
+            reader.emit(ARGUMENTS, value_of("".join(held), string))
+        elif end:
+            reader.emit(ARGUMENTS, '"')
+        return end
+
+    def _python(self) -> NoCall:
+        scanner = PythonScanner()
+        text, _ = yield from self._reader.collect(scanner.scan)
+        return None if self._all(python_calls(text) or json_calls(text)) else text
+
+    def _braces(self, notation: Braces) -> NoCall:
+        """Everything up to a marker that stands in no text."""
+        reader, held, quotes = self._reader, list[str](), 0
+        ends = self._form.ends
+        while True:
+            room = MAX_HELD - sum(map(len, held))
+            found = yield from reader.until((notation.quote, *ends), held.append, room)
+            if not found or (found in ends and quotes % 2 == 0):
+                break
+            quotes += found == notation.quote
+            held.append(found)
+        text = "".join(held)
+        return None if self._all(braces_call(text, notation.quote)) else text + found
