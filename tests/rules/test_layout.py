@@ -58,7 +58,7 @@ HANGING = (
     "services/tokenizer/standby.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 73, 20_518
-PRODUCT_FILES, PRODUCT_LINES = 193, 47_154
+PRODUCT_FILES, PRODUCT_LINES = 193, 47_155
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -33,6 +33,7 @@ from shared.nats import access
 Message = dict[str, str]
 T = TypeVar("T")
 
+ANY: Message = {"role": "user", "content": "?"}  # a conversation without messages is no request
 _OWN = ("model", "messages", "stream", "n")  # fields that a chat sets itself
 
 HISTORY_LINES = 1_000  # of what was typed, as many as a shell keeps
@@ -231,7 +232,7 @@ class Commands:
     def _checked(options: dict[str, Any], messages: list[Message]) -> Conversation:
         """The conversation if the API takes it. Raises BadRequest."""
         try:
-            ChatRequest.model_validate({"messages": messages or [{"role": "user"}], **options})
+            ChatRequest.model_validate({"messages": messages or [ANY], **options})
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
