@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from services.gateway.anthropic import CountTokensRequest, MessagesRequest
 from services.gateway.openai_request import MAX_PROMPTS
-from shared.api import ChatRequest, CompletionRequest, GenerateRequest
+from shared.api import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
 Schema = dict[str, Any]
@@ -47,12 +49,15 @@ def document(version: str) -> Json:
         "info": {
             "title": "Headrace",
             "version": version,
-            "description": "The OpenAI API over the actors of one NATS server.",
+            "description": "The OpenAI API, and other APIs, over the actors of one NATS server.",
         },
         "paths": _paths(),
         "components": {
             "schemas": COMPONENTS,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x_api_key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
         },
     }
 
@@ -62,6 +67,14 @@ def _paths() -> Json:
     return {
         "/v1/chat/completions": {"post": _post("Chat", "answer a conversation", generating, stream=True)},
         "/v1/completions": {"post": _post("Completion", "continue a prompt", generating, stream=True)},
+        "/v1/messages": {
+            "post": _post(
+                "Messages", "answer a conversation (Anthropic)", generating, stream=True, api="Anthropic"
+            )
+        },
+        "/v1/messages/count_tokens": {
+            "post": _post("CountTokens", "the size of a prompt (Anthropic)", _ASKING, api="Anthropic")
+        },
         "/v1/models": {"get": _get("Models", "the models served", (401, 500, 503, 504))},
         "/v1/models/{model}": {
             "get": _get("Model", "one served model", (401, 404, 500, 503, 504)),
@@ -89,21 +102,22 @@ def _paths() -> Json:
     }
 
 
-def _post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = False) -> Json:
+def _post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = False, api: str = "") -> Json:
+    """`api` has errors of its own shape; empty: OpenAI's."""
     body = {"required": True, "content": {"application/json": {"schema": _ref(f"{name}Request")}}}
-    asked = {**_get(name, summary, errors), "requestBody": body}
+    asked = {**_get(name, summary, errors, api), "requestBody": body}
     asked["responses"]["200"] = good = _json(f"{name}Answer", "the answer")
     if stream:
         good["content"]["text/event-stream"] = {"schema": {}}  # chunks, then [DONE]
     return asked
 
 
-def _get(name: str, summary: str, errors: tuple[int, ...]) -> Json:
+def _get(name: str, summary: str, errors: tuple[int, ...], api: str = "") -> Json:
     return {
         "summary": summary,
         "operationId": name.lower(),
-        "security": [{}, {"key": []}],
-        "responses": {"200": _json(name, "the answer"), **_errors(errors)},
+        "security": [{}, {"key": []}, {"x_api_key": []}],
+        "responses": {"200": _json(name, "the answer"), **_errors(errors, api)},
     }
 
 
@@ -111,8 +125,8 @@ def _state(summary: str) -> Json:
     return {"summary": summary, "responses": {"200": _json("State", "yes"), "503": _json("State", "no: why")}}
 
 
-def _errors(codes: tuple[int, ...]) -> Json:
-    return {str(code): _json("Error", _WHY[code]) for code in sorted(codes)}
+def _errors(codes: tuple[int, ...], api: str = "") -> Json:
+    return {str(code): _json(f"{api}Error", _WHY[code]) for code in sorted(codes)}
 
 
 def _json(name: str, description: str) -> Json:
@@ -145,17 +159,20 @@ def _or_null(schema: Schema) -> Schema:
 def _requests() -> dict[str, Schema]:
     """The models of shared/api.py with the additions of HTTP: null for any field but the prompt; several
     prompts and `echo` of a completion."""
-    kinds: list[tuple[type[GenerateRequest], JsonSchemaMode]]
-    kinds = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
+    kinds: list[tuple[type[BaseModel], JsonSchemaMode]]
+    kinds = [
+        (kind, "validation") for kind in (ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest)
+    ]
     schemas: dict[str, Schema]
     schemas = models_json_schema(kinds, ref_template="#/components/schemas/{model}")[1]["$defs"]
-    chat, completion = (schemas[kind.__name__]["properties"] for kind, _ in kinds)
+    chat, completion = (schemas[kind.__name__]["properties"] for kind in (ChatRequest, CompletionRequest))
     prompts = completion["prompt"]["anyOf"]
     several = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_PROMPTS} for each in prompts]
     completion["prompt"]["anyOf"] = prompts + several
     completion["echo"] = {"type": "boolean", "description": "start with the prompt; not with `logprobs`"}
-    for fields, prompt in ((chat, "messages"), (completion, "prompt")):
-        fields |= {name: _or_null(schema) for name, schema in fields.items() if name != prompt}
+    for kind, _ in kinds:
+        fields, required = schemas[kind.__name__]["properties"], schemas[kind.__name__]["required"]
+        fields |= {name: _or_null(schema) for name, schema in fields.items() if name not in required}
     asked = ("model", "messages", "add_generation_prompt")
     schemas["TokenizeRequest"] = {
         "anyOf": [
@@ -209,6 +226,22 @@ COMPONENTS: dict[str, Schema] = {
     **_requests(),
     "ChatAnswer": _answer("chat.completion", message=_ASSISTANT),
     "CompletionAnswer": _answer("text_completion", text=TEXT),
+    "MessagesAnswer": _object(
+        id=TEXT,
+        type=_one_of("message"),
+        role=_one_of("assistant"),
+        model=TEXT,
+        content={"type": "array", "items": {"type": "object"}},
+        stop_reason=_one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+        stop_sequence=_WORD,
+        usage=_object(
+            input_tokens=COUNT,
+            cache_creation_input_tokens=COUNT,
+            cache_read_input_tokens=COUNT,
+            output_tokens=COUNT,
+        ),
+    ),
+    "CountTokensAnswer": _object(input_tokens=COUNT),
     "Model": _object(
         "max_model_len", id=TEXT, object=_one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT
     ),
@@ -218,4 +251,5 @@ COMPONENTS: dict[str, Schema] = {
     "State": _object("reason", status=_one_of("ok", "unavailable"), reason=TEXT),
     "Version": _object(version=TEXT),
     "Error": _object(error=_ERROR),
+    "AnthropicError": _object(type=_one_of("error"), error=_object(type=TEXT, message=TEXT), request_id=TEXT),
 }

@@ -57,8 +57,8 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 20_127
-PRODUCT_FILES, PRODUCT_LINES = 181, 44_276
+PATH_FILES, PATH_LINES = 73, 20_135
+PRODUCT_FILES, PRODUCT_LINES = 182, 44_814
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
