@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway import anthropic
+from services.gateway import anthropic, ollama
 from services.gateway import exchange as exchanges
 from services.gateway.access_log import AccessLog
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
@@ -98,6 +98,12 @@ def build_app(endpoints: Endpoints) -> ASGIApp:
         Route("/v1/models/{model:path}", endpoints.model, methods=["GET"]),
         Route("/v1/messages", endpoints.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", endpoints.count_tokens, methods=["POST"]),
+        Route("/api/chat", endpoints.ollama_chat, methods=["POST"]),
+        Route("/api/generate", endpoints.ollama_generate, methods=["POST"]),
+        Route("/api/tags", endpoints.ollama_tags, methods=["GET"]),
+        Route("/api/ps", endpoints.ollama_tags, methods=["GET"]),
+        Route("/api/show", endpoints.ollama_show, methods=["POST"]),
+        Route("/api/version", endpoints.version, methods=["GET"]),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/health", endpoints.healthy, methods=["GET"]),
@@ -137,12 +143,31 @@ class Endpoints:
 
     async def messages(self, request: Request) -> Response:
         """`POST /v1/messages`, of Anthropic's API."""
-        return await self._generate(request, chat=True, api=anthropic.MESSAGES)
+        return await self._generate(request, api=anthropic.MESSAGES)
 
     async def count_tokens(self, request: Request) -> Response:
         """`POST /v1/messages/count_tokens`."""
         found = await self._tokenized(request, anthropic.COUNT)
         return answer({"input_tokens": found["count"]})
+
+    async def ollama_chat(self, request: Request) -> Response:
+        """`POST /api/chat`, of ollama's API."""
+        return await self._generate(request, api=ollama.CHAT)
+
+    async def ollama_generate(self, request: Request) -> Response:
+        """`POST /api/generate`."""
+        return await self._generate(request, api=ollama.GENERATE)
+
+    async def ollama_tags(self, request: Request) -> Response:
+        """`GET /api/tags`, and `GET /api/ps`: every model is loaded."""
+        _exchange(request).error_body = ollama.error_body
+        return answer(ollama.tags((await _models(await self._client(request)))["data"]))
+
+    async def ollama_show(self, request: Request) -> Response:
+        """`POST /api/show`."""
+        _exchange(request).error_body = ollama.error_body
+        fields, client = await self._asked(request, ollama.SHOW)
+        return answer(ollama.shown(await _model(client, fields["model"])))
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
@@ -150,12 +175,7 @@ class Endpoints:
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{model}`."""
-        name = request.path_params["model"]
-        listed = await _models(await self._client(request))
-        for entry in listed["data"]:
-            if entry["id"] == name:
-                return answer(entry)
-        raise _unknown(name, [entry["id"] for entry in listed["data"]])
+        return answer(await _model(await self._client(request), request.path_params["model"]))
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: the native answer in vLLM's shape."""
@@ -197,7 +217,8 @@ class Endpoints:
 
     # ---- internals ------------------------------------------------------------------------------
 
-    async def _generate(self, request: Request, *, chat: bool, api: Api = OPENAI) -> Response:
+    async def _generate(self, request: Request, *, chat: bool | None = None, api: Api = OPENAI) -> Response:
+        """`chat` None: a chat, if the API makes one of the request."""
         exchange = _exchange(request)
         exchange.error_body = api.error
         self._admit(request)
@@ -212,6 +233,7 @@ class Endpoints:
         fields, client = await self._asked(request, api)
         if self.access_log is not None and self.access_log.prompts:
             exchange.body = fields
+        chat = "messages" in fields if chat is None else chat
         call = read_call(fields, chat=chat, request_id=exchange.request_id)
         exchange.stream = call.stream
         if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
@@ -293,6 +315,14 @@ def _state(why: str) -> Response:
 
 async def _models(client: Client) -> dict[str, Any]:
     return await client.request(subjects.models(client.tenant))
+
+
+async def _model(client: Client, name: str) -> dict[str, Any]:
+    """A model in OpenAI's form. Raises UnknownModel."""
+    served = {entry["id"]: entry for entry in (await _models(client))["data"]}
+    if name not in served:
+        raise _unknown(name, [*served])
+    return dict(served[name])
 
 
 async def _served(client: Client) -> list[str]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from services.gateway.anthropic import CountTokensRequest, MessagesRequest
+from services.gateway.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from services.gateway.openai_request import MAX_PROMPTS
 from shared.api import ChatRequest, CompletionRequest
 
@@ -39,6 +40,7 @@ _WHY = {
     503: "no service is ready for it; try again after `Retry-After`",
     504: "the time limit of the request has passed",
 }
+_LISTING = (401, 500, 503, 504)
 _ASKING = (400, 401, 404, 408, 413, 415, 422, 500, 503, 504)
 
 
@@ -75,7 +77,21 @@ def _paths() -> Json:
         "/v1/messages/count_tokens": {
             "post": _post("CountTokens", "the size of a prompt (Anthropic)", _ASKING, api="Anthropic")
         },
-        "/v1/models": {"get": _get("Models", "the models served", (401, 500, 503, 504))},
+        "/api/chat": {
+            "post": _post(
+                "OllamaChat", "answer a conversation (ollama)", generating, stream=True, api="Ollama"
+            )
+        },
+        "/api/generate": {
+            "post": _post("OllamaGenerate", "answer a prompt (ollama)", generating, stream=True, api="Ollama")
+        },
+        "/api/tags": {"get": _get("OllamaModels", "the models served (ollama)", _LISTING, "Ollama")},
+        "/api/ps": {"get": _get("OllamaModels", "the models loaded (ollama)", _LISTING, "Ollama")},
+        "/api/show": {"post": _post("OllamaShow", "one served model (ollama)", _ASKING, api="Ollama")},
+        "/api/version": {
+            "get": {"summary": "the version (ollama)", "responses": {"200": _json("Version", "the version")}}
+        },
+        "/v1/models": {"get": _get("Models", "the models served", _LISTING)},
         "/v1/models/{model}": {
             "get": _get("Model", "one served model", (401, 404, 500, 503, 504)),
             "parameters": [
@@ -108,7 +124,8 @@ def _post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = Fa
     asked = {**_get(name, summary, errors, api), "requestBody": body}
     asked["responses"]["200"] = good = _json(f"{name}Answer", "the answer")
     if stream:
-        good["content"]["text/event-stream"] = {"schema": {}}  # chunks, then [DONE]
+        media_type = "application/x-ndjson" if api == "Ollama" else "text/event-stream"
+        good["content"][media_type] = {"schema": {}}
     return asked
 
 
@@ -161,8 +178,12 @@ def _requests() -> dict[str, Schema]:
     prompts and `echo` of a completion."""
     kinds: list[tuple[type[BaseModel], JsonSchemaMode]]
     kinds = [
-        (kind, "validation") for kind in (ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest)
-    ]
+        (kind, "validation")
+        for kind in (
+            ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest, OllamaChatRequest,
+            OllamaGenerateRequest, OllamaShowRequest,
+        )
+    ]  # fmt: skip
     schemas: dict[str, Schema]
     schemas = models_json_schema(kinds, ref_template="#/components/schemas/{model}")[1]["$defs"]
     chat, completion = (schemas[kind.__name__]["properties"] for kind in (ChatRequest, CompletionRequest))
@@ -171,7 +192,7 @@ def _requests() -> dict[str, Schema]:
     completion["prompt"]["anyOf"] = prompts + several
     completion["echo"] = {"type": "boolean", "description": "start with the prompt; not with `logprobs`"}
     for kind, _ in kinds:
-        fields, required = schemas[kind.__name__]["properties"], schemas[kind.__name__]["required"]
+        fields, required = schemas[kind.__name__]["properties"], schemas[kind.__name__].get("required", ())
         fields |= {name: _or_null(schema) for name, schema in fields.items() if name not in required}
     asked = ("model", "messages", "add_generation_prompt")
     schemas["TokenizeRequest"] = {
@@ -212,6 +233,19 @@ def _answer(kind: str, **content: Schema) -> Schema:
     )
 
 
+def _ollama_answer(*optional: str, **content: Schema) -> Schema:
+    counts = ("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration")
+    return _object(
+        *optional,
+        model=TEXT,
+        created_at=TEXT,
+        **content,
+        done=_one_of(True),
+        done_reason=_one_of("stop", "length"),
+        **dict.fromkeys((*counts, "eval_count", "eval_duration"), COUNT),
+    )
+
+
 _ASSISTANT = _object(
     "refusal",
     "tool_calls",
@@ -242,6 +276,16 @@ COMPONENTS: dict[str, Schema] = {
         ),
     ),
     "CountTokensAnswer": _object(input_tokens=COUNT),
+    "OllamaChatAnswer": _ollama_answer(message={"type": "object"}),
+    "OllamaGenerateAnswer": _ollama_answer("thinking", response=TEXT, thinking=TEXT),
+    "OllamaModels": _object(models={"type": "array", "items": {"type": "object"}}),
+    "OllamaShowAnswer": _object(
+        modified_at=TEXT,
+        details={"type": "object"},
+        model_info={"type": "object"},
+        capabilities={"type": "array", "items": TEXT},
+    ),
+    "OllamaError": _object(error=TEXT),
     "Model": _object(
         "max_model_len", id=TEXT, object=_one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT
     ),

@@ -31,6 +31,8 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwar
             body[name] = min(body[name], most)
     if case.path.endswith("/completions"):
         body["max_tokens"] = body.get("max_tokens") or 4
+    if case.path in ("/api/chat", "/api/generate") and isinstance(body.get("options") or {}, dict):
+        body["options"] = {**(body.get("options") or {}), "num_predict": 4}
     for name in ("prompt", "tokens", "stop_token_ids"):
         if name in body:
             body[name] = _known(body[name])

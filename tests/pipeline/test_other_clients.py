@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import ollama
 import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
@@ -132,3 +134,69 @@ async def test_anthropic_errors(claude: AsyncAnthropic, pipeline: Pipeline, tmp_
         with pytest.raises(anthropic.AuthenticationError, match="unknown API key"):
             await unknown.messages.create(**asked)
     await remove_gateway(pipeline, "gateway-2")
+
+
+# ---- ollama ---------------------------------------------------------------------------------------
+
+OPTIONS: Any = {"temperature": 0, "num_predict": 30, "num_ctx": 4096, "repeat_penalty": 1.0}
+
+
+@each_test
+async def llama(url: str) -> ollama.AsyncClient:
+    return ollama.AsyncClient(host=url)
+
+
+async def test_ollama_chat_and_generate(llama: ollama.AsyncClient) -> None:
+    asked: Any = {"model": f"{MODEL}:latest", "options": OPTIONS}
+    whole = await llama.chat(**asked, messages=QUESTION)
+    assert "Paris" in (whole.message.content or "")
+    assert (whole.model, whole.done, whole.done_reason) == (MODEL, True, "stop")
+    assert whole.prompt_eval_count is not None
+    assert whole.total_duration is not None
+    assert whole.eval_duration is not None
+    assert whole.total_duration >= whole.eval_duration > 1_000  # nanoseconds
+    parts = [part async for part in await llama.chat(**asked, messages=QUESTION, stream=True)]
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert (parts[-1].eval_count, parts[-1].done_reason) == (whole.eval_count, "stop")
+    made = await llama.generate(**asked, prompt=QUESTION[0]["content"])
+    assert made.response == whole.message.content
+    raw = await llama.generate(model=MODEL, options={"num_predict": 3}, prompt="The sea", raw=True)
+    assert (raw.done_reason, raw.eval_count, raw.prompt_eval_count) == ("length", 3, 2)
+    pieces = [p async for p in await llama.generate(model=MODEL, prompt="The sea", raw=True, stream=True)]
+    assert all(piece.response for piece in pieces[:-1])
+
+
+async def test_ollama_formats_and_tools(llama: ollama.AsyncClient) -> None:
+    options = {**OPTIONS, "num_predict": 60}
+    weather: Any = [{"role": "user", "content": "How is the weather in Oslo?"}]
+    formed = await llama.chat(model=MODEL, messages=weather, format=SCHEMA, options=options)
+    assert json.loads(formed.message.content or "").keys() == {"city", "days"}
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+    call: Any = {"function": {"name": "weather", "arguments": {"city": "Oslo", "days": 1}}}
+    turns: Any = [
+        *weather,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_name": "weather"},
+    ]
+    after = await llama.chat(model=MODEL, messages=turns, tools=[tool], options=options)
+    assert after.done
+
+
+async def test_ollama_models_and_errors(llama: ollama.AsyncClient) -> None:
+    listed = await llama.list()
+    assert [model.model for model in listed.models] == [MODEL]
+    assert [model.name for model in (await llama.ps()).models] == [MODEL]
+    shown = await llama.show(MODEL)
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["headrace.context_length"] == 512
+    for asked in (
+        {"model": "llama9", "messages": QUESTION},
+        {"model": "llama9", "messages": QUESTION, "stream": True},
+    ):
+        with pytest.raises(ollama.ResponseError, match="llama9") as unknown:
+            found = await llama.chat(**asked)  # type: ignore[call-overload]  # a table of them
+            [part async for part in found]
+        assert unknown.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match=r"`options\.mirostat` is not a field"):
+        await llama.chat(model=MODEL, messages=QUESTION, options={"mirostat": 1})
