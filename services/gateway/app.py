@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import metadata
@@ -21,6 +21,8 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -88,8 +90,8 @@ VERSION = _version()
 _DOCUMENT = document(VERSION)
 
 
-def build_app(endpoints: Endpoints) -> ASGIApp:
-    """The application of one gateway."""
+def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
+    """The application of one gateway; pages of other `origins` may use it."""
     to_prometheus(())  # imports prometheus_client now, before the first request
     routes = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
@@ -114,7 +116,11 @@ def build_app(endpoints: Endpoints) -> ASGIApp:
         *endpoints.page.routes(),
     ]
     handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
-    return Edge(Starlette(routes=routes, exception_handlers=handlers), endpoints)  # type: ignore[arg-type]  # its handlers are typed for Exception alone
+    cors = Middleware(
+        CORSMiddleware, origins, ["*"], ["*"], expose_headers=[exchanges.ID_HEADER, "Retry-After"]
+    )
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[cors] if origins else [])  # type: ignore[arg-type]  # its handlers are typed for Exception alone
+    return Edge(app, endpoints)
 
 
 @dataclass(slots=True)
