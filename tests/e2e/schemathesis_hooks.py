@@ -20,10 +20,9 @@ MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 3}
 def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwargs: Any) -> None:
     """Change what was generated to be right; what is wrong on purpose stays as it is."""
     body = case.body
-    if case.path in OLLAMA and isinstance(body, dict) and (body.get("options") or {}) == {}:
-        body["options"] = {
-            "num_predict": 4
-        }  # by default an answer fills the context, also to what is half wrong
+    if case.path in OLLAMA and isinstance(body, dict) and isinstance(body.get("options") or {}, dict):
+        # By default an answer fills the context, also one to a request with a flaw that has no effect.
+        body["options"] = {"num_predict": 4, **(body.get("options") or {})}
     if not isinstance(body, dict) or case.meta is None or not case.meta.generation.mode.is_positive:
         return
     model, limit_s = body.get("model"), body.get("timeout_s")
