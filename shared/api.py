@@ -21,6 +21,7 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     WrapValidator,
+    create_model,
     with_config,
 )
 from pydantic.json_schema import SkipJsonSchema
@@ -40,6 +41,7 @@ MAX_ERROR_CHARS = 400  # an error is also a header, and may quote long parts of 
 
 NOT_YET = "not supported yet"
 NO_EFFECT = "accepted, without effect"
+OLD = "the old name of vLLM for `structured_outputs` with "
 
 Extensible = with_config(ConfigDict(extra="ignore", strict=True))  # unknown keys are ignored
 
@@ -55,14 +57,16 @@ def bad_field(error: ValidationError) -> BadRequest:
 
 
 def only(*values: object) -> PlainValidator:
-    """Accepts only these values; `true`, `1` and `1.0` differ."""
+    """Accepts only these values, as JSON compares them: `1` is `1.0`, and `true` is not `1`."""
 
     def check(value: object, info: ValidationInfo) -> object:
-        if not any(type(value) is type(each) and value == each for each in values):
+        if not any(isinstance(value, bool) is isinstance(v, bool) and value == v for v in values):
             raise ValueError(f"`{info.field_name}` is {NOT_YET}; leave it out")
         return value
 
-    return PlainValidator(check, Annotated[Any, WithJsonSchema({"enum": [*values]})])
+    # The type keeps [true] apart from [1], which are equal for the cache of `Annotated`.
+    boolean = {"type": "boolean"} if all(isinstance(v, bool) for v in values) else {}
+    return PlainValidator(check, Annotated[Any, WithJsonSchema({"enum": [*values], **boolean})])
 
 
 def as_given(expected: str, *nothing: object) -> WrapValidator:
@@ -95,8 +99,10 @@ def _text_or_ids(prompt: object) -> object:
     raise ValueError("one text or one list of token ids is expected")
 
 
-def _joined(content: object) -> object:
-    """Joins text parts; null, as in a message with only tool calls, becomes an empty text."""
+def _joined(content: object, info: ValidationInfo) -> object:
+    """Joins text parts. An assistant's message may have none, as with only tool calls: an empty text."""
+    if content is None and info.data.get("role") != ASSISTANT:
+        raise ValueError("a text is expected, or a list of parts of type `text`")
     if not isinstance(content, list):
         return "" if content is None else content
     texts = []
@@ -142,6 +148,7 @@ Biases = Annotated[
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 Stop = Annotated[StopStrings, BeforeValidator(_listed, StopString | StopStrings)]
 
@@ -154,13 +161,24 @@ class TextPart(TypedDict):
     text: str
 
 
+ASSISTANT = "assistant"
+_CONTENT: dict[str, Any] = {  # the rule of `_joined`
+    "anyOf": [
+        {"properties": {"role": {"const": ASSISTANT}}},
+        {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+    ]
+}
+
+
 class ChatMessage(BaseModel):
     """One message. Further fields (`name`, `tool_calls`, …) reach the chat template unchanged."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_CONTENT)
 
-    role: Annotated[str, Field(pattern=r"^[A-Za-z_-]{1,32}$")]
-    content: Annotated[str, BeforeValidator(_joined, str | list[TextPart] | None)] = ""
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str, BeforeValidator(_joined, str | list[TextPart] | None)] = Field(
+        None, validate_default=True
+    )
 
 
 class StreamOptions(BaseModel):
@@ -169,6 +187,10 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool = Field(default=True, description="with the usage; over HTTP the default is false")
+    continuous_usage_stats: bool = Field(
+        default=False,
+        description="over HTTP, with `include_usage`: each chunk has the usage of its choice so far",
+    )
     include_obfuscation: bool = Field(default=False, description=NO_EFFECT)
 
 
@@ -213,7 +235,7 @@ class StructuredOutputs(TypedDict, total=False):
     json: Annotated[Any, Field(description="a JSON schema, or the text of one")]
     json_object: Annotated[bool, Field(json_schema_extra={"const": True})]
     regex: str
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    choice: Choices
     grammar: Annotated[str, Field(description="EBNF with a rule `root`")]
 
 
@@ -235,8 +257,38 @@ class Tool(TypedDict):
 
 NOTHING = ("", {"type": "text"})  # values of clients for "no structured output"
 
+# Fields of OpenAI, vLLM and llama.cpp's server that change no answer here.
+IGNORED = (
+    "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction",
+    "verbosity", "prompt_cache_key", "prompt_cache_retention", "spaces_between_special_tokens",
+    "guided_decoding_backend",
+    "cache_prompt", "id_slot", "n_keep", "n_discard", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
+    "dry_sequence_breakers", "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold",
+)  # fmt: skip
+# Fields that may be sent with the values that turn them off.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "functions": ([],), "function_call": ("none", "auto"), "prompt_logprobs": (False, 0), "echo": (False,),
+    "suffix": ("",), "best_of": (1,), "modalities": (["text"],), "audio": (None,),
+    "skip_special_tokens": (True,), "use_beam_search": (False,), "length_penalty": (1,), "priority": (0,),
+    "early_stopping": (False,), "bad_words": ([],), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_tokens": (False,), "return_progress": (False,), "timings_per_token": (False,),
+    "post_sampling_probs": (False,), "n_probs": (0,), "min_keep": (0, 1), "n_indent": (0,),
+    "t_max_predict_ms": (0, -1), "lora": ([],), "repeat_penalty": (1,), "repeat_last_n": (-1,),
+    "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1,), "mirostat": (0,), "dynatemp_range": (0,),
+    "xtc_probability": (0,), "dry_multiplier": (0,),
+}  # fmt: skip
+_without_effect: dict[str, Any] = {
+    **{name: (Any, Field(None, description=NO_EFFECT)) for name in IGNORED},
+    **{
+        name: (Annotated[Any, only(*off)], Field(None, description=NOT_YET))
+        for name, off in UNSUPPORTED.items()
+    },
+}
+_WithoutEffect = create_model("_WithoutEffect", **_without_effect)
 
-class GenerateRequest(BaseModel):
+
+class GenerateRequest(_WithoutEffect, BaseModel):  # type: ignore[misc,valid-type]  # made at run time
     """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -245,6 +297,10 @@ class GenerateRequest(BaseModel):
     add_generation_prompt: bool = Field(True, description="a chat's prompt ends with the start of the answer")
     max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer")
     max_completion_tokens: int | None = Field(None, ge=1, description="the same; wins over `max_tokens`")
+    n_predict: Annotated[
+        Literal[-1] | Annotated[int, Field(ge=1)] | None, as_given("-1 or a number of tokens")
+    ] = Field(None, description="llama.cpp's name of `max_tokens`; -1: no limit")
+    min_tokens: int = Field(0, ge=0, description="least tokens of an answer: until then nothing ends it")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to the prompt")
     temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
@@ -271,7 +327,7 @@ class GenerateRequest(BaseModel):
     logits_processors: list[Processor] = Field(
         default_factory=list, max_length=MAX_PROCESSORS, description="applied in this order"
     )
-    # These five become one grammar: see services/tokenizer/structured_output.py.
+    # These become one grammar, see services/tokenizer/structured_output.py.
     response_format: Annotated[
         PlainFormat | SchemaFormat | None,
         as_given(
@@ -287,6 +343,10 @@ class GenerateRequest(BaseModel):
     grammar: Annotated[str | None, as_given("EBNF with a rule `root ::= …`", *NOTHING)] = Field(
         None, description="EBNF with a rule `root`"
     )
+    guided_json: Any = Field(None, description=f"{OLD}`json`")
+    guided_regex: str | None = Field(None, description=f"{OLD}`regex`")
+    guided_choice: Choices | None = Field(None, description=f"{OLD}`choice`")
+    guided_grammar: str | None = Field(None, description=f"{OLD}`grammar`")
     tools: Annotated[
         Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None,
         as_given(
@@ -299,24 +359,26 @@ class GenerateRequest(BaseModel):
         Literal["none", "auto", "required"] | Tool,
         as_given('none, auto, required or {"type": "function", "function": {"name": …}} of one of `tools`'),
     ] = Field("auto", description="calls: none, any number, at least one, or this function")
-    metadata: Any = Field(None, description=NO_EFFECT)
-    store: Any = Field(None, description=NO_EFFECT)
-    service_tier: Any = Field(None, description=NO_EFFECT)
-    parallel_tool_calls: Any = Field(None, description=NO_EFFECT)
-    safety_identifier: Any = Field(None, description=NO_EFFECT)
-    functions: Annotated[Any, only([])] = Field(None, description=NOT_YET)
-    prompt_logprobs: Annotated[Any, only(False, 0)] = Field(None, description=NOT_YET)
-    echo: Annotated[Any, only(False)] = Field(None, description=NOT_YET)
-    suffix: Annotated[Any, only("")] = Field(None, description=NOT_YET)
-    best_of: Annotated[Any, only(1)] = Field(None, description=NOT_YET)
-    modalities: Annotated[Any, only(["text"])] = Field(None, description=NOT_YET)
-    audio: Annotated[Any, only(None)] = Field(None, description=NOT_YET)
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its tokens; None without a limit."""
+        named = (("max_completion_tokens", self.max_completion_tokens), ("max_tokens", self.max_tokens))
+        return next((pair for pair in named if pair[1]), ("n_predict", max(self.n_predict or 0, 0) or None))
 
 
 class ChatRequest(GenerateRequest):
     """A conversation to answer."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, description="the chat so far")
+    continue_final_message: bool = Field(False, description="the answer continues the last message")
+    chat_template: str | None = Field(None, description="replaces the model's, if the fleet trusts requests")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables for the template"
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="a variable for the chat template"
+    )
     logprobs: bool = Field(False, description="log probabilities of the answer's tokens")
     top_logprobs: Annotated[Alternatives, BeforeValidator(_beside_logprobs)] = Field(
         0, description="number of likeliest alternatives for each token; needs `logprobs`"

@@ -301,26 +301,32 @@ def error_of(body: Mapping[str, Any]) -> HeadraceError:
     return error
 
 
-async def request_all(bus: Bus, subject: str, wait_s: float) -> list[Body]:
-    """The JSON replies of all services on `subject` within `wait_s`. Raises NoResponders for none."""
-    inbox, got = bus.new_inbox(), list[Delivery]()
-    silent = asyncio.Event()
+async def request_all(
+    bus: Bus, subject: str, wait_s: float, enough: Callable[[Body], object] = lambda body: False
+) -> list[Body]:
+    """The JSON replies of all services on `subject` within `wait_s`, or until one is `enough`. Raises
+    NoResponders for none."""
+    inbox, got = bus.new_inbox(), list[Body]()
+    silent, ended = False, asyncio.Event()
 
     def collect(delivery: Delivery) -> None:
+        nonlocal silent
         if delivery.no_responders:
-            silent.set()
-        else:
-            got.append(delivery)
+            silent = True
+            ended.set()
+        elif (body := _read(delivery.data)) is not None:  # other programs may answer, too
+            got.append(body)
+            if enough(body):
+                ended.set()
 
     subscription = await bus.subscribe(inbox, collect)
     bus.publish(subject, b"", reply=inbox)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(silent.wait(), wait_s)
+        await asyncio.wait_for(ended.wait(), wait_s)
     await subscription.cancel()
-    if silent.is_set():
+    if silent:
         raise NoResponders(f"no service runs on this server: none answers on {subject}")
-    found = (_read(delivery.data) for delivery in got)  # other programs may answer, too
-    return [body for body in found if body is not None]
+    return got
 
 
 def _json(body: Mapping[str, Any]) -> bytes:

@@ -509,8 +509,8 @@ def _tokenized(m: Tokenized) -> str:
         return "its bias columns differ in length"
     if not len(m.generated) == len(m.reasons) in (0, m.n) or _negative(m.generated):
         return "its generated tokens are not counted for each choice"
-    if min(m.age_us, m.first_us, m.waited_us) < 0:
-        return "its age is negative"
+    if min(m.age_us, m.first_us, m.waited_us, m.min_tokens) < 0:
+        return "its age or min_tokens is negative"
     return _processors(m) or _parts(m)
 
 
@@ -521,8 +521,8 @@ def _open(m: Open) -> str:
 
 
 def _slot_open(m: SlotOpen) -> str:
-    if m.slot < 0 or m.max_length < 0 or not 0 <= m.seed < _SEED_END:
-        return "slot, max_length or seed is out of range"
+    if min(m.slot, m.max_length, m.min_tokens) < 0 or not 0 <= m.seed < _SEED_END:
+        return "slot, max_length, min_tokens or seed is out of range"
     if len(m.sampling.bias_ids) != len(m.sampling.bias_values):
         return "its bias columns differ in length"
     return _processors(m) or _parts(m)

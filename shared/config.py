@@ -117,6 +117,7 @@ class Settings(BaseSettings):
     accept_mixed: bool = Field(False, description="executors with other weights or modes serve, too")
     event_log: str = Field("", description="write every event and command: a file, or nats; see replay")
     logits_processors: str = Field("", description="name=module:class,... that requests may use")
+    trust_request_chat_template: bool = Field(False, description="a request may bring its own chat template")
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; above: 429")
     max_waiting_tokens: int = Field(1_048_576, ge=0, description="prompt tokens that may wait; above: 429")
     request_timeout_s: float = Field(300, gt=0, description="time limit of a request without `timeout_s`, s")

@@ -188,6 +188,7 @@ class Tokenized:
     waited_us: int = 0  # read by the tokenizer -> sent by it
     model_digest: str = ""  # of the executors that compute it, as in ExecHello
     shard: str = ""  # in a backup: id of the detokenizer that has the request open
+    min_tokens: int = 0  # of an answer: until then neither stop ids nor stop strings end it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +276,7 @@ class Open:
     prompt_logprobs: bool = False
     parent_span: str = ""  # as in Tokenized
     stop_ids: Ints = field(default_factory=ints)  # each ends the text; shown only with `include_stop`
+    min_tokens: int = 0  # stop strings end the text after these tokens only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,6 +437,7 @@ class SlotOpen:
     tokens: Ints = field(default_factory=ints)
     processors: tuple[str, ...] = ()  # see Tokenized; rows of the slot are host-fed
     tenant: str = ""  # owner of the grammar: compilation takes tenants in turn
+    min_tokens: int = 0  # until then `stop_ids` have no probability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import struct
 import threading
 from collections.abc import Callable
@@ -22,6 +23,8 @@ import numpy as np
 import torch
 from numba import cfunc, config, types
 from numpy.typing import NDArray
+
+log = logging.getLogger("headrace.kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,20 @@ def bits_of(value: float) -> int:
 
 def _machine_code(body: Callable[[Any], None]) -> Any:
     signature = types.void(types.CPointer(types.int64))
-    if not config.CACHE_DIR:
-        config.CACHE_DIR = str(_code_folder())
+    if _first_start():
+        log.info("compiling kernels for this CPU, once: %s …", body.__module__.rpartition(".")[2])
     try:
         return cfunc(signature, cache=True, nogil=True)(body)
     except RuntimeError:  # no writable folder: compile at every start
         return cfunc(signature, nogil=True)(body)
+
+
+@cache
+def _first_start() -> bool:
+    """Choose the folder of the machine code. True if it is new: this process compiles every kernel."""
+    if not config.CACHE_DIR:
+        config.CACHE_DIR = str(_code_folder())
+    return not Path(config.CACHE_DIR).exists()
 
 
 def _code_folder() -> Path:

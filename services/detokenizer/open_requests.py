@@ -124,6 +124,7 @@ def opened_of(tokenized: Tokenized, choice: int) -> Open:
         format=tokenized.format,
         stop=tokenized.stop,
         include_stop=tokenized.include_stop,
+        min_tokens=tokenized.min_tokens,
         logprobs=tokenized.logprobs,
         received_wall_us=tokenized.received_wall_us,
         prompt_tokens=len(tokenized.tokens),

@@ -45,7 +45,7 @@ class SequenceStream:
     """One choice of one request, from Open to Close."""
 
     __slots__ = (
-        "_decoder", "_finder", "_pieces", "_scores", "_sent", "_shape",
+        "_decoder", "_finder", "_least", "_pieces", "_scores", "_sent", "_shape",
         "choice", "ended", "ids", "reason", "seq", "stop", "stop_index", "stop_reported", "taken",
     )  # fmt: skip
 
@@ -67,6 +67,7 @@ class SequenceStream:
         self._shape = LogprobShape(vocabulary, opened.format == "chat") if opened.logprobs else None
         self._scores: list[Score] = []
         self._finder = StopFinder(opened.stop, opened.include_stop) if opened.stop else None
+        self._least = opened.min_tokens
 
     def take(self, first: int, ids: array[int], scores: Sequence[Score] = ()) -> bool:
         """Read tokens from index `first` on. True if they complete a stop string, and again when a new
@@ -98,10 +99,13 @@ class SequenceStream:
         self.seq, self.stop_reported = -1, False
 
     def _take_watching(self, finder: StopFinder, ids: array[int]) -> None:
-        """Read token by token, to find the index of the token that completes a stop string."""
+        """Read token by token, to find the index of the token that completes a stop string. A stop string
+        begins after `min_tokens` tokens."""
         for i in range(len(ids)):
             self.taken += 1
-            text, found = finder.feed(self._decoder.feed(ids[i : i + 1]))
+            text, found = self._decoder.feed(ids[i : i + 1]), False
+            if self.taken > self._least:
+                text, found = finder.feed(text)
             if text:
                 self._pieces.append(text)
             if found:

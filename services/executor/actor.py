@@ -167,8 +167,8 @@ class ExecutorActor(Actor):
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         info = self._backend.info if self._backend is not None else None
-        context = () if info is None else (("context", info.context),)
-        load = (("steps", self._steps), ("slots", len(self._open_slots)), *context)
+        facts = () if info is None else (("context", info.context), ("grammars", int(info.follows_grammars)))
+        load = (("steps", self._steps), ("slots", len(self._open_slots)), *facts)
         model = "" if info is None else info.model
         generation = self._arenas.generation if self._arenas is not None else 0
         scheduler = self._scheduler.removeprefix("scheduler.") if self._welcomed else ""
@@ -362,6 +362,7 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         ) from error
     processors = load_processors(settings.logits_processors)
     files = resolve(settings.model, settings.cache_dir)
+    log.info("loading %s …", files.name)
     slots = settings.slots or (CUDA_SLOTS if on_gpu else TORCH_SLOTS)
     dtype, _, kv_dtype = settings.dtype.partition("/")
     options = TorchOptions(

@@ -68,6 +68,7 @@ class BackendInfo:
     max_stop_ids: int = 0
     reports_grammars: bool = False
     model_digest: str = ""
+    follows_grammars: bool = False  # and the packages for it are installed
 
     @property
     def context(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -23,8 +24,9 @@ from services.gateway.errors import SlowRequest, WrongMediaType
 from services.gateway.openai_request import Body, Call
 from shared.actor.membership import Peers, missing
 from shared.client import Client, probe
-from shared.errors import Cancelled, HeadraceError, PayloadTooLarge, Unavailable
-from shared.nats.interface import Bus, BusFault
+from shared.errors import Cancelled, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel
+from shared.nats import subjects
+from shared.nats.interface import Bus, BusFault, NoResponders
 
 log = logging.getLogger("headrace.gateway")
 
@@ -145,11 +147,12 @@ class NativeCall:
 
     async def responses(self, call: Call) -> list[Body]:
         """The native answer to each prompt. Raises the first error, and cancels the other requests."""
+        ask = self._count if call.prompt_only else self._complete
         if len(call.bodies) == 1:
-            return [await self._complete(call.bodies[0])]
+            return [await ask(call.bodies[0])]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._complete(body)) for body in call.bodies]
+                tasks = [group.create_task(ask(body)) for body in call.bodies]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -165,6 +168,27 @@ class NativeCall:
 
     async def _complete(self, body: Body) -> Body:
         return await self.client.complete(body, timeout_s=self._timeout_s(body), trace=self.trace)
+
+    async def _count(self, body: Body) -> Body:
+        """The answer without a token: a tokenizer validates the request and counts its prompt."""
+        asked = {name: value for name, value in body.items() if name != "max_tokens"}
+        try:
+            found = await self.client.request(subjects.tokenize(self.client.tenant, body["model"]), asked)
+        except NoResponders:
+            raise UnknownModel(f"no service serves model {body['model']!r:.80}", param="model") from None
+        ended = {"text": "", "logprobs": None, "finish_reason": "length"}
+        prompt = found["count"]
+        return {
+            "created": int(time.time()),
+            "model": found["model"],
+            "choices": [{"index": index, **ended} for index in range(body.get("n", 1))],
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": 0,
+                "total_tokens": prompt,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            },
+        }
 
     def _timeout_s(self, body: Body) -> float:
         asked: Any = body.get("timeout_s")

@@ -43,9 +43,16 @@ class Call:
     bodies: tuple[Body, ...]
     stream: bool = False
     include_usage: bool = False  # of a stream
+    continuous_usage: bool = False  # in each of its chunks
     n: int = 1  # choices of each prompt
     echo: bool = False  # the text starts with the prompt
     tools: str = ""  # form of tool calls in its text: see `how_called`
+
+    @property
+    def prompt_only(self) -> bool:
+        """The answer is the echoed prompt and no token."""
+        limit = self.bodies[0].get("max_tokens")
+        return self.echo and not self.stream and limit == 0 and type(limit) is int
 
     @property
     def model(self) -> str:
@@ -102,6 +109,7 @@ def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
         bodies=tuple(_bodies(native)),
         stream=stream,
         include_usage=usage,
+        continuous_usage=usage and native["stream_options"].get("continuous_usage_stats") is True,
         n=n if type(n) is int else 1,  # the tokenizer will refuse any other
         echo=echo,
         tools=how_called(fields) if chat else "",

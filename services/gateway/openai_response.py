@@ -111,6 +111,7 @@ class ChunkBuilder:
         self._usages: list[Body] = []
         self._head: Body = {}
         self._tail: Body = {"usage": None} if call.include_usage else {}
+        self._prompt_tokens: dict[int, int] = {}  # by prompt
 
     def take(self, prompt: int, frame: Body) -> list[str]:
         """The chunks, as JSON, for a frame of the stream of one prompt. Raises EngineError if a stream that
@@ -118,6 +119,7 @@ class ChunkBuilder:
         kind, first = frame["type"], prompt * self._call.n
         if kind == "accepted":
             self._head = self._head or self._begin(frame)
+            self._prompt_tokens[prompt] = frame.get("prompt_tokens", 0)
             for index in range(first, first + self._call.n):
                 if index in self._sent:
                     self._sent[index].begin_again()
@@ -125,12 +127,15 @@ class ChunkBuilder:
         chunks: list[str] = []
         if first not in self._sent:
             indexes = range(first, first + self._call.n)
+            self._count(prompt, 0)
             chunks = [_json(chunk) for index in indexes for chunk in self._first(index, prompt)]
         if kind == "delta":
             for choice in frame["choices"]:
+                self._count(prompt, choice["first"] + choice["count"])
                 chunks += self._delta(first + choice["index"], choice)
             return chunks
         for choice in frame["choices"]:
+            self._count(prompt, choice["tokens"])
             chunks += map(_json, self._last(first + choice["index"], choice))
         return [*chunks, *map(_json, self._end(frame))]
 
@@ -143,6 +148,13 @@ class ChunkBuilder:
     def end(self, error: Body | None) -> bytes:
         """`[DONE]`, or an event with the error."""
         return DONE if error is None else self.write([_json(error)])
+
+    def _count(self, prompt: int, tokens: int) -> None:
+        """The next chunks belong to a choice with so many tokens: their usage, if each chunk has it."""
+        if self._call.continuous_usage:
+            before = self._prompt_tokens[prompt]
+            counts = {"prompt_tokens": before, "completion_tokens": tokens, "total_tokens": before + tokens}
+            self._tail = {"usage": counts}
 
     def _begin(self, frame: Body) -> Body:
         return {
@@ -182,9 +194,11 @@ class ChunkBuilder:
             end = choice["first"] + choice["count"]
             logprobs = _unsent(logprobs, end, sent.tokens)
             sent.tokens = max(end, sent.tokens)
-        if logprobs is None:
+        if logprobs is None and not text:
+            return []
+        if logprobs is None and not self._call.continuous_usage:
             before, behind = sent.around
-            return [f"{before}{quote(text)}{behind}"] if text else []
+            return [f"{before}{quote(text)}{behind}"]
         content: Body = {"delta": {"content": text}} if self._call.chat else {"text": text}
         return [_json(self._chunk(index, content, logprobs, None))]
 

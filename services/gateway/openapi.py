@@ -194,11 +194,14 @@ def _requests() -> dict[str, Schema]:
     for kind, _ in kinds:
         fields, required = schemas[kind.__name__]["properties"], schemas[kind.__name__].get("required", ())
         fields |= {name: _or_null(schema) for name, schema in fields.items() if name not in required}
-    asked = ("model", "messages", "add_generation_prompt")
+    optional = (
+        *("model", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *("chat_template_kwargs", "reasoning_effort", "tools"),
+    )
     schemas["TokenizeRequest"] = {
         "anyOf": [
             _object("model", model=chat["model"], prompt={"anyOf": prompts}),
-            _object("model", "add_generation_prompt", **{name: chat[name] for name in asked}),
+            _object(*optional, **{name: chat[name] for name in ("messages", *optional)}),
         ]
     }
     schemas["DetokenizeRequest"] = {

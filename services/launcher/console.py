@@ -48,10 +48,19 @@ def print_line(text: str) -> None:
     _print(text, sys.stdout)
 
 
+PROGRESS = "…"  # a line with this end is a progress line: on a terminal the next line replaces it
+_shown = {"progress": False}  # the terminal's last line is one; stdout and stderr share the terminal
+
+
 def _print(text: str, stream: TextIO) -> None:
     """Print one line. A closed reader or a full disk loses the line and raises nothing."""
+    first, last = "", "\n"
     try:
-        print(text, file=stream, flush=True)
+        if is_terminal(stream):
+            first = "\r\033[K" if _shown["progress"] else ""
+            _shown["progress"] = text.endswith(PROGRESS)
+            last = "" if _shown["progress"] else "\n"
+        print(first + text, end=last, file=stream, flush=True)
     except OSError as error:
         if error.errno in (errno.EPIPE, errno.EIO):
             silence(stream)

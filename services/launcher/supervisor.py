@@ -28,6 +28,7 @@ LINE_LIMIT_BYTES = 1024 * 1024
 KILL_GRACE_S = 3.0  # after the drain's time limit, for the services to end by themselves
 LAST_ERRORS_S = 0.6  # of it, for a group to send its clients errors, before the next group is stopped
 LAST_LINES_S = 1.0  # to read the last log lines of an ended process from its pipe
+TURN_S = 2.0  # for a service to log that it is ready: it takes 0.6 s of one core
 LOOK_S = 1.0  # between two checks for services that hang
 
 _PR_SET_PDEATHSIG = 1
@@ -57,6 +58,7 @@ class Service:
     task: asyncio.Task[None] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    logged: asyncio.Event = field(default_factory=asyncio.Event)  # its first line
 
     def __post_init__(self) -> None:
         self.ended.set()
@@ -85,10 +87,22 @@ class Supervisor:
         self._log_line = log_line
 
     def start(self, *, without: Collection[str] = ()) -> None:
-        """Start every service that was not started before, except those of the kinds in `without`."""
+        """Start every service that was not started before, except those named in `without`."""
         for service in self.services:
-            if service.task is None and service.spec.kind not in without:
+            if service.task is None and service.spec.name not in without:
                 service.task = asyncio.get_running_loop().create_task(self._keep(service))
+
+    async def start_in_turn(self, *, without: Collection[str]) -> None:
+        """`start` for few cores: executors at once, since they take the longest; beside them the others one
+        by one, each after the first log line of the one before, or TURN_S."""
+        self.start(without={s.spec.name for s in self.services if s.spec.kind != "executor"})
+        waiting = {s.spec.name for s in self.services if s.task is None} - {*without}
+        for service in self.services:
+            if service.spec.name in waiting:
+                waiting.remove(service.spec.name)
+                self.start(without=waiting | {*without})
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(service.logged.wait(), TURN_S)
 
     async def drain(
         self, order: Sequence[Collection[str]], timeout_s: float, report: Callable[[int, str], None]
@@ -183,7 +197,7 @@ class Supervisor:
                 os.close(theirs)
             if service.leaving.is_set():  # dismissed while the process was being created
                 service.send(signal.SIGKILL)
-            copying = loop.create_task(self._copy_lines(service.spec.name, lines))
+            copying = loop.create_task(self._copy_lines(service, lines))
             status = await process.wait()
             await asyncio.wait({copying}, timeout=LAST_LINES_S)
             if not copying.done():
@@ -207,7 +221,7 @@ class Supervisor:
             preexec_fn=die_with_parent(signal.SIGKILL),  # without the launcher no drain is possible
         )
 
-    async def _copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
+    async def _copy_lines(self, service: Service, stream: asyncio.StreamReader) -> None:
         while True:
             try:
                 line = await stream.readline()
@@ -215,7 +229,8 @@ class Supervisor:
                 continue
             if not line:
                 return
-            self._log_line(name, line.decode(errors="replace").rstrip())
+            self._log_line(service.spec.name, line.decode(errors="replace").rstrip())
+            service.logged.set()
 
 
 def service_specs(

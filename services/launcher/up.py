@@ -56,6 +56,7 @@ from shared.vocab.files import resolve
 
 SHARED = ("gateway", "kv_offload")  # shared by all models; a process of another kind serves one model
 _FEW_CORES = 4
+_TEXT = ("tokenizer", "detokenizer")
 _EDGE = ("gateway", "tokenizer")  # drain together: one must not accept requests that the other refuses
 DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 
@@ -154,7 +155,12 @@ class _Up:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 loop.add_signal_handler(number, self._signals.put_nowait, number)
-        self._supervisor.start(without=self._later())
+        few_cores = usable_cores() <= _FEW_CORES and self._settings.backend != "sim"
+        specs = [service.spec for service in self._supervisor.services]
+        if few_cores:
+            in_turn = loop.create_task(self._supervisor.start_in_turn(without=starts_later(specs)))
+        else:
+            self._supervisor.start()
         note = session.path_for(self._settings)
         async with AsyncExitStack() as stack:
             stack.callback(self._folder.cleanup)
@@ -162,6 +168,8 @@ class _Up:
             stack.push_async_callback(self._supervisor.kill)
             stack.callback(session.remove, note, os.getpid())
             stack.callback(loop.create_task(self._supervisor.watch(self._watch.silent_s)).cancel)
+            if few_cores:
+                stack.callback(in_turn.cancel)
             if self._server is not None:
                 stack.callback(loop.create_task(keep_running(self._server, print_line)).cancel)
                 stack.callback(loop.create_task(watch_server(self._server, print_line)).cancel)
@@ -180,12 +188,6 @@ class _Up:
                 await signalled
             ready.cancel()
             return await self._wind_down(signalled.result())
-
-    def _later(self) -> tuple[str, ...]:
-        """The kinds to start only after the server is ready. On few cores this is kv_offload: its import of
-        LMCache keeps a core busy for seconds, which the executor needs to load the model."""
-        few_cores = usable_cores() <= _FEW_CORES
-        return ("kv_offload",) if few_cores and self._settings.backend != "sim" else ()
 
     def _make_supervisor(self) -> Supervisor:
         s = self._settings
@@ -289,6 +291,17 @@ class _Up:
         late = "stopped: requests that did not end in time got an error"
         print_line("killed" if forced else "stopped" if clean else late)
         return FORCED if forced or first == signal.SIGINT else 0
+
+
+def starts_later(specs: Sequence[ServiceSpec]) -> set[str]:
+    """The services that start only after the server is ready on few cores, which the executor needs to load
+    the model: kv_offload, whose import of LMCache keeps a core busy for seconds, and every tokenizer and
+    detokenizer of a model but the first."""
+    first = {(spec.kind, spec.env.get("HEADRACE_MODEL")): spec.name for spec in reversed(specs)}
+    later = ("kv_offload", *_TEXT)
+    return {s.name for s in specs if s.kind in later} - {
+        name for (kind, _), name in first.items() if kind in _TEXT
+    }
 
 
 def _countdown() -> Callable[[int, str], None]:
@@ -447,7 +460,9 @@ class Readiness:
 
     async def dtype(self) -> str:
         """The dtype in which an executor computes, empty if none reports one. Call it after `wait`."""
-        found = await request_all(self._bus, subjects.STATUS, STATUS_S)
+        found = await request_all(
+            self._bus, subjects.STATUS, STATUS_S, enough=lambda status: status.get("dtype")
+        )
         return next((str(status["dtype"]) for status in found if status.get("dtype")), "")
 
     async def _wait_for_heartbeats(self, model: str, report: Callable[[str], None]) -> None:

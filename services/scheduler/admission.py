@@ -333,4 +333,5 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
         tokens=sequence.tokens[:],
         processors=tokenized.processors,
         tenant=tokenized.tenant,
+        min_tokens=tokenized.min_tokens,
     )

@@ -139,6 +139,7 @@ def open_message(sequence: Sequence) -> Open:
         include_usage=tokenized.include_usage,
         parent_span=tokenized.parent_span,
         stop_ids=tokenized.stop_ids,
+        min_tokens=tokenized.min_tokens,
     )
 
 

@@ -291,6 +291,7 @@ class TokenizerActor(Actor):
             key=pending.key,
             attempt=pending.attempt,
             classes=self._classes.of(tenant),
+            grammars=follows_grammars(self._mailbox.peers, self._name),
         )
         if len(delivery.data) <= LONG_BYTES:
             self._done(prepared(submission, self._model, self._core.cancels))
@@ -363,6 +364,14 @@ def schedulers(peers: Peers, model: str, news: Peer | None = None) -> Schedulers
     serving = peers.serving(model)
     idle = [actor for actor in peers.ready("scheduler", model) if actor not in serving]
     return Schedulers(tuple(serving), died, tuple(idle))
+
+
+def follows_grammars(peers: Peers, model: str) -> bool:
+    """False if no ready executor of a model can follow a grammar. True while none is ready, and if one does
+    not report it."""
+    executors = [peers.get(f"executor.{actor}") for actor in peers.ready("executor", model)]
+    reported = [dict(peer.heartbeat.load).get("grammars", 1) for peer in executors if peer is not None]
+    return not reported or any(reported)
 
 
 class Arrival(NamedTuple):
@@ -604,6 +613,7 @@ def load_model(settings: Settings) -> ServedModel:
         max_context=settings.max_context or vocabulary.context_tokens,
         default_timeout_us=int(settings.request_timeout_s * 1e6),
         processors=tuple(processor_targets(settings.logits_processors)),
+        trusts_templates=settings.trust_request_chat_template,
     )
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from functools import lru_cache
+from typing import Any, ClassVar, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -29,6 +31,26 @@ _TRUSTED_WITH_MARKUP = ("assistant", "system", "developer")  # roles of the mode
 _MARKED_UP = ("content", "reasoning_content")
 
 
+OWN_TEMPLATES = 16  # of requests, kept compiled
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What a request changes about the rendering of its messages."""
+
+    RESERVED: ClassVar[frozenset[str]] = frozenset(
+        {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+        | {"bos_token", "eos_token", "strftime_now", "tokenize"}
+    )
+
+    source: str = ""  # its own template; empty: the model's
+    variables: Mapping[str, Any] = field(default_factory=dict)  # none of RESERVED
+    continue_final: bool = False  # the prompt ends with the text of the last message
+
+
+PLAIN = TemplateOptions()
+
+
 class ChatTemplate:
     """The compiled template of one model. Raises SetupError if its source is not jinja."""
 
@@ -41,44 +63,67 @@ class ChatTemplate:
         # Plain letters and digits, which filters such as `tojson` do not change.
         self._mark = vocabulary.secret + "u{}x"
         self._marks = re.compile(self._mark.format(r"(\d+)"))
+        self._end = vocabulary.secret + "end"  # marks the end of the message to continue
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         try:
-            source = vocabulary.chat_template
-            self._knows_tools = "tools" in (source or "")
-            self._template = environment.from_string(source) if source else None
+            self._source = vocabulary.chat_template
+            self._template = environment.from_string(self._source) if self._source else None
         except TemplateError as error:
             raise SetupError(f"the model's chat template is not valid jinja: {error}") from error
+        self._compiled = lru_cache(OWN_TEMPLATES)(environment.from_string)
 
     def encode(
-        self, messages: list[dict[str, Any]], tools: Tools | None, add_generation_prompt: bool, wall_us: int
+        self,
+        messages: list[dict[str, Any]],
+        tools: Tools | None,
+        add_generation_prompt: bool,
+        wall_us: int,
+        options: TemplateOptions = PLAIN,
     ) -> list[int]:
         """Prompt ids of a conversation with its tools. `wall_us` is the date for templates that print one.
         Raises BadRequest with the template's message."""
         given = None
-        if self._knows_tools:
+        if "tools" in (options.source or self._source):
             messages = [parsed(message) for message in messages]
             given = None if tools is None else self._guard(tools.given, self._control)
         else:
             messages = [spelled(message) for message in messages]
             messages = messages if tools is None else with_tools(messages, tools)
-        text = self._render([self._guarded(m) for m in messages], given, add_generation_prompt, wall_us)
+        guarded = [self._guarded(m) for m in messages]
+        if options.continue_final:
+            guarded[-1]["content"] += self._end
+        text = self._render(guarded, given, add_generation_prompt, wall_us, options)
+        if options.continue_final:
+            text, found, _ = text.rpartition(self._end)
+            if not found:
+                why = "the chat template does not show the last message as it is"
+                raise BadRequest(f"`continue_final_message`: {why}", param="continue_final_message")
         names = self._vocabulary.secret_names
         text = self._control.sub(lambda found: names[found[0]], text)
         return self._vocabulary.encode(self._unmarked(text))
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, wall_us: int) -> str:
         """The prompt as text, for people to read. Raises BadRequest."""
-        return self._render(messages, None, add_generation_prompt, wall_us)
+        return self._render(messages, None, add_generation_prompt, wall_us, PLAIN)
 
-    def _render(self, messages: list[Any], tools: Any, add_generation_prompt: bool, wall_us: int) -> str:
-        if self._template is None:
+    def _render(
+        self,
+        messages: list[Any],
+        tools: Any,
+        add_generation_prompt: bool,
+        wall_us: int,
+        options: TemplateOptions,
+    ) -> str:
+        template = self._own(options.source) if options.source else self._template
+        if template is None:
             raise BadRequest(NO_TEMPLATE, param="messages")
         try:
-            return self._template.render(
+            return template.render(
+                self._guard(dict(options.variables), self._control),
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self._vocabulary.bos_token,
@@ -90,6 +135,14 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             # Templates raise the last four on messages that they do not expect.
             raise BadRequest(f"chat template: {self._unmarked(str(error))}", param="messages") from error
+
+    def _own(self, source: str) -> Template:
+        try:
+            return self._compiled(source)
+        except TemplateError as error:
+            raise BadRequest(
+                f"`chat_template`: it is not valid jinja: {error}", param="chat_template"
+            ) from error
 
     def _unmarked(self, text: str) -> str:
         return self._marks.sub(lambda mark: self._controls[int(mark[1])], text)

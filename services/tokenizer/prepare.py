@@ -18,9 +18,17 @@ from typing import Any
 import msgpack
 from pydantic import ValidationError
 
-from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
 from services.tokenizer.structured_output import Tools, grammar_of, read_tools
-from shared.api import REQUEST_ID, ChatRequest, CompletionRequest, GenerateRequest, bad_field
+from shared.api import (
+    IGNORED,
+    REQUEST_ID,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    bad_field,
+)
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
 from shared.json_body import read_json, refuse_odd_values
@@ -37,6 +45,23 @@ LATE = "the request's time limit passed in intake"
 
 Request = ChatRequest | CompletionRequest
 _KNOWN = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+_HINTS = {  # names of other servers and clients
+    **dict.fromkeys(
+        ("max_new_tokens", "max_output_tokens", "max_length", "max_gen_len", "num_predict"), "max_tokens"
+    ),
+    **dict.fromkeys(("top_n", "top_n_tokens"), "top_logprobs"),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
+    **dict.fromkeys(("input", "system", "instructions"), "messages"),
+    **dict.fromkeys(("json_schema", "response_schema", "format", "text"), "response_format"),
+    "inputs": "prompt",
+    "num_beams": "n",
+    "num_return_sequences": "n",
+    "reasoning": "reasoning_effort",
+    "do_sample": "temperature",
+    "min_new_tokens": "min_tokens",
+    "thinking": "chat_template_kwargs",
+    "enable_thinking": "chat_template_kwargs",
+}
 _JUDGED = frozenset({"prompt", "logits_processors"})  # checked where they are read
 
 
@@ -58,6 +83,7 @@ class Submission:
     key: int = 0  # see standby.key_of
     attempt: int = 1
     classes: tuple[str, ...] = CLASSES  # service classes that the tenant may use
+    grammars: bool = True  # an executor of this model can follow one
 
     @property
     def origin(self) -> Origin:
@@ -126,6 +152,7 @@ class ServedModel:
     max_context: int  # prompt and answer together, tokens
     default_timeout_us: int
     processors: tuple[str, ...] = ()  # logits processors that a request may name
+    trusts_templates: bool = False  # a request may bring its own chat template
 
 
 def read_body(body: bytes) -> dict[str, Any]:
@@ -166,15 +193,17 @@ def read_request(fields: dict[str, Any]) -> Request:
         raise _unknown(next(name for name in fields if name not in _KNOWN))
     if ("messages" in fields) == ("prompt" in fields):
         raise BadRequest("give either `messages` or `prompt`")
-    kind = ChatRequest if "messages" in fields else CompletionRequest
+    kind: type[Request] = ChatRequest if "messages" in fields else CompletionRequest
     try:
-        return kind.model_validate(fields)
+        request: Request = kind.model_validate(fields)
+        return request
     except ValidationError as error:
         raise bad_field(error) from error
 
 
 def _unknown(name: str) -> BadRequest:
-    near = difflib.get_close_matches(name[:40], sorted(_KNOWN), 1)
+    hint = [_HINTS[name]] if name in _HINTS else []
+    near = hint or difflib.get_close_matches(name[:40], sorted(_KNOWN - {*IGNORED, *UNSUPPORTED}), 1)
     mend = f"did you mean `{near[0]}`?" if near else "leave it out"
     return BadRequest(f"`{name:.40}` is not a field of a request; {mend}", param=name[:40])
 
@@ -213,7 +242,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields)
     tools = read_tools(request)
-    grammar = grammar_of(request, tools)
+    grammar = grammar_of(request, tools, available=submission.grammars)
     if request.model not in (None, model.name):
         raise BadRequest(
             f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
@@ -225,6 +254,9 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         raise DeadlineExceeded(LATE)
     prompt = encode_prompt(request, tools, model, submission.received_wall_us)
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
+    max_tokens = _max_tokens(request, len(prompt), model.max_context)
+    if request.min_tokens > max_tokens:
+        raise BadRequest(f"`min_tokens`: an answer has at most {max_tokens} tokens", param="min_tokens")
     return Tokenized(
         request=request.request_id or submission.fresh_id,
         attempt=submission.attempt,
@@ -235,7 +267,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         timeout_us=timeout_us,
         received_wall_us=submission.received_wall_us,
         n=request.n,
-        max_tokens=_max_tokens(request, len(prompt), model.max_context),
+        max_tokens=max_tokens,
         stream=request.stream,
         format="chat" if isinstance(request, ChatRequest) else "completion",
         finish_detached=request.finish_detached,
@@ -251,7 +283,8 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         parent_span=submission.parent_span,
         processors=_processors(request, model),
         grammar=grammar,
-        open_end=request.max_completion_tokens is None and request.max_tokens is None,
+        open_end=request.limit[1] is None,
+        min_tokens=request.min_tokens,
     )
 
 
@@ -277,7 +310,9 @@ def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wal
     if isinstance(request, ChatRequest):
         _check_chars("messages", sum(len(message.content) for message in request.messages), model)
         messages = [message.model_dump() for message in request.messages]
-        ids = model.template.encode(messages, tools, request.add_generation_prompt, wall_us)
+        options = _template_options(request, model)
+        starts = request.add_generation_prompt and not request.continue_final_message
+        ids = model.template.encode(messages, tools, starts, wall_us, options)
     elif isinstance(request.prompt, str):
         _check_chars("prompt", len(request.prompt), model)
         ids = [*vocabulary.prefix_ids, *vocabulary.encode(request.prompt, special=True)]
@@ -288,6 +323,30 @@ def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wal
     if not ids:
         raise BadRequest("the prompt is empty", param="prompt")
     return ids
+
+
+def _template_options(request: ChatRequest, model: ServedModel) -> TemplateOptions:
+    if request.chat_template and not model.trusts_templates:
+        raise BadRequest(
+            "`chat_template`: this fleet takes no templates from requests (setting "
+            "trust_request_chat_template); leave it out",
+            param="chat_template",
+        )
+    given = request.model_fields_set
+    if request.continue_final_message and request.add_generation_prompt and "add_generation_prompt" in given:
+        raise BadRequest(
+            "`continue_final_message` and `add_generation_prompt` exclude each other",
+            param="continue_final_message",
+        )
+    variables = request.chat_template_kwargs
+    if taken := TemplateOptions.RESERVED & variables.keys():
+        raise BadRequest(
+            f"`chat_template_kwargs`: {min(taken)} is not for it; it has the variables of the template",
+            param="chat_template_kwargs",
+        )
+    if request.reasoning_effort is not None:
+        variables = {"reasoning_effort": request.reasoning_effort, **variables}
+    return TemplateOptions(request.chat_template or "", variables, request.continue_final_message)
 
 
 def _logprobs(request: Request) -> int:
@@ -301,10 +360,16 @@ def _max_tokens(request: Request, prompt_tokens: int, max_context: int) -> int:
     room, chat = max_context - prompt_tokens, isinstance(request, ChatRequest)
     if room < 1:
         raise _too_long("messages" if chat else "prompt", f"{prompt_tokens} tokens", max_context)
-    asked = request.max_completion_tokens or request.max_tokens
+    name, asked = request.limit
     if asked is None:
-        asked = room if chat else DEFAULT_COMPLETION_TOKENS
-    return min(asked, room)
+        return room if chat else min(DEFAULT_COMPLETION_TOKENS, room)
+    if asked > room:
+        raise _over_context(
+            max_context,
+            f"the prompt has {prompt_tokens} tokens and `{name}` is {asked}; ask for at most {room}",
+            name,
+        )
+    return asked
 
 
 def _check_chars(param: str, chars: int, model: ServedModel) -> None:
@@ -314,11 +379,14 @@ def _check_chars(param: str, chars: int, model: ServedModel) -> None:
 
 
 def _too_long(param: str, size: str, max_context: int) -> BadRequest:
-    return BadRequest(
-        f"context_length_exceeded: the prompt has {size}, the context of this model {max_context} tokens, "
-        "and the answer needs at least one; shorten the prompt",
-        param=param,
-    )
+    why = f"the prompt has {size}, and the answer needs at least one token; shorten the prompt"
+    return _over_context(max_context, why, param)
+
+
+def _over_context(max_context: int, why: str, param: str) -> BadRequest:
+    """Clients find OpenAI's code and the start of its sentence: it is in litellm's list of such errors."""
+    limit = f"This model's maximum context length is {max_context} tokens"
+    return BadRequest(f"context_length_exceeded: {limit}: {why}", param=param)
 
 
 _SAMPLED_AS_GIVEN = {each.name for each in fields(Sampling)} & set(GenerateRequest.model_fields) - {"top_k"}

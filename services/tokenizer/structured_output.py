@@ -2,6 +2,7 @@
 
 response_format      {"type": "json_object"} | {"type": "json_schema", "json_schema": {"schema": …}}
 structured_outputs   {"json": …} | {"regex": …} | {"choice": [...]} | {"grammar": …} | {"json_object": true}
+guided_json, guided_regex, guided_choice, guided_grammar: the same, as vLLM named them before
 grammar              EBNF, as llama.cpp names it
 tools, tool_choice   functions that the model may call: see `Tools`
 ──▶ {"kind": "json" | "regex" | "ebnf" | "tags", "source": …}, JSON in Tokenized.grammar
@@ -31,7 +32,6 @@ MAX_STATES = 4_096
 MAX_DEPTH = 32  # of a schema
 _TOO_DEEP = f"is nested deeper than {MAX_DEPTH}"
 MAX_LENGTH, MAX_ITEMS = 1_024, 256  # repetitions that a grammar writes out: more take seconds to compile
-FORMATS = ("date", "date-time", "time", "uuid", "ipv4")  # formats with a bounded length
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -45,12 +45,17 @@ _EBNF = re.compile(
 )
 MOST_COUNT = 10**9
 
-_FIELDS = ("response_format", "structured_outputs", "grammar")  # these and `tools` exclude each other
+_OLD = "guided_"  # vLLM's old names: `guided_json` is {"json": …} in `structured_outputs`
+# These and `tools` exclude each other.
+_FIELDS = (
+    "response_format", "structured_outputs", "grammar",
+    *(f"{_OLD}{rule}" for rule in ("json", "regex", "choice", "grammar")),
+)  # fmt: skip
 
 
-def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
-    """The grammar of a request as JSON, empty if it has none; `tools` are those of the request. Raises
-    BadRequest."""
+def grammar_of(request: GenerateRequest, tools: Tools | None, *, available: bool = True) -> str:
+    """The grammar of a request as JSON, empty if it has none; `tools` are those of the request. `available`:
+    an executor can follow it. Raises BadRequest."""
     fields = {name: getattr(request, name) for name in _FIELDS} | {"tools": tools}
     asked = [name for name, value in fields.items() if value is not None]
     if not asked:
@@ -58,7 +63,16 @@ def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
     if len(asked) > 1:
         raise BadRequest(f"`{asked[1]}` and `{asked[0]}` exclude each other", param=asked[1])
     (param,) = asked
-    match fields[param]:
+    if not available:
+        raise BadRequest(
+            f"`{param}`: no executor of this model can follow a grammar: it takes an engine with weights and "
+            "the package xgrammar (pip install 'headrace[grammar]')",
+            param=param,
+        )
+    asked_for = fields[param]
+    if param.startswith(_OLD):
+        asked_for = {param.removeprefix(_OLD): asked_for}
+    match asked_for:
         case Tools() as tools:
             text = json.dumps(tools.grammar)
         case {"json_schema": {"schema": schema}} | {"json": schema}:
@@ -72,8 +86,9 @@ def grammar_of(request: GenerateRequest, tools: Tools | None) -> str:
         case str(ebnf) | {"grammar": ebnf}:
             text = _ebnf(ebnf, param)
     _check_chars(text, param)
-    if request.ignore_eos:
-        raise BadRequest(f"`ignore_eos`: with `{param}` an answer ends by itself", param="ignore_eos")
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(request, name):
+            raise BadRequest(f"`{name}`: with `{param}` an answer ends by itself", param=name)
     return text
 
 
@@ -260,7 +275,30 @@ _DATE = (
 )
 _HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOUR}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
-_SPELLED = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}  # RFC 3339
+# RFC 1123 without two hyphens in a row, which have a meaning of their own (RFC 5890); at most 253 characters.
+_LABEL = "[A-Za-z0-9]{1,20}(-[A-Za-z0-9]{1,20}){0,2}"
+_HOST = f"({_LABEL}\\.){{0,3}}[A-Za-z][A-Za-z0-9]{{1,20}}"
+_ATOM = (
+    "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,31}"  # RFC 5322; two with a dot fit into the 64 characters of RFC 5321
+)
+_PCHAR = "([A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-F]{2})"  # RFC 3986
+_GROUP = "[0-9a-f]{1,4}"
+_IPV6 = "|".join(  # RFC 4291: eight groups, or fewer around `::`
+    [f"({_GROUP}:){{7}}{_GROUP}", f"({_GROUP}:){{1,7}}:", f":(:{_GROUP}){{1,7}}", "::"]
+    + [f"({_GROUP}:){{1,{n}}}(:{_GROUP}){{1,{7 - n}}}" for n in range(1, 7)]
+)
+_N = "[0-9]{1,9}"
+_CLOCK = f"T({_N}H({_N}M({_N}S)?)?|{_N}M({_N}S)?|{_N}S)"
+_DAYS = f"({_N}Y({_N}M({_N}D)?)?|{_N}M({_N}D)?|{_N}D)"
+_SPELLED = {
+    "date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$",  # RFC 3339
+    "duration": f"^P({_DAYS}({_CLOCK})?|{_CLOCK}|{_N}W)$",  # RFC 3339, appendix A
+    "hostname": f"^{_HOST}$",
+    "email": f"^{_ATOM}(\\.{_ATOM})?@{_HOST}$",
+    "uri": f"^[a-z][a-z0-9+.-]{{1,15}}://{_HOST}(:[0-9]{{1,4}})?(/{_PCHAR}{{0,80}})?(\\?{_PCHAR}{{0,80}})?$",
+    "ipv6": f"^({_IPV6})$",
+}  # fmt: skip
+FORMATS = (*_SPELLED, "uuid", "ipv4")  # all have a bounded length
 
 
 def resolved(schema: Any, param: str) -> Schema | bool:

@@ -16,14 +16,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import sys
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
-
-from nats import errors as nats_errors
-from nats.aio.client import Client as NatsClient
-from nats.aio.subscription import Subscription as NatsSubscription
 
 from shared.errors import SetupError, Unavailable
 from shared.nats import access
@@ -37,6 +35,26 @@ from shared.nats.interface import (
     RequestTimeout,
     check_payload,
 )
+
+
+@contextlib.contextmanager
+def _without(package: str) -> Iterator[None]:
+    """Let optional imports of `package` fail."""
+    before = sys.modules.get(package)
+    sys.modules[package] = None  # type: ignore[assignment]  # Python's mark of a module that is absent
+    try:
+        yield
+    finally:
+        sys.modules.pop(package)
+        if before is not None:
+            sys.modules[package] = before
+
+
+with _without("aiohttp"):  # only for WebSockets, see _open: the import takes 0.15 s of a core in each service
+    from nats import errors as nats_errors
+    from nats.aio import transport
+    from nats.aio.client import Client as NatsClient
+    from nats.aio.subscription import Subscription as NatsSubscription
 
 RECONNECT_WAIT_S = 0.05  # back 10 ms after the server is; the library's 2 s would be a visible hole
 PING_INTERVAL_S = 20
@@ -157,6 +175,8 @@ class NatsBus:
     async def _open(self, url: str, name: str) -> None:
         who = access.parse(url)
         self.user, self._url, self._name = who.user, url, name
+        if who.servers[0].startswith("ws"):
+            vars(transport).update({name: import_module(name) for name in ("aiohttp", "multidict")})
         options: dict[str, Any] = {
             "servers": list(who.servers),
             "tls": who.tls(),

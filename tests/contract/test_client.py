@@ -295,6 +295,8 @@ async def test_ask_all_collects_every_answer(connect: Connect, fleet: str) -> No
         await bus.flush()
     got = await request_all(asker, fleet, wait_s=0.2)
     assert sorted(body["id"] for body in got) == [1, 2]
+    got = await request_all(asker, fleet, wait_s=60, enough=lambda body: body["id"] == 2)
+    assert {"id": 2} in got
 
 
 async def test_ask_all_with_nobody_there(connect: Connect, fleet: str) -> None:

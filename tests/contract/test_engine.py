@@ -100,6 +100,18 @@ def test_a_stop_id_ends_a_slot_and_is_returned(make: Make, maker: PlanMaker) -> 
     assert steps == [([ids[1]], [0]), ([ids[2]], [1]), ([-1], [2])]
 
 
+def test_no_stop_id_ends_a_slot_before_min_tokens(make: Make, maker: PlanMaker) -> None:
+    prompt_and_answer = [*PROMPT, *alone(make, 0, 6, 11)]
+    third = prompt_and_answer[len(PROMPT) + 2]
+    for reopened in (0, 2):  # the same after a preemption: the prompt is as long as before
+        tokens = prompt_and_answer[: len(PROMPT) + reopened]
+        maker.open(0, tokens, HOT, seed=11, stop_ids=ints([third]), min_tokens=5, prompt_tokens=len(PROMPT))
+        ended = [*lists(maker.prefill({0: len(tokens)}))[1]]
+        for done in range(4 - reopened):
+            ended += lists(maker.run([Row(0, len(tokens) + done, 1, True, (0,))]))[1]
+        assert not any(ended)
+
+
 def test_a_sequence_opened_again_with_its_tokens_goes_on(make: Make, maker: PlanMaker) -> None:
     ids = alone(make, 0, 8, 3)
     maker.open(4, PROMPT + ids[:4], HOT, seed=3, prompt_tokens=len(PROMPT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -221,3 +222,18 @@ async def test_no_wait_for_a_server_that_stopped_answering_is_without_end(
         with pytest.raises(Unavailable):
             await bus.flush()  # now it is away
         await bus.drain()
+
+
+async def test_a_websocket_url_works_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = servers.start(extra=f"\nwebsocket {{ host: 127.0.0.1, port: {port}, no_tls: true }}\n")
+    try:
+        bus = await NatsBus.connect(f"ws://127.0.0.1:{port}", timeout_s=5)
+        got = asyncio.Event()
+        await bus.subscribe("a", lambda delivery: got.set())
+        bus.publish("a", b"1")
+        await asyncio.wait_for(got.wait(), 5)
+        await bus.drain()
+    finally:
+        server.stop()

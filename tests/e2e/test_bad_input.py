@@ -65,7 +65,7 @@ BAD: dict[str, tuple[bytes, int, str | None, str]] = {
         json.dumps({"messages": [{"role": "user", "content": "x"}] * 100_000}).encode(),
         400, "messages", "at most 4096",
     ),
-    "role": (b'{"messages":[{"role":"a b","content":"x"}]}', 400, "messages", "pattern"),
+    "role": (b'{"messages":[{"role":"a b","content":"x"}]}', 400, "messages", "should be 'system'"),
     "part": (
         b'{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}', 400, "messages", "only parts",
     ),

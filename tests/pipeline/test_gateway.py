@@ -87,6 +87,21 @@ async def test_a_chat_streamed_and_not(client: AsyncOpenAI) -> None:
     assert (usage.total_tokens, usage.prompt_tokens_details.cached_tokens) == (49, 32)
 
 
+async def test_each_chunk_has_the_usage_so_far(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": MODEL, "prompt": ["The sea", [504, 7, 9]], "n": 2, "max_tokens": 5}
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.completions.create(**asked, stream=True, stream_options=options)
+    *chunks, last = [c async for c in stream]
+    for index, prompt in enumerate((2, 2, 3, 3)):
+        own = [c.usage for c in chunks if c.choices[0].index == index]
+        assert {u.prompt_tokens for u in own if u} == {prompt}
+        counts = [u.completion_tokens for u in own if u]
+        assert counts == sorted(counts)
+        assert (counts[-1], len(counts)) == (5, len(own))
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (5, 20)
+
+
 async def test_a_stream_without_usage_has_none(client: AsyncOpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 3}
     chunks = [c async for c in await client.chat.completions.create(**asked, stream=True)]
@@ -112,6 +127,25 @@ async def test_choices_and_prompts_of_a_completion(client: AsyncOpenAI) -> None:
     assert texts == [c.text for c in whole.choices]
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 20
+
+
+async def test_a_completion_of_no_tokens_is_its_prompt(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    asked: Any = {"model": MODEL, "prompt": ["The sea", [504, 7]], "n": 2, "max_tokens": 0}
+    whole = await client.completions.create(**asked, echo=True)
+    assert [c.text for c in whole.choices[:2]] == ["The sea"] * 2
+    assert {c.finish_reason for c in whole.choices} == {"length"}
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (4, 0)
+    for more, param in (
+        ({}, "max_tokens"),
+        ({"echo": True, "stream": True}, "max_tokens"),
+        ({"echo": True, "temperature": 3}, "temperature"),
+        ({"echo": True, "n": "2"}, "n"),
+        ({"echo": True, "prompt": "x", "model": "none"}, "model"),
+    ):
+        answer = await http.post("/v1/completions", json={**asked, **more})
+        assert answer.status_code in (400, 404)
+        assert answer.json()["error"]["param"] == param
 
 
 async def test_sampling_fields_arrive(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:

@@ -10,6 +10,7 @@ import pytest
 from support.source_tree import PRODUCT, ROOT, product
 
 from services.launcher.cli import _parser
+from shared.api import ChatRequest, CompletionRequest
 from shared.config import Settings, _to_text
 
 DOCS = ROOT / "docs"
@@ -112,6 +113,15 @@ def test_every_setting_is_described_with_its_default() -> None:
     described = {name.strip("`"): default.strip("`") for name, default, _ in rows}
     fields = Settings.model_fields
     assert described == {name: _to_text(field.default) for name, field in fields.items()}
+
+
+def test_every_field_of_a_request_is_described() -> None:
+    text = (DOCS / "reference" / "api.md").read_text().partition("\n## Fields\n")[2].partition("\n## ")[0]
+    described = [name for first, *_ in table(text) for name in re.findall(r"`([a-z_]+)`", first)]
+    fields = {"messages", "prompt", *ChatRequest.model_fields, *CompletionRequest.model_fields}
+    assert fields - set(described) == set()
+    assert set(described) - fields <= {"none", "auto"}  # values that may be sent
+    assert len(described) == len(set(described))
 
 
 def test_every_command_is_described() -> None:

@@ -57,8 +57,8 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 20_135
-PRODUCT_FILES, PRODUCT_LINES = 183, 45_230
+PATH_FILES, PATH_LINES = 73, 20_434
+PRODUCT_FILES, PRODUCT_LINES = 183, 45_645
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -108,6 +108,7 @@ REQUESTS: tuple[Message, ...] = (
         waited_us=4_000,
         model_digest="cc77",
         shard="d2",
+        min_tokens=3,
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(
@@ -139,6 +140,7 @@ REQUESTS: tuple[Message, ...] = (
         prompt_logprobs=True,
         parent_span="00f067aa0ba902b7",
         stop_ids=ints([0, 2]),
+        min_tokens=4,
     ),
     Tokens(
         executor="e0",
@@ -250,6 +252,7 @@ STEPS: tuple[Message, ...] = (
         tokens=ints([1, 2, 3, 11]),
         processors=('{"name":"no_digits","args":{}}', '{"name":"wait","args":{"ms":20}}'),
         tenant="acme",
+        min_tokens=5,
     ),
     SlotClose(slot=5, generation=9, last_step=41),
     GrammarReady(slot=5, generation=9, compile_us=12_000),

@@ -29,6 +29,7 @@ from services.executor.checkpoint.weights import StoredTensor, Weights, load_dum
 from services.executor.engine import BackendInfo, ReportGrammar, ignore_grammar_news
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars
+from services.executor.sampling.grammar_compiler import is_installed
 from services.executor.sampling.logits_processors import MakeProcessor
 from shared.cores import usable_threads
 from shared.errors import SetupError
@@ -175,6 +176,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         max_step_tokens=options.max_step_tokens,
         max_context=loaded.context,
         reports_grammars=True,
+        follows_grammars=is_installed(),
         model_digest=model_digest(options, computed, kept),
     )
 

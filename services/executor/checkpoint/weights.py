@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ from services.executor.checkpoint.config import Shapes, read_shapes
 from services.executor.checkpoint.partition import Cut, Shard, ShardOf, whole_model
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
+
+log = logging.getLogger("headrace.executor")
+
+PROGRESS_S = 1.0  # between two progress lines
 
 # Reads a part of a layer (or of the model, with layer -1) as [out, in], with a cut only that part; q and k
 # in the order for a rotation of halves. Experts are read as "experts_gate_up" and "experts_down", joined.
@@ -109,7 +115,13 @@ def assemble(shard: Shard, read: ReadTensor, dtype: torch.dtype, device: torch.d
     def joined(parts: tuple[str, ...], layer: int) -> Tensor:
         return torch.cat([take(part, layer) for part in parts])
 
+    shown_s = time.monotonic()
+
     def layer(i: int) -> LayerWeights:
+        nonlocal shown_s
+        if time.monotonic() - shown_s >= PROGRESS_S:
+            shown_s = time.monotonic()
+            log.info("loading weights: layer %d of %d …", i - shard.first_layer, shapes.layers)
         return LayerWeights(
             attention_norm=take("attention_norm", i),
             qkv=joined(("q", "k", "v"), i),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -257,6 +258,11 @@ class _Process:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
+
+
+def is_installed() -> bool:
+    """True if `xgrammar` will find its packages. Imports none of them."""
+    return all(map(importlib.util.find_spec, ("xgrammar", "tvm_ffi", "transformers")))
 
 
 def xgrammar() -> Any:

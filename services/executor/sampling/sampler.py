@@ -1,7 +1,8 @@
 """The sampler chooses each slot's next token: it applies the slots' parameters to the logits of a step.
 
-Order: penalties, logit bias, then the most likely token, or temperature, top-k, top-p, min-p and a draw. Work
-that no row requests is skipped. A draw depends only on the slot's seed, the position and the logits.
+Order: penalties, logit bias, no stop id before `min_tokens`, then the most likely token, or temperature,
+top-k, top-p, min-p and a draw. Work that no row requests is skipped. A draw depends only on the slot's seed,
+the position and the logits.
 
 A row without a finite largest logit (NaN, infinity, no token left) has no token: its id is one of ROW_ERRORS.
 It does not affect other rows: batched computations read zeros in its place.
@@ -48,6 +49,7 @@ class Sampler:
         self._seeds = np.zeros(slots, dtype=np.int64)
         self._penalties: dict[int, tuple[float, float, float]] = {}
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self._unending: dict[int, tuple[int, Tensor]] = {}  # stop ids, forbidden below this position
         self._seen: Tensor | None = None  # [slots, vocab], in the prompt or the output
         self._counts: Tensor | None = None  # [slots, vocab], times in the output
 
@@ -64,15 +66,19 @@ class Sampler:
         if wanted.bias_ids:
             ids = torch.tensor(wanted.bias_ids, device=self._device)
             self._bias[slot] = (ids, torch.tensor(wanted.bias_values, device=self._device))
+        if opened.min_tokens:
+            stops = [token for token in opened.stop_ids if 0 <= token < self._size[1]]
+            stops_here = torch.tensor(stops, dtype=torch.int64, device=self._device)
+            self._unending[slot] = (opened.prompt_tokens + opened.min_tokens, stops_here)
 
     def close(self, slot: int) -> None:
-        """Forget a slot's penalties and bias."""
-        self._penalties.pop(slot, None)
-        self._bias.pop(slot, None)
+        """Forget what changes a slot's logits."""
+        for state in (self._penalties, self._bias, self._unending):
+            state.pop(slot, None)
 
     def changes_logits(self, slot: int) -> bool:
-        """Whether a slot has penalties or bias."""
-        return slot in self._penalties or slot in self._bias
+        """Whether a slot has penalties, bias or a least length."""
+        return slot in self._penalties or slot in self._bias or slot in self._unending
 
     def filters(self, slot: int) -> bool:
         """Whether a slot draws with top-k, top-p or min-p."""
@@ -92,7 +98,7 @@ class Sampler:
     ) -> Tensor:
         """Like `choose`, but without `remember`, which the caller calls with the final tokens. A draw `again`
         is independent of the first draw at the same position."""
-        adjusted = self._adjust(logits, slots)
+        adjusted = self._adjust(logits, slots, positions)
         hot = [i for i, slot in enumerate(slots) if self._filters[slot, 0] > 0]
         seeds = self._seeds ^ _AGAIN * again
         if len(hot) == len(slots):
@@ -142,11 +148,12 @@ class Sampler:
         keys = torch.from_numpy(seeds[slots]).to(self._device)
         return draw(scaled, keys, torch.tensor(positions, device=self._device))
 
-    def _adjust(self, logits: Tensor, slots: list[int]) -> Tensor:
-        """Logits with penalties and bias; a copy if any row has one."""
+    def _adjust(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+        """Logits with penalties and bias, and without early stop ids; a copy if any row has one."""
         punished = [i for i, slot in enumerate(slots) if slot in self._penalties]
         biased = [i for i, slot in enumerate(slots) if slot in self._bias]
-        if not punished and not biased:
+        early = [i for i, slot in enumerate(slots) if positions[i] < self._unending.get(slot, (0,))[0]]
+        if not punished and not biased and not early:
             return logits
         logits = logits.clone()
         if punished and self._counts is not None and self._seen is not None:
@@ -157,6 +164,8 @@ class Sampler:
         for i in biased:
             ids, values = self._bias[slots[i]]
             logits[i].index_add_(0, ids, values)
+        for i in early:
+            logits[i].index_fill_(0, self._unending[slots[i]][1], float("-inf"))
         return logits
 
     def _count(self, opened: SlotOpen) -> None:

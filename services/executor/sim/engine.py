@@ -157,7 +157,8 @@ class SimBackend:
                 done.append(2)
                 continue
             state.last = token = self._next(state.opened.seed, position, state.last)
-            state.done = token in state.stop_ids or position + 1 >= state.max_length
+            early = position < state.opened.prompt_tokens + state.opened.min_tokens
+            state.done = (token in state.stop_ids and not early) or position + 1 >= state.max_length
             ids.append(token)
             done.append(1 if state.done else 0)
         return ids, done

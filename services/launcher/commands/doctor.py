@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.executor.sampling import grammar_compiler
 from services.launcher import console, nats_server
 from services.launcher.commands.pull import file_digest
 from services.launcher.session import connected, find_target
@@ -53,7 +54,8 @@ def doctor(loaded: Loaded) -> int:
 def examine(loaded: Loaded) -> Iterator[Finding]:
     """Run every check."""
     checks: tuple[Callable[[Loaded], Iterator[Finding]], ...] = (
-        _python, _packages, _uvloop, _torch, _server_binary, _model, _shared_memory, _variables, _connection,
+        _python, _packages, _uvloop, _torch, _grammars, _server_binary, _model, _shared_memory, _variables,
+        _connection,
     )  # fmt: skip
     for check in checks:
         yield from check(loaded)
@@ -88,6 +90,13 @@ def _torch(loaded: Loaded) -> Iterator[Finding]:
         yield Finding(level, "torch is missing", "pip install 'headrace[executor]', or use --backend sim")
     else:
         yield Finding("ok", f"torch {importlib.metadata.version('torch')}")
+
+
+def _grammars(_: Loaded) -> Iterator[Finding]:
+    if grammar_compiler.is_installed():
+        yield Finding("ok", f"structured output: xgrammar {importlib.metadata.version('xgrammar')}")
+    else:
+        yield Finding("warn", "structured output and tools are refused", "pip install 'headrace[grammar]'")
 
 
 def _server_binary(loaded: Loaded) -> Iterator[Finding]:

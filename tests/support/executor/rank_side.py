@@ -15,6 +15,8 @@ from services.executor.parallel.ranks import Ranks, join, rendezvous
 T = TypeVar("T")
 
 WITHIN_S = 240.0
+# A rank forks from a server that has imported these: to import them again takes most of its time.
+PRELOADED = ["services.executor.cpu.engine", "transformers.modeling_utils", "gguf", "hypothesis", "pytest"]
 
 
 def on_ranks(size: int, function: Callable[..., T], *arguments: object, ordered: bool = False) -> list[T]:
@@ -22,12 +24,18 @@ def on_ranks(size: int, function: Callable[..., T], *arguments: object, ordered:
     stands at the top of a file; its arguments and its answer are pickled."""
     place = (function.__code__.co_filename, function.__name__)  # a test's module has no name elsewhere
     store = rendezvous(size)
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(size, spawning) as pool:
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(size, forking) as pool:
         calls = [
             pool.submit(_rank, (rank, size, store.port), ordered, place, arguments) for rank in range(size)
         ]
-        return [call.result(WITHIN_S) for call in calls]
+        try:
+            return [call.result(WITHIN_S) for call in calls]
+        except BaseException:
+            for process in list(pool._processes.values()):
+                process.kill()  # a rank that waits for one that failed would keep the pool waiting
+            raise
 
 
 def _rank(

@@ -51,6 +51,7 @@ def stream_of(
     stop: tuple[str, ...] = (),
     include_stop: bool = False,
     stop_ids: tuple[int, ...] = (),
+    min_tokens: int = 0,
 ) -> SequenceStream:
     return SequenceStream(
         Open(
@@ -63,6 +64,7 @@ def stream_of(
             stop=stop,
             include_stop=include_stop,
             stop_ids=ints(stop_ids),
+            min_tokens=min_tokens,
         ),
         vocabulary,
     )
@@ -132,6 +134,15 @@ def test_stop_index_is_the_token_that_completes_it(letters: Vocabulary) -> None:
     assert (delta.first, delta.count, delta.text) == (0, 6, "a ")
     assert stream.close(8, "length") == 6
     assert stream.reason == "stop"
+
+
+@pytest.mark.parametrize(("least", "stops_at"), [(0, 4), (2, 4), (3, 8), (6, 8), (7, None)])
+def test_a_stop_string_begins_after_min_tokens(letters: Vocabulary, least: int, stops_at: int | None) -> None:
+    stream = stream_of(letters, stop=("XY",), min_tokens=least)
+    stream.take(0, array("i", [3 + byte for byte in b"a XY.bXYc"]))
+    assert stream.stop_index == stops_at
+    stream.close(9, "length")
+    assert stream.drain().text == {4: "a ", 8: "a XY.b", None: "a XY.bXYc"}[stops_at]
 
 
 @pytest.mark.parametrize("shape", ["chat", "completion"])

@@ -227,7 +227,12 @@ async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet
     assert [(r.exec_epoch, r.step, r.error) for r in results] == [(epoch, i, "") for i in (1, 2, 3)]
     assert results[0].ids == results[2].ids != results[1].ids
     assert (actor.status()["steps"], actor.status()["open_slots"]) == (3, 1)
-    assert actor.heartbeat_payload().load == (("steps", 3), ("slots", 1), ("context", 131_072))
+    assert actor.heartbeat_payload().load == (
+        ("steps", 3),
+        ("slots", 1),
+        ("context", 131_072),
+        ("grammars", 0),
+    )
 
 
 async def test_a_plan_that_skips_a_step_makes_a_new_incarnation(fleet: Fleet) -> None:

@@ -291,4 +291,4 @@ class Tiers(RuleBasedStateMachine):
 
 
 TestTiers = Tiers.TestCase
-TestTiers.settings = settings(max_examples=max(250, settings.default.max_examples), stateful_step_count=60)
+TestTiers.settings = settings(max_examples=max(100, settings.default.max_examples), stateful_step_count=60)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.executor.sampling import grammar_compiler
 from services.launcher.cli import main
 from services.launcher.commands import doctor as doctor_module
 from services.launcher.commands.chat import read_body
@@ -187,6 +188,11 @@ def test_doctor_passes_here_and_fails_when_something_does(
     assert all(line.split()[0] in ("ok", "warn", "fail") for line in lines)
     assert any(line.startswith("ok    nats-server: v") for line in lines)
     assert "warn  HEADRACE_SLOT is not a setting: `headrace config show` lists them" in lines
+    assert any(line.startswith("ok    structured output: xgrammar ") for line in lines)
+    monkeypatch.setattr(grammar_compiler, "is_installed", lambda: False)
+    main(["doctor", "--nats-url", "nats://127.0.0.1:1"])
+    missing = "warn  structured output and tools are refused: pip install 'headrace[grammar]'"
+    assert missing in capsys.readouterr().out.splitlines()
     monkeypatch.setattr(doctor_module, "examine", lambda loaded: iter([Finding("fail", "x", "do y")]))
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out == "fail  x: do y\n"

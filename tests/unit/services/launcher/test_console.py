@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -47,3 +48,23 @@ def test_a_full_disk_loses_lines_until_it_has_room(monkeypatch: pytest.MonkeyPat
     print_line("and again")
     full.close()
     assert (tmp_path / "room").read_text().endswith("and again\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_next_line_replaces_a_progress_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, plain = Terminal(), io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", plain)
+    lines = ServiceLines(["a"], bare=True)
+    lines("a", "loading: 1 of 2 …")
+    print_line("to a file …")
+    lines("a", "loading: 2 of 2 …")
+    lines("a", "ready")
+    lines("a", "more")
+    assert screen.getvalue() == "loading: 1 of 2 …\r\033[Kloading: 2 of 2 …\r\033[Kready\nmore\n"
+    assert plain.getvalue() == "to a file …\n"

@@ -69,7 +69,7 @@ def spec(name: str, code: str, kind: str = "") -> ServiceSpec:
     return ServiceSpec(name, kind or name, (sys.executable, "-S", "-c", code))
 
 
-async def test_a_kind_may_start_later() -> None:
+async def test_a_service_may_start_later() -> None:
     lines = Lines()
     supervisor = Supervisor([spec("a", FOREVER), spec("b", FOREVER)], dict(os.environ), lines)
     supervisor.start(without=("b",))
@@ -78,6 +78,18 @@ async def test_a_kind_may_start_later() -> None:
     supervisor.start()
     await lines.wait_for("b", "up")
     assert lines.got.count(("a", "up")) == 1
+    await supervisor.kill()
+
+
+async def test_on_few_cores_services_start_in_turn_beside_the_executor() -> None:
+    lines = Lines()
+    specs = [spec("a", FOREVER), spec("b", FOREVER), spec("later", FOREVER), spec("x", FOREVER, "executor")]
+    supervisor = Supervisor(specs, dict(os.environ), lines)
+    await supervisor.start_in_turn(without={"later"})
+    await lines.wait_for("x", "up")
+    first, second, later, _ = supervisor.services
+    assert (first.logged.is_set(), second.logged.is_set(), later.task) == (True, True, None)
+    assert lines.got.index(("a", "up")) < lines.got.index(("b", "up"))
     await supervisor.kill()
 
 

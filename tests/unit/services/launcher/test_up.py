@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 from support.memory_bus import MemoryBroker
 
-from services.launcher.up import Readiness, same_seed
+from services.launcher.supervisor import service_specs
+from services.launcher.up import Readiness, same_seed, starts_later
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 from shared.replies import to_json
@@ -26,6 +27,14 @@ from shared.replies import to_json
 )
 def test_what_a_seed_promises(dtype: str, deterministic: bool, told: str) -> None:
     assert same_seed(dtype, deterministic=deterministic) == told
+
+
+def test_on_few_cores_one_tokenizer_and_detokenizer_of_each_model_start_first() -> None:
+    specs = service_specs({"gateway": 1, "kv_offload": 1})
+    for model in ("m", "n"):
+        counts = {"tokenizer": 2, "executor": 2, "detokenizer": 1}
+        specs += service_specs(counts, f"@{model}", {"HEADRACE_MODEL": model})
+    assert starts_later(specs) == {"kv_offload", "tokenizer-1@m", "tokenizer-1@n"}
 
 
 def answer(bus: Bus, status: dict[str, str], asked: Delivery) -> None:

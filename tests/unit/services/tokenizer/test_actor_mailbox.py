@@ -8,12 +8,14 @@ import pytest
 from support.virtual_loop import FakeClock
 
 from services.tokenizer import actor
-from services.tokenizer.actor import Arrival, Arrivals, TenantQueue
+from services.tokenizer.actor import Arrival, Arrivals, TenantQueue, follows_grammars
 from services.tokenizer.core import Fail
 from services.tokenizer.prepare import Origin
 from services.tokenizer.queries import refusal_spans
 from services.tokenizer.standby import PendingRequest
+from shared.actor.membership import Peers
 from shared.errors import Overloaded, Unavailable
+from shared.messages import Heartbeat
 from shared.nats import subjects
 from shared.nats.interface import Delivery
 
@@ -130,6 +132,27 @@ async def test_what_arrives_faster_than_it_can_be_seen_is_bounded(monkeypatch: p
 def asked(tenant: str, body: str, now_us: int = 0) -> PendingRequest:
     delivery = Delivery(subjects.generate(tenant, "m"), body.encode())
     return PendingRequest(delivery, key=0, received_us=now_us, received_wall_us=0)
+
+
+def executor_beat(actor: str, model: str, load: tuple[tuple[str, int], ...]) -> Heartbeat:
+    return Heartbeat(
+        kind="executor", actor=actor, host_id="h", state="ready", interval_us=1, model=model, load=load
+    )
+
+
+@pytest.mark.parametrize(
+    ("reported", "follows"),
+    [([], True), ([0], False), ([0, 0], False), ([0, 1], True), ([0, None], True)],
+)
+def test_grammars_are_refused_if_no_executor_can_follow_them(
+    reported: list[int | None], follows: bool
+) -> None:
+    peers = Peers()
+    for number, grammars in enumerate(reported):
+        load = () if grammars is None else (("grammars", grammars),)
+        peers.update(1, executor_beat(f"e{number}", "m", load), 0)
+    peers.update(1, executor_beat("o", "other", (("grammars", 1),)), 0)
+    assert follows_grammars(peers, "m") is follows
 
 
 def test_the_spans_of_a_refusal() -> None:

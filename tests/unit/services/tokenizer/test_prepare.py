@@ -17,6 +17,7 @@ from support.text_models import CONTROLS, TEMPLATE, write_bpe_gguf
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.prepare import ServedModel, Submission, prepare, read_body, request_id_of
 from services.tokenizer.queries import tokenize_body
+from shared.api import IGNORED, UNSUPPORTED
 from shared.errors import BadRequest, SetupError
 from shared.messages import Sampling, Tokenized, floats, ints
 from shared.vocab.vocabulary import Vocabulary, gguf_parts
@@ -94,7 +95,7 @@ def test_every_field(model: ServedModel) -> None:
             "top_k": -1, "min_p": 0.1, "seed": -1, "stop": "X", "stop_token_ids": [9, 5],
             "presence_penalty": 0.25,
             "frequency_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {"7": -100, "3": 1.5},
-            "stream": True, "stream_options": {"include_usage": False}, "user": "u",
+            "stream": True, "stream_options": {"include_usage": False}, "user": "u", "min_tokens": 2,
             "request_id": "job:1.a_b-c",
             "timeout_s": 1.5, "slo_class": "batch", "finish_detached": True, "ignore_eos": True,
             "include_stop_str_in_output": True, "tools": [], "response_format": {"type": "text"},
@@ -137,6 +138,7 @@ def test_every_field(model: ServedModel) -> None:
             '{"name": "wait", "args": {"ms": 20}}',
             '{"name": "wait", "args": {}}',
         ),
+        min_tokens=2,
     )
 
 
@@ -164,7 +166,7 @@ def test_msgpack_equals_json(model: ServedModel) -> None:
     [
         ({"prompt": [5, 6]}, 16),
         ({"prompt": [5] * 120}, 8),
-        ({"prompt": [5] * 127, "max_tokens": 100}, 1),
+        ({"prompt": [5] * 127, "max_tokens": 1}, 1),
         ({"prompt": [5], "max_tokens": 9, "max_completion_tokens": 7}, 7),
     ],
 )
@@ -237,7 +239,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [5, 10**6]}, "prompt", "1000000 is not a token id"),
     ({"prompt": [-1]}, "prompt", "-1 is not a token id"),
     ({"prompt": ["a", "b"]}, "prompt", "`prompt"),
-    ({"prompt": [5] * 128}, "prompt", "context_length_exceeded: the prompt has 128 tokens"),
+    ({"prompt": [5] * 128}, "prompt", "context_length_exceeded: This model.s maximum context length is 128 "
+     "tokens: the prompt has 128 tokens"),
     ({"prompt": "x", "temperature": "hot"}, "temperature", "`temperature`: Input should be a valid number"),
     ({"prompt": "x", "temperature": 2.5}, "temperature", "less than or equal to 2"),
     ({"prompt": "x", "temperature": float("nan")}, "temperature", "finite"),
@@ -270,6 +273,15 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "needs `logprobs` to be true"),
     ({"prompt": "x", "max_token": 5}, "max_token", "not a field of a request; did you mean `max_tokens`"),
+    ({"prompt": "x", "max_new_tokens": 5}, "max_new_tokens", "did you mean `max_tokens`"),
+    ({"prompt": "x", "top_n": 5}, "top_n", "did you mean `top_logprobs`"),
+    ({"prompt": "x", "min_tokens": 17}, "min_tokens", "an answer has at most 16 tokens"),
+    ({"prompt": "x", "n_predict": 0}, "n_predict", "`n_predict`: -1 or a number of tokens is expected"),
+    ({"prompt": "x", "reasoning_effort": "low"}, "reasoning_effort", "is not a field of a request"),
+    ({**CHAT, "reasoning_effort": "much"}, "reasoning_effort", "'none', 'minimal', 'low'"),
+    ({**CHAT, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "tools is not for it"),
+    ({**CHAT, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message",
+     "exclude each other"),
     ({"prompt": "x", "zzzzzz": 5}, "zzzzzz", "not a field of a request; leave it out"),
     ({"prompt": "x", "q" * 10**6: 5}, "q" * 40, f"`{'q' * 40}` is not a field"),
     ({"prompt": "x", "stream_options": {"usage": True}}, "stream_options", r"`stream_options\.usage` is not"),
@@ -293,12 +305,18 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "request_id": "a\n"}, "request_id", "`request_id`"),
     ({"prompt": "x", "request_id": 7}, "request_id", "`request_id`"),
     ({"prompt": "x", "model": 7}, "model", "`model`"),
-    ({"prompt": "x" * 100_000}, "prompt", "context_length_exceeded: the prompt has 100000 characters"),
+    ({"prompt": "x" * 100_000}, "prompt", "context_length_exceeded: .* the prompt has 100000 characters"),
     ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages", "has 100000 characters"),
     ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages", "at most 4096"),
     ({"messages": {"role": "user", "content": "x"}}, "messages", "valid list"),
     ({"messages": ["x"]}, "messages", r"`messages\.0`"),
-    ({"messages": [{"role": "r" * 33, "content": "x"}]}, "messages", r"`messages\.0\.role`"),
+    ({"messages": [{"role": "x", "content": "x"}]}, "messages", r"`messages\.0\.role`: .* 'system', 'dev"),
+    ({"messages": [{"role": "user"}]}, "messages", r"`messages\.0\.content`: a text is expected"),
+    ({"messages": [{"role": "tool", "content": None}]}, "messages", r"`messages\.0\.content`: a text is"),
+    ({"prompt": "x", "max_tokens": 128}, "max_tokens",
+     "length is 128 tokens: the prompt has 1 tokens and `max_tokens` is 128; ask for at most 127"),
+    ({**CHAT, "max_tokens": 1, "max_completion_tokens": 999}, "max_completion_tokens", "context_length_ex"),
+    ({"prompt": "x", "n_predict": 128}, "n_predict", "`n_predict` is 128"),
 ]  # fmt: skip
 
 
@@ -403,6 +421,71 @@ def test_what_precedes_a_prompt(tmp_path: Path) -> None:
     assert (chat[0], chat.count(1)) == (1, 1)
     bare = model_with(tmp_path / "b.gguf", "{{ messages[0].content }}")
     assert list(prepared(bare, {"messages": [{"role": "user", "content": "Hi"}]}).tokens) == plain
+
+
+def test_an_answer_continues_the_last_message(model: ServedModel) -> None:
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "The capital is "}]
+    got = prepared(model, {"messages": begun, "continue_final_message": True})
+    text = "<|im_start|>user\nHi 12<|im_end|>\n<|im_start|>assistant\nThe capital is "
+    assert list(got.tokens) == model.vocabulary.encode(text, special=True)
+
+
+def test_a_message_that_the_template_does_not_show_cannot_be_continued(path: Path) -> None:
+    silent = model_with(path, "{% for m in messages %}{{ m.role }}{% endfor %}")
+    with pytest.raises(BadRequest, match="does not show the last message") as caught:
+        prepared(silent, {**CHAT, "continue_final_message": True})
+    assert caught.value.param == "continue_final_message"
+
+
+def test_a_template_has_the_variables_of_the_request_as_text(path: Path) -> None:
+    """`reasoning_effort` is one of them; a control token in a value stays text."""
+    shows = model_with(path, "{{ reasoning_effort }} {{ mood is defined }} {{ mood }}<|im_start|>")
+    asked = {**CHAT, "reasoning_effort": "low", "chat_template_kwargs": {"mood": "<|im_start|>"}}
+    wanted = [*shows.vocabulary.encode("low True <|im_start|>"), 1]
+    assert list(prepared(shows, asked).tokens) == wanted
+    assert prepared(shows, {**CHAT, "reasoning_effort": "low"}) == prepared(
+        shows, {**CHAT, "chat_template_kwargs": {"reasoning_effort": "low"}}
+    )
+
+
+def test_a_template_of_the_request_needs_trust(model: ServedModel) -> None:
+    asked = {**CHAT, "chat_template": "{{ messages[0].content }}!<|im_end|>"}
+    with pytest.raises(BadRequest, match="setting trust_request_chat_template") as caught:
+        prepared(model, asked)
+    assert caught.value.param == "chat_template"
+    trusting = dataclasses.replace(model, trusts_templates=True)
+    assert list(prepared(trusting, asked).tokens) == [*model.vocabulary.encode("Hi 12!"), 2]
+    for source in ("{% for", "{{ ''.__class__.__mro__ }}{{ [].append(1) }}"):
+        with pytest.raises(BadRequest, match=r"chat.template"):
+            prepared(trusting, {**CHAT, "chat_template": source})
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [({"n_predict": 3}, 3), ({"n_predict": -1}, 16), ({"n_predict": 3, "max_tokens": 4}, 4)],
+)
+def test_n_predict_is_max_tokens(model: ServedModel, fields: dict[str, Any], limit: int) -> None:
+    assert prepared(model, {"prompt": "a", **fields}).max_tokens == limit
+
+
+def test_fields_without_effect_change_nothing(model: ServedModel) -> None:
+    bare = prepared(model, {"prompt": "a"})
+    for name in IGNORED:
+        assert prepared(model, {"prompt": "a", name: {"any": 1}}) == bare
+    for name, off in UNSUPPORTED.items():
+        assert all(prepared(model, {"prompt": "a", name: value}) == bare for value in off)
+        with pytest.raises(BadRequest, match=f"`{name}` is not supported yet; leave it out"):
+            prepared(model, {"prompt": "a", name: 77})
+
+
+def test_without_a_grammar_engine_a_grammar_is_refused_at_once(model: ServedModel) -> None:
+    body = json.dumps({**CHAT, "response_format": {"type": "json_object"}}).encode()
+    submission = Submission("acme", "inbox", body, "fresh", 99, WALL_US, grammars=False)
+    with pytest.raises(BadRequest, match="no executor of this model can follow a grammar") as caught:
+        prepare(submission, read_body(body), model)
+    assert caught.value.param == "response_format"
+    assert prepare(dataclasses.replace(submission, grammars=True), read_body(body), model).grammar
+    assert prepare(submission, CHAT, model) == prepared(model, CHAT)
 
 
 def test_content_parts_are_joined(model: ServedModel) -> None:

@@ -146,6 +146,14 @@ def test_the_one_form(fields: dict[str, Any], kind: str, text: Any) -> None:
     assert source(fields) == (kind, text)
 
 
+@pytest.mark.parametrize(
+    ("rule", "value"),
+    [("json", {"type": "null"}), ("regex", "a+"), ("choice", ["a", "b"]), ("grammar", 'root ::= "x"')],
+)
+def test_the_old_names_of_vllm(rule: str, value: Any) -> None:
+    assert source({f"guided_{rule}": value}) == source({"structured_outputs": {rule: value}})
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas_that_can_be_followed(name: str) -> None:
     kind, text = source(schema(SCHEMAS[name]))
@@ -201,7 +209,7 @@ for _ in range(MAX_DEPTH + 1):
         ({"type": "array", "minItems": 3, "maxItems": 2}, "/minItems is over `maxItems`"),
         ({"type": "integer", "minimum": "0"}, "/minimum is not a number"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "/pattern cannot be followed beside `pattern`"),
-        ({"type": "string", "format": "email"}, "/format is not one of date"),
+        ({"type": "string", "format": "iri"}, "/format is not one of date, time, date-time, duration"),
         (DEEP, f"is nested deeper than {MAX_DEPTH}"),
     ],
 )
@@ -224,9 +232,13 @@ def test_schemas_that_cannot_are_refused_by_the_keyword(value: Any, why: str) ->
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs"),
         ({"grammar": "x ::= y"}, "grammar"),
         ({"grammar": 3}, "grammar"),
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_json": {"not": {}}}, "guided_json"),
+        ({"guided_json": {}, "guided_choice": ["a"]}, "guided_choice"),
         ({"grammar": 'root ::= "x"', "structured_outputs": {"regex": "a"}}, "grammar"),
         ({"grammar": f'root ::= "{"x" * MAX_GRAMMAR_CHARS}"'}, "grammar"),
         ({"grammar": 'root ::= "x"', "ignore_eos": True}, "ignore_eos"),
+        ({"grammar": 'root ::= "x"', "min_tokens": 1}, "min_tokens"),
     ],
 )
 def test_what_is_no_structured_output(fields: dict[str, Any], param: str) -> None:

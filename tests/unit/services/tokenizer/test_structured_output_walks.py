@@ -12,13 +12,17 @@ from typing import Any
 from uuid import UUID
 
 import jsonschema
+import jsonschema_rs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.default_model import model_path
 from support.json_schemas import SCHEMAS
 from support.structured import grammar_of
 
 from services.executor.sampling.grammar import Grammars
+from services.tokenizer.structured_output import _SPELLED
 from shared.messages import SlotOpen, ints
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
@@ -95,6 +99,24 @@ def test_a_format_is_what_it_says_and_ends(
         text = json.loads(walk(grammars, vocabulary, fields, seed))
         assert read(re.sub("^0000", "0001", text))
         assert len(text) < 40
+
+
+@pytest.mark.parametrize("form", ["email", "hostname", "uri", "ipv6", "duration"])
+def test_a_format_is_what_another_library_takes(
+    grammars: Grammars, vocabulary: Vocabulary, form: str
+) -> None:
+    schema = {"type": "string", "format": form}
+    right = jsonschema_rs.validator_for(schema, validate_formats=True).is_valid
+    assert not right("-")
+    for seed in range(2 * WALKS):
+        text = json.loads(walk(grammars, vocabulary, {"structured_outputs": {"json": schema}}, seed))
+        assert right(text), text
+
+    @given(st.from_regex(_SPELLED[form].removesuffix("$"), fullmatch=True))
+    def written(text: str) -> None:
+        assert right(text)
+
+    written()
 
 
 def test_regex_choice_and_grammar(grammars: Grammars, vocabulary: Vocabulary) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from services.executor.sampling.sampler import Sampler
@@ -41,6 +43,20 @@ def test_seeded_draws_are_the_same_alone_and_in_a_batch_of_16_whatever_the_slot(
     for position in range(50, 90):
         wanted = alone.choose(logits[None], [2], [position]).item()
         assert crowd.choose(table, slots, [position] * 16)[5] == wanted
+
+
+def test_stop_ids_are_forbidden_until_min_tokens_whatever_their_bias() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, [7, 9]] = torch.tensor([5.0, 4.0])
+    chooser, bias = sampler(), {"bias_ids": ints([7]), "bias_values": floats([100.0])}
+    for slot, least in ((0, 0), (1, 3)):
+        asked = opened(slot, [1, 2, 8], 2, temperature=0.0, **bias)  # one token is generated already
+        chooser.open(dataclasses.replace(asked, stop_ids=ints([7, VOCAB]), min_tokens=least))
+    ids = [chooser.choose(logits, [0, 1], [position] * 2).tolist() for position in (3, 4, 5)]
+    assert ids == [[7, 9], [7, 9], [7, 7]]
+    assert chooser.changes_logits(1)
+    chooser.open(opened(1, [1], 1, temperature=0.0))
+    assert not chooser.changes_logits(1)
 
 
 def test_greedy_and_random_rows_share_a_batch() -> None:

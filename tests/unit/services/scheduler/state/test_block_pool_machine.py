@@ -286,5 +286,5 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
 TestPoolAgainstModel.settings = settings(
-    max_examples=max(200, settings.default.max_examples), stateful_step_count=60
+    max_examples=max(100, settings.default.max_examples), stateful_step_count=60
 )
