@@ -28,6 +28,7 @@ from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict
 
 from shared.codec import MAX_PROCESSORS
+from shared.errors import BadRequest
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 64
@@ -36,11 +37,23 @@ MAX_TIMEOUT_S = 86_400
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: a far smaller one gives infinity in float32
 MAX_TOP_K = 2**31 - 1  # above any vocabulary, and an int32
 
+MAX_ERROR_CHARS = 400  # an error is also a header, and may quote long parts of a request
+
 NOT_YET = "not supported yet"
 NO_EFFECT = "accepted, without effect"
 OLD = "the old name of vLLM for `structured_outputs` with "
 
 Extensible = with_config(ConfigDict(extra="ignore", strict=True))  # unknown keys are ignored
+
+
+def bad_field(error: ValidationError) -> BadRequest:
+    """The error for the first field that is wrong, with its name."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = ".".join(str(step) for step in first["loc"])[:80]
+    text = first["msg"].removeprefix("Value error, ")[:MAX_ERROR_CHARS]
+    if first["type"] == "extra_forbidden":
+        text = f"`{path}` is not a field of a request; leave it out"
+    return BadRequest(text if text.startswith("`") else f"`{path}`: {text}", param=str(first["loc"][0]))
 
 
 def only(*values: object) -> PlainValidator:

@@ -53,6 +53,9 @@ class Settings(BaseSettings):
     http_keys: str = Field("", description="file of lines `tenant key`: the API keys; empty: no key needed")
     http_tls_cert: str = Field("", description="PEM file of the gateway's certificate: HTTPS; empty: HTTP")
     http_tls_key: str = Field("", description="PEM file of its key")
+    http_cors: str = Field(
+        "", description="origins, by comma, whose pages may use the API; *: any; empty: none"
+    )
     access_log: str = Field("", description="a JSON line for each HTTP request: a file, or - for stdout")
     access_log_prompts: bool = Field(False, description="with the bodies of requests: prompts, messages, all")
     tenant_classes: str = Field(
@@ -218,6 +221,7 @@ _METAVARS = {  # for names with an unclear last word
     "http_keys": "FILE",
     "http_tls_cert": "FILE",
     "http_tls_key": "FILE",
+    "http_cors": "ORIGINS",
     "access_log": "FILE",
     "tenant_classes": "FILE",
     "tenant_quotas": "FILE",

@@ -7,6 +7,8 @@ exchange.py          one HTTP request from its first byte to its last, and the c
 openai_request.py    HTTP body -> native requests
 native_call.py       the native requests of one HTTP request, the connections of tenants, the state of health
 openai_response.py   native answers and frames -> OpenAI's
+anthropic.py         Anthropic's Messages API, from and to OpenAI's shapes
+ollama.py            ollama's API, from and to OpenAI's shapes
 openapi.py           the OpenAPI document
 errors.py            typed errors in the shape of the OpenAI API
 """

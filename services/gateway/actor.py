@@ -13,7 +13,7 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -61,8 +61,10 @@ class GatewayActor(Actor):
         shared: bool = False,
         tls: Tls | None = None,
         access_log: AccessLog | None = None,
+        origins: Sequence[str] = (),
     ) -> None:
         """`shared`: other gateways listen on the same port."""
+        self._origins = origins
         self._address = address
         self._tls = tls
         self._access_log = access_log
@@ -88,7 +90,7 @@ class GatewayActor(Actor):
             clock=mailbox.clock,
         )
         bound = listen(*self._address, shared=self._shared)
-        self._http = HttpServer(build_app(self._endpoints), bound, self._tls)
+        self._http = HttpServer(build_app(self._endpoints, self._origins), bound, self._tls)
         await self._http.start()
         self._look()
 
@@ -175,6 +177,7 @@ def build(settings: Settings) -> GatewayActor:
         shared=settings.gateways > 1,
         tls=read_certificate(cert, settings.http_tls_key) if cert else None,
         access_log=AccessLog(access_log, prompts=settings.access_log_prompts) if access_log else None,
+        origins=[origin.strip() for origin in settings.http_cors.split(",") if origin.strip()],
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import metadata
@@ -21,13 +21,15 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway import anthropic, ollama
 from services.gateway import exchange as exchanges
-from services.gateway import openai_response
 from services.gateway.access_log import AccessLog
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
 from services.gateway.exchange import Exchange, ExchangeCounters, answer, given_id, refusal
@@ -41,7 +43,7 @@ from services.gateway.native_call import (
     unless_gone,
 )
 from services.gateway.openai_request import Call, fields_of, model_of, read_call
-from services.gateway.openai_response import BODY_SEND, ChunkBuilder, EventStream
+from services.gateway.openai_response import BODY_SEND, OPENAI, Api, EventStream
 from services.gateway.openapi import document
 from services.gateway.page import Page
 from shared.client import Client
@@ -88,14 +90,22 @@ VERSION = _version()
 _DOCUMENT = document(VERSION)
 
 
-def build_app(endpoints: Endpoints) -> ASGIApp:
-    """The application of one gateway."""
+def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
+    """The application of one gateway; pages of other `origins` may use it."""
     to_prometheus(())  # imports prometheus_client now, before the first request
     routes = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.complete, methods=["POST"]),
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{model:path}", endpoints.model, methods=["GET"]),
+        Route("/v1/messages", endpoints.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", endpoints.count_tokens, methods=["POST"]),
+        Route("/api/chat", endpoints.ollama_chat, methods=["POST"]),
+        Route("/api/generate", endpoints.ollama_generate, methods=["POST"]),
+        Route("/api/tags", endpoints.ollama_tags, methods=["GET"]),
+        Route("/api/ps", endpoints.ollama_tags, methods=["GET"]),
+        Route("/api/show", endpoints.ollama_show, methods=["POST"]),
+        Route("/api/version", endpoints.version, methods=["GET"]),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/health", endpoints.healthy, methods=["GET"]),
@@ -106,7 +116,11 @@ def build_app(endpoints: Endpoints) -> ASGIApp:
         *endpoints.page.routes(),
     ]
     handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
-    return Edge(Starlette(routes=routes, exception_handlers=handlers), endpoints)  # type: ignore[arg-type]  # its handlers are typed for Exception alone
+    cors = Middleware(
+        CORSMiddleware, origins, ["*"], ["*"], expose_headers=[exchanges.ID_HEADER, "Retry-After"]
+    )
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[cors] if origins else [])  # type: ignore[arg-type]  # its handlers are typed for Exception alone
+    return Edge(app, endpoints)
 
 
 @dataclass(slots=True)
@@ -133,23 +147,45 @@ class Endpoints:
         """`POST /v1/completions`."""
         return await self._generate(request, chat=False)
 
+    async def messages(self, request: Request) -> Response:
+        """`POST /v1/messages`, of Anthropic's API."""
+        return await self._generate(request, api=anthropic.MESSAGES)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`."""
+        found = await self._tokenized(request, anthropic.COUNT)
+        return answer({"input_tokens": found["count"]})
+
+    async def ollama_chat(self, request: Request) -> Response:
+        """`POST /api/chat`, of ollama's API."""
+        return await self._generate(request, api=ollama.CHAT)
+
+    async def ollama_generate(self, request: Request) -> Response:
+        """`POST /api/generate`."""
+        return await self._generate(request, api=ollama.GENERATE)
+
+    async def ollama_tags(self, request: Request) -> Response:
+        """`GET /api/tags`, and `GET /api/ps`: every model is loaded."""
+        _exchange(request).error_body = ollama.error_body
+        return answer(ollama.tags((await _models(await self._client(request)))["data"]))
+
+    async def ollama_show(self, request: Request) -> Response:
+        """`POST /api/show`."""
+        _exchange(request).error_body = ollama.error_body
+        fields, client = await self._asked(request, ollama.SHOW)
+        return answer(ollama.shown(await _model(client, fields["model"])))
+
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
         return answer(await _models(await self._client(request)))
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{model}`."""
-        name = request.path_params["model"]
-        listed = await _models(await self._client(request))
-        for entry in listed["data"]:
-            if entry["id"] == name:
-                return answer(entry)
-        raise _unknown(name, [entry["id"] for entry in listed["data"]])
+        return answer(await _model(await self._client(request), request.path_params["model"]))
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: the native answer in vLLM's shape."""
-        fields, client = await self._asked(request)
-        found = await self._request_native(client, subjects.tokenize(client.tenant, fields["model"]), fields)
+        found = await self._tokenized(request)
         return answer({"model": found["model"], "count": found["count"], "tokens": found["tokens"]})
 
     async def detokenize(self, request: Request) -> Response:
@@ -172,7 +208,7 @@ class Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
-        self.keys.only_operator(request.headers.get("authorization", ""))
+        self.keys.only_operator(_credential(request))
         readings = await self.fleet.metrics()
         page = await asyncio.to_thread(to_prometheus, readings)  # some 10 ms: streams go on
         return Response(page, headers={"Content-Type": CONTENT_TYPE})
@@ -187,8 +223,10 @@ class Endpoints:
 
     # ---- internals ------------------------------------------------------------------------------
 
-    async def _generate(self, request: Request, *, chat: bool) -> Response:
+    async def _generate(self, request: Request, *, chat: bool | None = None, api: Api = OPENAI) -> Response:
+        """`chat` None: a chat, if the API makes one of the request."""
         exchange = _exchange(request)
+        exchange.error_body = api.error
         self._admit(request)
         counters, tenant = self.counters, exchange.tenant
         counters.enter(exchange)
@@ -198,9 +236,10 @@ class Endpoints:
                 f"{counters.active} requests are open at this gateway, {own} of them yours: try again later"
             )
             raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
-        fields, client = await self._asked(request)
+        fields, client = await self._asked(request, api)
         if self.access_log is not None and self.access_log.prompts:
             exchange.body = fields
+        chat = "messages" in fields if chat is None else chat
         call = read_call(fields, chat=chat, request_id=exchange.request_id)
         exchange.stream = call.stream
         if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
@@ -210,29 +249,35 @@ class Endpoints:
         exchange.requested_us = self.clock.wall_us()
         if call.stream:
             return EventStream(
-                native.frames(call), ChunkBuilder(call, echoed), exchange, self.counters, self.clock
+                native.frames(call), api.chunks(call, echoed), exchange, self.counters, self.clock
             )
         natives = await unless_gone(request.receive, native.responses(call))
         exchange.answered_us = self.clock.wall_us()
         exchange.usages += [each["usage"] for each in natives]
-        return answer(openai_response.answer(call, natives, echoed))
+        return answer(api.answer(call, natives, echoed))
 
     def _admit(self, request: Request) -> str:
         """Find the tenant of the request's key. Raises NotAuthorized."""
-        tenant = _exchange(request).tenant = self.keys.tenant_of(request.headers.get("authorization", ""))
+        tenant = _exchange(request).tenant = self.keys.tenant_of(_credential(request))
         return tenant
 
     async def _client(self, request: Request) -> Client:
         """The native client of the request's tenant. Raises NotAuthorized, Unavailable."""
         return await self.connections.of(self._admit(request))
 
-    async def _asked(self, request: Request) -> tuple[dict[str, Any], Client]:
+    async def _asked(self, request: Request, api: Api = OPENAI) -> tuple[dict[str, Any], Client]:
         """The fields of a request, with its model, and the client of its tenant. Raises BadRequest."""
         client = await self._client(request)
-        fields = fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES))
+        fields = api.read(fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES)))
         served = [] if fields.get("model") else await _served(client)
         model = _exchange(request).model = model_of(fields, served)
         return {**fields, "model": model}, client
+
+    async def _tokenized(self, request: Request, api: Api = OPENAI) -> dict[str, Any]:
+        """The native answer with the token ids of a prompt."""
+        _exchange(request).error_body = api.error
+        fields, client = await self._asked(request, api)
+        return await self._request_native(client, subjects.tokenize(client.tenant, fields["model"]), fields)
 
     async def _request_native(self, client: Client, subject: str, fields: dict[str, Any]) -> dict[str, Any]:
         """A request to the tokenizers or detokenizers of a model. Raises UnknownModel if it is not served."""
@@ -262,6 +307,12 @@ def _exchange(request: Request) -> Exchange:
     return exchange
 
 
+def _credential(request: Request) -> str:
+    """The `Authorization` header, or one with the key in `X-Api-Key`."""
+    headers = request.headers
+    return headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+
+
 def _state(why: str) -> Response:
     if why:
         return answer({"status": "unavailable", "reason": why}, 503, {"Retry-After": "1"})
@@ -270,6 +321,14 @@ def _state(why: str) -> Response:
 
 async def _models(client: Client) -> dict[str, Any]:
     return await client.request(subjects.models(client.tenant))
+
+
+async def _model(client: Client, name: str) -> dict[str, Any]:
+    """A model in OpenAI's form. Raises UnknownModel."""
+    served = {entry["id"]: entry for entry in (await _models(client))["data"]}
+    if name not in served:
+        raise _unknown(name, [*served])
+    return dict(served[name])
 
 
 async def _served(client: Client) -> list[str]:
@@ -284,7 +343,7 @@ def _unknown(model: str, served: list[str]) -> UnknownModel:
 async def _refused(request: Request, error: HeadraceError) -> Response:
     exchange = _exchange(request)
     exchange.error = error
-    return refusal(error, exchange.request_id)
+    return refusal(error, exchange)
 
 
 async def _no_route(request: Request, found: HTTPException) -> Response:
@@ -429,7 +488,7 @@ class Keys:
     def _name_of(self, authorization: str) -> str:
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise NotAuthorized("no API key: send `Authorization: Bearer KEY`")
+            raise NotAuthorized("no API key: send `Authorization: Bearer KEY` or `X-Api-Key: KEY`")
         name = self._file.value.get(_hash(key.strip())) if self._file is not None else None
         if name is None:
             raise NotAuthorized("unknown API key")

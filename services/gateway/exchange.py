@@ -10,7 +10,7 @@ import re
 import secrets
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class Exchange:
     stream: bool | None = None  # None: no request for an answer
     body: Mapping[str, Any] | None = None  # fields of the request; only for an access log that wants them
     usages: list[dict[str, Any]] = field(default_factory=list)  # of each prompt that was answered
+    error_body: Callable[[HeadraceError, str], dict[str, Any]] = body_of  # in the shape of its API
 
 
 def given_id(header: str) -> str:
@@ -102,9 +103,9 @@ def answer(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str
     return Response(to_json(body), status, headers, "application/json")
 
 
-def refusal(error: HeadraceError, request_id: str) -> Response:
+def refusal(error: HeadraceError, exchange: Exchange) -> Response:
     """An error response with its headers."""
-    return answer(body_of(error, request_id), status_of(error), headers_of(error))
+    return answer(exchange.error_body(error, exchange.request_id), status_of(error), headers_of(error))
 
 
 @dataclass(slots=True)

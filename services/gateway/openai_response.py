@@ -15,11 +15,11 @@ repeated part is left out if its checksum matches the sent text, else the stream
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
-from typing import Any
+from typing import Any, ClassVar, Protocol
 from zlib import crc32
 
 from starlette.responses import Response
@@ -37,10 +37,10 @@ from shared.errors import EngineError, HeadraceError
 Body = dict[str, Any]
 
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer a page
 ]
+EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 BODY_SEND = "headrace.send"  # in the scope: the server's own `send`, for bodies, past the edge
 _MARK = "\0"
@@ -86,10 +86,27 @@ def _checksum(text: str, before: int) -> int:
     return crc32(text.encode("utf-8", "surrogatepass"), before)
 
 
+class Chunks(Protocol):
+    """What an HTTP API sends of one stream."""
+
+    media_type: ClassVar[bytes]
+
+    def take(self, prompt: int, frame: Body) -> list[str]:
+        """The chunks for a frame of the stream of one prompt. Raises EngineError."""
+
+    def write(self, chunks: Sequence[str]) -> bytes:
+        """The bytes of one or more chunks."""
+
+    def end(self, error: Body | None) -> bytes:
+        """The last bytes; `error`: the body of the error that ended the stream."""
+
+
 class ChunkBuilder:
     """The chunks of one HTTP stream."""
 
-    def __init__(self, call: Call, echoed: tuple[str, ...] = ()) -> None:
+    media_type: ClassVar = EVENTS
+
+    def __init__(self, call: Call, echoed: Sequence[str] = ()) -> None:
         self._call = call
         self._echoed = echoed
         self._sent: dict[int, _Sent] = {}  # by index of the choice in the whole answer
@@ -125,6 +142,16 @@ class ChunkBuilder:
             self._count(prompt, choice["tokens"])
             chunks += map(_json, self._last(first + choice["index"], choice))
         return [*chunks, *map(_json, self._end(frame))]
+
+    def write(self, chunks: Sequence[str]) -> bytes:
+        """The chunks as server-sent events."""
+        if len(chunks) == 1:  # almost always
+            return f"data: {chunks[0]}\n\n".encode("utf-8", "replace")
+        return "".join([f"data: {chunk}\n\n" for chunk in chunks]).encode("utf-8", "replace")
+
+    def end(self, error: Body | None) -> bytes:
+        """`[DONE]`, or an event with the error."""
+        return DONE if error is None else self.write([_json(error)])
 
     def _count(self, prompt: int, tokens: int) -> None:
         """The next chunks belong to a choice with so many tokens: their usage, if each chunk has it."""
@@ -271,20 +298,18 @@ def _choice(call: Call, index: int, choice: Body, whole: Body, echoed: str) -> B
 
 
 class EventStream(Response):
-    """The response of a streaming request: the chunks of one call as server-sent events, as they arrive.
+    """The response of a streaming request: the chunks of one call, as they arrive.
 
     The status waits for the first chunk: an earlier error is a response of its own, a later error ends the
-    stream with an event `{"error": …}` and without `[DONE]`. A disconnect cancels the request. A slow client
+    stream with a chunk of its own. A disconnect cancels the request. A slow client
     delays no other: its frames wait in the native client, which ends the request if they are too many
     (shared/client.py: UnreadFrames); the kernel ends a connection that reads nothing.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         frames: AsyncGenerator[Body],
-        chunks: ChunkBuilder,
+        chunks: Chunks,
         exchange: Exchange,
         counters: ExchangeCounters,
         clock: Clock,
@@ -316,28 +341,36 @@ class EventStream(Response):
                     if chunks and not started:
                         started = True
                         self._exchange.first_us = self._clock.wall_us()
-                        await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
+                        headers = [(b"content-type", self._chunks.media_type), *_HEADERS]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
                     if chunks:
-                        if not write(body := events(chunks)):
+                        if not write(body := self._chunks.write(chunks)):
                             await send_body(_body(body))
                         self._counters.chunks += len(chunks)
             self._exchange.answered_us = self._clock.wall_us()
-            await send_body(_body(DONE, last=True))
+            await send_body(_body(self._chunks.end(None), last=True))
         except HeadraceError as error:
             self._exchange.error = error
             self._exchange.answered_us = self._clock.wall_us()
             if started:
-                await send_body(_body(events([_json(body_of(error, self._exchange.request_id))]), last=True))
+                last = self._chunks.end(self._exchange.error_body(error, self._exchange.request_id))
+                await send_body(_body(last, last=True))
             else:
-                await refusal(error, self._exchange.request_id)(scope, receive, send)
+                await refusal(error, self._exchange)(scope, receive, send)
 
 
 def _body(data: bytes, *, last: bool = False) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": not last}
 
 
-def events(chunks: Sequence[str]) -> bytes:
-    """Chunks as server-sent events."""
-    if len(chunks) == 1:  # almost always
-        return f"data: {chunks[0]}\n\n".encode("utf-8", "replace")
-    return "".join([f"data: {chunk}\n\n" for chunk in chunks]).encode("utf-8", "replace")
+@dataclass(frozen=True, slots=True)
+class Api:
+    """The shapes of one HTTP API: its requests as fields of the OpenAI API, its answers from native ones."""
+
+    answer: Callable[[Call, Sequence[Body], Sequence[str]], Body] = answer
+    chunks: Callable[[Call, Sequence[str]], Chunks] = ChunkBuilder
+    error: Callable[[HeadraceError, str], Body] = body_of
+    read: Callable[[Body], Body] = dict  # raises BadRequest
+
+
+OPENAI = Api()

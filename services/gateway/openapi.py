@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from services.gateway.anthropic import CountTokensRequest, MessagesRequest
+from services.gateway.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from services.gateway.openai_request import MAX_PROMPTS
-from shared.api import ChatRequest, CompletionRequest, GenerateRequest
+from shared.api import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
 Schema = dict[str, Any]
@@ -37,6 +40,7 @@ _WHY = {
     503: "no service is ready for it; try again after `Retry-After`",
     504: "the time limit of the request has passed",
 }
+_LISTING = (401, 500, 503, 504)
 _ASKING = (400, 401, 404, 408, 413, 415, 422, 500, 503, 504)
 
 
@@ -47,12 +51,15 @@ def document(version: str) -> Json:
         "info": {
             "title": "Headrace",
             "version": version,
-            "description": "The OpenAI API over the actors of one NATS server.",
+            "description": "The OpenAI API, and other APIs, over the actors of one NATS server.",
         },
         "paths": _paths(),
         "components": {
             "schemas": COMPONENTS,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x_api_key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
         },
     }
 
@@ -62,7 +69,29 @@ def _paths() -> Json:
     return {
         "/v1/chat/completions": {"post": _post("Chat", "answer a conversation", generating, stream=True)},
         "/v1/completions": {"post": _post("Completion", "continue a prompt", generating, stream=True)},
-        "/v1/models": {"get": _get("Models", "the models served", (401, 500, 503, 504))},
+        "/v1/messages": {
+            "post": _post(
+                "Messages", "answer a conversation (Anthropic)", generating, stream=True, api="Anthropic"
+            )
+        },
+        "/v1/messages/count_tokens": {
+            "post": _post("CountTokens", "the size of a prompt (Anthropic)", _ASKING, api="Anthropic")
+        },
+        "/api/chat": {
+            "post": _post(
+                "OllamaChat", "answer a conversation (ollama)", generating, stream=True, api="Ollama"
+            )
+        },
+        "/api/generate": {
+            "post": _post("OllamaGenerate", "answer a prompt (ollama)", generating, stream=True, api="Ollama")
+        },
+        "/api/tags": {"get": _get("OllamaModels", "the models served (ollama)", _LISTING, "Ollama")},
+        "/api/ps": {"get": _get("OllamaModels", "the models loaded (ollama)", _LISTING, "Ollama")},
+        "/api/show": {"post": _post("OllamaShow", "one served model (ollama)", _ASKING, api="Ollama")},
+        "/api/version": {
+            "get": {"summary": "the version (ollama)", "responses": {"200": _json("Version", "the version")}}
+        },
+        "/v1/models": {"get": _get("Models", "the models served", _LISTING)},
         "/v1/models/{model}": {
             "get": _get("Model", "one served model", (401, 404, 500, 503, 504)),
             "parameters": [
@@ -89,21 +118,23 @@ def _paths() -> Json:
     }
 
 
-def _post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = False) -> Json:
+def _post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = False, api: str = "") -> Json:
+    """`api` has errors of its own shape; empty: OpenAI's."""
     body = {"required": True, "content": {"application/json": {"schema": _ref(f"{name}Request")}}}
-    asked = {**_get(name, summary, errors), "requestBody": body}
+    asked = {**_get(name, summary, errors, api), "requestBody": body}
     asked["responses"]["200"] = good = _json(f"{name}Answer", "the answer")
     if stream:
-        good["content"]["text/event-stream"] = {"schema": {}}  # chunks, then [DONE]
+        media_type = "application/x-ndjson" if api == "Ollama" else "text/event-stream"
+        good["content"][media_type] = {"schema": {}}
     return asked
 
 
-def _get(name: str, summary: str, errors: tuple[int, ...]) -> Json:
+def _get(name: str, summary: str, errors: tuple[int, ...], api: str = "") -> Json:
     return {
         "summary": summary,
         "operationId": name.lower(),
-        "security": [{}, {"key": []}],
-        "responses": {"200": _json(name, "the answer"), **_errors(errors)},
+        "security": [{}, {"key": []}, {"x_api_key": []}],
+        "responses": {"200": _json(name, "the answer"), **_errors(errors, api)},
     }
 
 
@@ -111,8 +142,8 @@ def _state(summary: str) -> Json:
     return {"summary": summary, "responses": {"200": _json("State", "yes"), "503": _json("State", "no: why")}}
 
 
-def _errors(codes: tuple[int, ...]) -> Json:
-    return {str(code): _json("Error", _WHY[code]) for code in sorted(codes)}
+def _errors(codes: tuple[int, ...], api: str = "") -> Json:
+    return {str(code): _json(f"{api}Error", _WHY[code]) for code in sorted(codes)}
 
 
 def _json(name: str, description: str) -> Json:
@@ -145,17 +176,24 @@ def _or_null(schema: Schema) -> Schema:
 def _requests() -> dict[str, Schema]:
     """The models of shared/api.py with the additions of HTTP: null for any field but the prompt; several
     prompts and `echo` of a completion."""
-    kinds: list[tuple[type[GenerateRequest], JsonSchemaMode]]
-    kinds = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
+    kinds: list[tuple[type[BaseModel], JsonSchemaMode]]
+    kinds = [
+        (kind, "validation")
+        for kind in (
+            ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest, OllamaChatRequest,
+            OllamaGenerateRequest, OllamaShowRequest,
+        )
+    ]  # fmt: skip
     schemas: dict[str, Schema]
     schemas = models_json_schema(kinds, ref_template="#/components/schemas/{model}")[1]["$defs"]
-    chat, completion = (schemas[kind.__name__]["properties"] for kind, _ in kinds)
+    chat, completion = (schemas[kind.__name__]["properties"] for kind in (ChatRequest, CompletionRequest))
     prompts = completion["prompt"]["anyOf"]
     several = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_PROMPTS} for each in prompts]
     completion["prompt"]["anyOf"] = prompts + several
     completion["echo"] = {"type": "boolean", "description": "start with the prompt; not with `logprobs`"}
-    for fields, prompt in ((chat, "messages"), (completion, "prompt")):
-        fields |= {name: _or_null(schema) for name, schema in fields.items() if name != prompt}
+    for kind, _ in kinds:
+        fields, required = schemas[kind.__name__]["properties"], schemas[kind.__name__].get("required", ())
+        fields |= {name: _or_null(schema) for name, schema in fields.items() if name not in required}
     optional = (
         *("model", "add_generation_prompt", "continue_final_message", "chat_template"),
         *("chat_template_kwargs", "reasoning_effort", "tools"),
@@ -198,6 +236,19 @@ def _answer(kind: str, **content: Schema) -> Schema:
     )
 
 
+def _ollama_answer(*optional: str, **content: Schema) -> Schema:
+    counts = ("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration")
+    return _object(
+        *optional,
+        model=TEXT,
+        created_at=TEXT,
+        **content,
+        done=_one_of(True),
+        done_reason=_one_of("stop", "length"),
+        **dict.fromkeys((*counts, "eval_count", "eval_duration"), COUNT),
+    )
+
+
 _ASSISTANT = _object(
     "refusal",
     "reasoning_content",
@@ -216,6 +267,32 @@ COMPONENTS: dict[str, Schema] = {
     **_requests(),
     "ChatAnswer": _answer("chat.completion", message=_ASSISTANT),
     "CompletionAnswer": _answer("text_completion", text=TEXT),
+    "MessagesAnswer": _object(
+        id=TEXT,
+        type=_one_of("message"),
+        role=_one_of("assistant"),
+        model=TEXT,
+        content={"type": "array", "items": {"type": "object"}},
+        stop_reason=_one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+        stop_sequence=_WORD,
+        usage=_object(
+            input_tokens=COUNT,
+            cache_creation_input_tokens=COUNT,
+            cache_read_input_tokens=COUNT,
+            output_tokens=COUNT,
+        ),
+    ),
+    "CountTokensAnswer": _object(input_tokens=COUNT),
+    "OllamaChatAnswer": _ollama_answer(message={"type": "object"}),
+    "OllamaGenerateAnswer": _ollama_answer("thinking", response=TEXT, thinking=TEXT),
+    "OllamaModels": _object(models={"type": "array", "items": {"type": "object"}}),
+    "OllamaShowAnswer": _object(
+        modified_at=TEXT,
+        details={"type": "object"},
+        model_info={"type": "object"},
+        capabilities={"type": "array", "items": TEXT},
+    ),
+    "OllamaError": _object(error=TEXT),
     "Model": _object(
         "max_model_len", id=TEXT, object=_one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT
     ),
@@ -225,4 +302,5 @@ COMPONENTS: dict[str, Schema] = {
     "State": _object("reason", status=_one_of("ok", "unavailable"), reason=TEXT),
     "Version": _object(version=TEXT),
     "Error": _object(error=_ERROR),
+    "AnthropicError": _object(type=_one_of("error"), error=_object(type=TEXT, message=TEXT), request_id=TEXT),
 }

@@ -4,6 +4,7 @@ The page is static and open to all; the calls for its data need the key, where t
 its own requests, the operator those of all tenants and the fleet.
 
     /, /page/…        HTML, script, style: from this folder, no CDN
+    /docs             the API: /openapi.json, readable, with a form for each path
     /fleet            the states of all services
     /requests         the last requests of this gateway
     /requests/{id}    where the time of one of them went
@@ -25,7 +26,8 @@ from services.gateway.exchange import Exchange, answer
 from services.gateway.fleet import Fleet
 
 KEPT = 200  # requests in the list
-_FILES = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+_FILES = ("index.html", "docs.html", "page.js", "docs.js", "page.css")
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -64,6 +66,7 @@ class Page:
         """The page's paths."""
         return [
             Route("/", self._file, methods=["GET"]),
+            Route("/docs", self._docs, methods=["GET"]),
             Route("/page/{name}", self._file, methods=["GET"]),
             Route("/fleet", self._states, methods=["GET"]),
             Route("/requests", self._requests, methods=["GET"]),
@@ -71,10 +74,16 @@ class Page:
         ]
 
     async def _file(self, request: Request) -> Response:
-        name = request.path_params.get("name", "index.html")
+        return self._sent(request.path_params.get("name", "index.html"))
+
+    async def _docs(self, _: Request) -> Response:
+        return self._sent("docs.html")
+
+    def _sent(self, name: str) -> Response:
         if name not in self._files:
             raise NoRoute(f"the page has no file {name!r:.80}")
-        return Response(self._files[name], headers=_HEADERS, media_type=_FILES[name])
+        media_type = _TYPES[name.rpartition(".")[2]]
+        return Response(self._files[name], headers=_HEADERS, media_type=media_type)
 
     async def _states(self, request: Request) -> Response:
         self._access.only_operator(_key(request))

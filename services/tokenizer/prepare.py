@@ -21,7 +21,15 @@ from pydantic import ValidationError
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
 from services.tokenizer.structured_output import Tools, grammar_of, read_tools
 from shared.answer_formats.formats import HERMES, THINKING, Format
-from shared.api import IGNORED, REQUEST_ID, UNSUPPORTED, ChatRequest, CompletionRequest, GenerateRequest
+from shared.api import (
+    IGNORED,
+    REQUEST_ID,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    bad_field,
+)
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
 from shared.json_body import read_json, refuse_odd_values
@@ -32,7 +40,6 @@ from shared.vocab.vocabulary import Vocabulary
 log = logging.getLogger("headrace.tokenizer")
 
 DEFAULT_COMPLETION_TOKENS = 16  # as in the OpenAI API
-MAX_ERROR_CHARS = 400  # an error is also a header, and may quote long parts of a request
 MAX_CANCELS = 10_000  # then the oldest is dropped: clients may cancel requests that do not exist
 TAIL_TOKENS = 64  # of a prompt: more than the marker of reasoning and the white space after it take
 CANCELLED = "the request was cancelled"
@@ -194,11 +201,7 @@ def read_request(fields: dict[str, Any]) -> Request:
         request: Request = kind.model_validate(fields)
         return request
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        path = ".".join(str(step) for step in first["loc"])[:80]
-        text = first["msg"].removeprefix("Value error, ")[:MAX_ERROR_CHARS]
-        text = text if text.startswith("`") else f"`{path}`: {text}"
-        raise BadRequest(text, param=str(first["loc"][0])) from error
+        raise bad_field(error) from error
 
 
 def _unknown(name: str) -> BadRequest:

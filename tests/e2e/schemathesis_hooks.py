@@ -12,6 +12,7 @@ import schemathesis
 
 MODEL = "smollm2-135m-instruct"
 TOKENS = 49_152
+OLLAMA = ("/api/chat", "/api/generate")
 MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 3}
 
 
@@ -19,6 +20,9 @@ MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 3}
 def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwargs: Any) -> None:
     """Change what was generated to be right; what is wrong on purpose stays as it is."""
     body = case.body
+    if case.path in OLLAMA and isinstance(body, dict) and isinstance(body.get("options") or {}, dict):
+        # By default an answer fills the context, also one to a request with a flaw that has no effect.
+        body["options"] = {"num_predict": 4, **(body.get("options") or {})}
     if not isinstance(body, dict) or case.meta is None or not case.meta.generation.mode.is_positive:
         return
     model, limit_s = body.get("model"), body.get("timeout_s")
@@ -31,6 +35,8 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwar
             body[name] = min(body[name], most)
     if case.path.endswith("/completions"):
         body["max_tokens"] = body.get("max_tokens") or 4
+    if case.path in OLLAMA and isinstance(body.get("options"), dict):
+        body["options"]["num_predict"] = 4
     for name in ("prompt", "tokens", "stop_token_ids"):
         if name in body:
             body[name] = _known(body[name])

@@ -68,12 +68,15 @@ async def seen(http: httpx.AsyncClient, name: str) -> dict[str, dict[str, Any]]:
     return {line["request_id"]: line for line in listed}
 
 
-async def test_its_files_are_open_and_come_from_here_alone(http: httpx.AsyncClient) -> None:
-    html = await http.get("/")
+@pytest.mark.parametrize(("path", "script"), [("/", "page.js"), ("/docs", "docs.js")])
+async def test_its_files_are_open_and_come_from_here_alone(
+    http: httpx.AsyncClient, path: str, script: str
+) -> None:
+    html = await http.get(path)
     assert (html.status_code, html.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert "default-src 'none'" in html.headers["content-security-policy"]
     names = re.findall(r'(?:src|href)="(/page/[^"]+)"', html.text)
-    assert sorted(names) == ["/page/page.css", "/page/page.js"]
+    assert sorted(names) == sorted(["/page/page.css", f"/page/{script}"])
     for name in names:
         answer = await http.get(name)
         assert (answer.status_code, answer.headers["x-content-type-options"]) == (200, "nosniff")

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from services.gateway import openai_response
 from services.gateway.openai_request import Call
-from services.gateway.openai_response import ChunkBuilder, events
+from services.gateway.openai_response import ChunkBuilder
 from shared.errors import EngineError
 
 USAGE = {
@@ -191,7 +191,10 @@ def test_an_answer_that_changed_is_an_error(frames: list[dict[str, Any]]) -> Non
 
 
 def test_events_on_the_wire() -> None:
-    assert events(['{"a":"é\\n"}', '{"b":1}']) == 'data: {"a":"é\\n"}\n\ndata: {"b":1}\n\n'.encode()
+    assert (
+        ChunkBuilder(call()).write(['{"a":"é\\n"}', '{"b":1}'])
+        == 'data: {"a":"é\\n"}\n\ndata: {"b":1}\n\n'.encode()
+    )
 
 
 NATIVE: dict[str, Any] = {

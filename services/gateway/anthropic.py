@@ -1,0 +1,439 @@
+"""Anthropic's Messages API: requests as chats of the OpenAI API, answers and streams from OpenAI's. Pure.
+
+https://docs.claude.com/en/api/messages defines the fields, https://docs.claude.com/en/api/messages-streaming
+the events of a stream:
+
+    message_start, ping
+    content_block_start, content_block_delta…, content_block_stop      for each block, one after the other
+    message_delta (stop reason, usage), message_stop
+
+A block is `text`, `thinking` or `tool_use`. Text blocks of one message are joined by a line break, and so are
+messages of the same role that follow each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict
+
+from services.gateway.errors import status_of
+from services.gateway.openai_request import Call
+from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder, answer
+from shared.api import MAX_MESSAGES, MAX_TOOLS, NO_EFFECT, Extensible, StopStrings, TextPart, bad_field
+from shared.errors import BadRequest, HeadraceError
+
+_ERRORS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # under the same name in both
+
+
+def _blocks(*kinds: str) -> Callable[[object], object]:
+    """A validator for content: a text becomes a block, and a block of another kind is refused by its name."""
+
+    def check(content: object) -> object:
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        for block in content if isinstance(content, list) else ():
+            kind = block.get("type") if isinstance(block, dict) else None
+            if isinstance(kind, str) and kind not in kinds:
+                raise ValueError(
+                    f"blocks of type `{kind:.40}` are not supported here: send {', '.join(kinds)}"
+                )
+        return content
+
+    return check
+
+
+Texts = Annotated[list[TextPart], BeforeValidator(_blocks("text"), str | list[TextPart])]
+
+
+@Extensible
+class ToolUse(TypedDict):
+    """A call that the model has made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+@Extensible
+class ToolResult(TypedDict):
+    """What a call has returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: NotRequired[Texts]
+    is_error: NotRequired[bool]
+
+
+@Extensible
+class Thinking(TypedDict):
+    """The reasoning of an earlier answer; the chat template decides whether the model sees it."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+@Extensible
+class RedactedThinking(TypedDict):
+    """Ignored."""
+
+    type: Literal["redacted_thinking"]
+
+
+_Asked = Annotated[TextPart | ToolResult, Field(discriminator="type")]
+_Answered = Annotated[TextPart | ToolUse | Thinking | RedactedThinking, Field(discriminator="type")]
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class UserMessage(BaseModel):
+    """Texts of the user, and results of calls."""
+
+    model_config = _STRICT
+
+    role: Literal["user"]
+    content: Annotated[list[_Asked], BeforeValidator(_blocks("text", "tool_result"), str | list[_Asked])]
+
+
+class AssistantMessage(BaseModel):
+    """An answer; as the last message the start of one."""
+
+    model_config = _STRICT
+
+    role: Literal["assistant"]
+    content: Annotated[
+        list[_Answered],
+        BeforeValidator(_blocks("text", "tool_use", "thinking", "redacted_thinking"), str | list[_Answered]),
+    ]
+
+
+class SystemMessage(BaseModel):
+    """Instructions within the conversation."""
+
+    model_config = _STRICT
+
+    role: Literal["system"]
+    content: Texts
+
+
+class ClientTool(BaseModel):
+    """A function that the model may call. Further keys are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str = ""
+    input_schema: dict[str, Any]
+
+
+class ToolChoice(BaseModel):
+    """Calls: any number (`auto`), at least one (`any`), the one named (`tool`), or none."""
+
+    model_config = _STRICT
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+@Extensible
+class ThinkingConfig(TypedDict):
+    """`budget_tokens` has no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+@Extensible
+class Metadata(TypedDict):
+    """`user_id` is the `user` of the OpenAI API."""
+
+    user_id: NotRequired[str | None]
+
+
+@Extensible
+class JsonFormat(TypedDict):
+    """JSON that follows the schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(BaseModel):
+    """The form of the answer."""
+
+    model_config = _STRICT
+
+    format: JsonFormat | None = None
+    effort: Any = Field(None, description=NO_EFFECT)
+
+
+class CountTokensRequest(BaseModel):
+    """A prompt to count."""
+
+    model_config = _STRICT
+
+    model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
+    messages: list[Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]] = (
+        Field(min_length=1, max_length=MAX_MESSAGES, description="the conversation so far")
+    )
+    system: Texts = Field(default_factory=list, description="instructions")
+    tools: list[ClientTool] = Field(
+        default_factory=list, max_length=MAX_TOOLS, description="functions that the model may call"
+    )
+    tool_choice: ToolChoice | None = Field(None, description="whether the model calls functions")
+    thinking: ThinkingConfig | None = Field(None, description="a model that reasons does it in any case")
+    output_config: OutputConfig | None = Field(None, description="the form of the answer")
+    cache_control: Any = Field(None, description=NO_EFFECT)
+
+
+class MessagesRequest(CountTokensRequest):
+    """A conversation to answer."""
+
+    max_tokens: int = Field(ge=1, description="most tokens of the answer")
+    stop_sequences: StopStrings = Field(default_factory=list, description="texts that end the answer")
+    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
+    top_k: int = Field(0, ge=0, description="tokens to draw from; 0: all")
+    stream: bool = Field(False, description="send the answer as events")
+    metadata: Metadata = Field(default_factory=Metadata, description="who asks")
+    service_tier: Any = Field(None, description=NO_EFFECT)
+    inference_geo: Any = Field(None, description=NO_EFFECT)
+
+
+def read(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> Body:
+    """The fields of a chat of the OpenAI API. Raises BadRequest."""
+    try:
+        asked = kind.model_validate(fields)
+    except ValidationError as error:
+        raise bad_field(error) from error
+    body: Body = {name: fields[name] for name in _SAME if name in fields}
+    body["messages"] = _turns(asked)
+    if asked.tools:
+        body["tools"] = [_tool(tool) for tool in asked.tools]
+    if asked.messages[-1].role == "assistant":  # the answer continues it
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    if asked.tool_choice is not None:
+        choice = asked.tool_choice
+        if choice.type == "tool" and choice.name is None:
+            raise BadRequest("`tool_choice.name`: the name of a tool is expected", param="tool_choice")
+        named = {"type": "function", "function": {"name": choice.name}}
+        body["tool_choice"] = _CHOICES.get(choice.type, named)
+        if choice.disable_parallel_tool_use:
+            body["parallel_tool_calls"] = False
+    if asked.output_config is not None and asked.output_config.format is not None:
+        named = {"name": "answer", "schema": asked.output_config.format["schema"]}
+        body["response_format"] = {"type": "json_schema", "json_schema": named}
+    if isinstance(asked, MessagesRequest):
+        body |= {"stop": asked.stop_sequences, "user": asked.metadata.get("user_id") or ""}
+        if asked.stream:
+            body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def _turns(asked: CountTokensRequest) -> list[Body]:
+    turns: list[Body] = [{"role": "system", "content": _text(asked.system)}] if asked.system else []
+    for message in asked.messages:
+        for turn in _results(message.content) + _said(message.role, message.content):
+            if turns and turns[-1]["role"] == turn["role"] != "tool":
+                before = turns.pop()
+                texts = [each["content"] for each in (before, turn) if each["content"]]
+                calls = before.get("tool_calls", []) + turn.get("tool_calls", [])
+                turn = {**before, **turn, "content": "\n".join(texts)} | (
+                    {"tool_calls": calls} if calls else {}
+                )
+            turns.append(turn)
+    return turns
+
+
+def _results(content: Sequence[Mapping[str, Any]]) -> list[Body]:
+    """The results of calls in a message, as messages."""
+    return [
+        {
+            "role": "tool",
+            "tool_call_id": block["tool_use_id"],
+            "content": "Error: " * block.get("is_error", False) + _text(block.get("content", ())),
+        }
+        for block in content
+        if block["type"] == "tool_result"
+    ]
+
+
+def _said(role: str, content: Sequence[Mapping[str, Any]]) -> list[Body]:
+    """A message without its results of calls; none if it holds nothing else."""
+    kept = [block for block in content if block["type"] != "tool_result"]
+    if content and not kept:
+        return []
+    turn: Body = {"role": role, "content": _text(kept)}
+    if reasoning := "\n".join(block["thinking"] for block in kept if block["type"] == "thinking"):
+        turn["reasoning_content"] = reasoning
+    calls = [
+        {
+            "id": block["id"],
+            "type": "function",
+            "function": {"name": block["name"], "arguments": block["input"]},
+        }
+        for block in kept
+        if block["type"] == "tool_use"
+    ]
+    return [{**turn, "tool_calls": calls}] if calls else [turn]
+
+
+def _text(content: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(block["text"] for block in content if block["type"] == "text")
+
+
+def _tool(tool: ClientTool) -> Body:
+    about = {"description": tool.description} if tool.description else {}
+    return {"type": "function", "function": {"name": tool.name, **about, "parameters": tool.input_schema}}
+
+
+def message(call: Call, natives: Sequence[Body], echoed: Sequence[str]) -> Body:
+    """The answer to a plain request."""
+    whole = answer(call, natives, echoed)
+    (choice,) = whole["choices"]
+    said = choice["message"]
+    content: list[Body] = []
+    if reasoning := said.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+    if said["content"]:
+        content.append({"type": "text", "text": said["content"]})
+    content += [
+        {"type": "tool_use", "id": each["id"], "name": each["function"]["name"], "input": _input(each)}
+        for each in said.get("tool_calls", ())
+    ]
+    return {**_message(whole, content), **_ending(choice), "usage": _usage(whole["usage"])}
+
+
+def _message(whole: Body, content: list[Body]) -> Body:
+    return {
+        "id": whole["id"],
+        "type": "message",
+        "role": "assistant",
+        "model": whole["model"],
+        "content": content,
+    }
+
+
+def _input(call: Body) -> Body:
+    """The arguments of a call; none if `max_tokens` has cut them."""
+    try:
+        value = json.loads(call["function"]["arguments"])
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _ending(choice: Body) -> Body:
+    stop = choice.get("stop_reason")
+    reason = _STOPS[choice["finish_reason"]] if stop is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _usage(usage: Body) -> Body:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+class MessageEvents:
+    """The events of one stream, from the chunks of the OpenAI API."""
+
+    media_type: ClassVar = EVENTS
+
+    def __init__(self, call: Call, echoed: Sequence[str] = ()) -> None:
+        self._chunks = ChunkBuilder(call, echoed)
+        self._prompt_tokens = 0
+        self._started = False
+        self._open = ""  # type of the open block
+        self._index = -1  # of the newest block
+        self._ending: Body = {}
+
+    def take(self, prompt: int, frame: Body) -> list[str]:
+        """The events for a frame of the native stream. Raises EngineError."""
+        if frame["type"] == "accepted":
+            self._prompt_tokens = frame.get("prompt_tokens", 0)
+        chunks = self._chunks.take(prompt, frame)
+        return [event for chunk in chunks for event in self._events(json.loads(chunk))]
+
+    def write(self, chunks: Sequence[str]) -> bytes:
+        """Events are whole."""
+        return "".join(chunks).encode("utf-8", "replace")
+
+    def end(self, error: Body | None) -> bytes:
+        """An event with the error that ended the stream."""
+        return b"" if error is None else self.write([_event(**error)])
+
+    def _events(self, chunk: Body) -> Iterator[str]:
+        if not self._started:
+            self._started = True
+            usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
+            begun = {**_message(chunk, []), "stop_reason": None, "stop_sequence": None, "usage": usage}
+            yield _event("message_start", message=begun)
+            yield _event("ping")
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            if text := delta.get("reasoning_content"):
+                yield from self._begin("thinking", thinking="", signature="")
+                yield self._delta("thinking_delta", thinking=text)
+            if text := delta.get("content"):
+                yield from self._begin("text", text="")
+                yield self._delta("text_delta", text=text)
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    yield from self._close()
+                    yield from self._begin("tool_use", id=call["id"], name=call["function"]["name"], input={})
+                if arguments := call["function"].get("arguments"):
+                    yield self._delta("input_json_delta", partial_json=arguments)
+            if choice["finish_reason"] is not None:
+                self._ending = _ending(choice)
+        if not chunk["choices"]:
+            yield from self._close()
+            yield _event("message_delta", delta=self._ending, usage=_usage(chunk["usage"]))
+            yield _event("message_stop")
+
+    def _begin(self, kind: str, **content: Any) -> Iterator[str]:
+        """Start a block, unless one of this type is open."""
+        if self._open != kind:
+            yield from self._close()
+            self._open = kind
+            self._index += 1
+            block = {"type": kind, **content}
+            yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, kind: str, **content: str) -> str:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **content})
+
+    def _close(self) -> Iterator[str]:
+        if self._open:
+            self._open = ""
+            yield _event("content_block_stop", index=self._index)
+
+
+def _event(type: str, **fields: Any) -> str:
+    data = json.dumps({"type": type, **fields}, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {type}\ndata: {data}\n\n"
+
+
+def error_body(error: HeadraceError, request_id: str = "") -> Body:
+    """Anthropic's error object: https://docs.claude.com/en/api/errors."""
+    status = status_of(error)
+    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+
+
+MESSAGES = Api(message, MessageEvents, error_body, read)
+COUNT = Api(error=error_body, read=lambda fields: read(fields, CountTokensRequest))

@@ -1,0 +1,320 @@
+"""Ollama's API: requests as those of the OpenAI API, answers and lines of JSON from OpenAI's. Pure.
+
+https://github.com/ollama/ollama/blob/main/docs/api.md defines the fields. A stream is one JSON object a line;
+the last one has `done`, the reason and the durations in nanoseconds. `/api/generate` sends a prompt through
+the chat template, and with `raw` as it is. Fields that are left out have Headrace's defaults, not ollama's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from hashlib import sha256
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from services.gateway.openai_request import Call
+from services.gateway.openai_response import Api, Body, ChunkBuilder, answer
+from shared.api import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    NO_EFFECT,
+    NOT_YET,
+    Penalty,
+    Repetition,
+    Stop,
+    Tool,
+    bad_field,
+    only,
+)
+from shared.errors import HeadraceError
+
+LATEST = ":latest"  # ollama's tag of a name without one
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_IDLE = Field(None, description=NO_EFFECT)
+_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # the others are the same
+
+
+def _present(value: object) -> object:
+    """Without the null fields, which clients send for what was not given."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+class Options(BaseModel):
+    """Sampling; what concerns the loading of a model has no effect."""
+
+    model_config = _STRICT
+
+    num_predict: int = Field(-1, ge=-2, description="most tokens of the answer; negative: the context's rest")
+    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
+    top_k: int = Field(0, ge=0, description="tokens to draw from; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the greatest")
+    seed: int = Field(0, ge=-(2**63), lt=2**64, description="random if absent")
+    stop: Stop = Field(default_factory=list, description="texts that end the answer")
+    repeat_penalty: Repetition = Field(1.0, description="divides logits of tokens in prompt and answer")
+    presence_penalty: Penalty = Field(0.0, description="for each token that occurs in the answer so far")
+    frequency_penalty: Penalty = Field(0.0, description="the same, times the number of occurrences")
+    num_ctx: Any = _IDLE
+    num_keep: Any = _IDLE
+    num_batch: Any = _IDLE
+    num_gpu: Any = _IDLE
+    main_gpu: Any = _IDLE
+    num_thread: Any = _IDLE
+    numa: Any = _IDLE
+    low_vram: Any = _IDLE
+    use_mmap: Any = _IDLE
+    use_mlock: Any = _IDLE
+    repeat_last_n: Any = _IDLE
+
+
+class OllamaMessage(BaseModel):
+    """One message. Further fields reach the chat template unchanged."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Annotated[str, Field(pattern=r"^[A-Za-z_-]{1,32}$")]
+    content: str = ""
+    thinking: str = ""
+    images: Annotated[Any, only([])] = Field(None, description=NOT_YET)
+
+
+class OllamaRequest(BaseModel):
+    """The fields of both kinds of request."""
+
+    model_config = _STRICT
+
+    model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
+    options: Annotated[Options | None, BeforeValidator(_present)] = Field(None, description="sampling")
+    format: Literal["", "json"] | dict[str, Any] = Field("", description="JSON, or a schema of it")
+    stream: bool = Field(True, description="send the answer in lines")
+    think: Any = _IDLE
+    keep_alive: Any = _IDLE
+
+
+class OllamaChatRequest(OllamaRequest):
+    """A conversation to answer."""
+
+    messages: list[Annotated[OllamaMessage, BeforeValidator(_present)]] = Field(
+        min_length=1, max_length=MAX_MESSAGES, description="the conversation so far"
+    )
+    tools: list[Tool] = Field(
+        default_factory=list, max_length=MAX_TOOLS, description="functions that the model may call"
+    )
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """A prompt to answer, or with `raw` to continue."""
+
+    prompt: str = Field(min_length=1, description="the text of the user")
+    system: str = Field("", description="instructions")
+    raw: bool = Field(False, description="continue the prompt, without the chat template")
+    suffix: Annotated[Any, only("")] = Field(None, description=NOT_YET)
+    template: Annotated[Any, only("")] = Field(None, description=NOT_YET)
+    context: Annotated[Any, only([])] = Field(None, description=NOT_YET)
+    images: Annotated[Any, only([])] = Field(None, description=NOT_YET)
+
+
+class OllamaShowRequest(BaseModel):
+    """A model to describe."""
+
+    model_config = _STRICT
+
+    model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
+    name: str | None = Field(None, min_length=1, description="the same, under its old name")
+    verbose: Any = _IDLE
+
+
+def read(fields: Body, kind: type[OllamaRequest]) -> Body:
+    """The fields of a chat or a completion of the OpenAI API. Raises BadRequest."""
+    try:
+        asked = kind.model_validate(fields)
+    except ValidationError as error:
+        raise bad_field(error) from error
+    body: Body = {"stream": asked.stream}
+    if asked.stream:
+        body["stream_options"] = {"include_usage": True}
+    if asked.model:
+        body["model"] = asked.model.removesuffix(LATEST)
+    for name in asked.options.model_fields_set if asked.options is not None else ():
+        value = getattr(asked.options, name)
+        idle = Options.model_fields[name].description == NO_EFFECT
+        if not idle and not (name == "num_predict" and value < 0):
+            body[_NAMES.get(name, name)] = value
+    if asked.format == "json":
+        body["response_format"] = {"type": "json_object"}
+    elif isinstance(asked.format, dict):
+        named = {"name": "answer", "schema": asked.format}
+        body["response_format"] = {"type": "json_schema", "json_schema": named}
+    if isinstance(asked, OllamaChatRequest):
+        tools = {"tools": fields["tools"]} if asked.tools else {}
+        return {**body, **tools, "messages": [_turn(each) for each in asked.messages]}
+    assert isinstance(asked, OllamaGenerateRequest)
+    if asked.raw:
+        return {**body, "prompt": asked.prompt}
+    system = [{"role": "system", "content": asked.system}] if asked.system else []
+    return {**body, "messages": [*system, {"role": "user", "content": asked.prompt}]}
+
+
+def _turn(message: OllamaMessage) -> Body:
+    turn: Body = {"role": message.role, "content": message.content, **(message.model_extra or {})}
+    return {**turn, "reasoning_content": message.thinking} if message.thinking else turn
+
+
+def whole_answer(call: Call, natives: Sequence[Body], echoed: Sequence[str], *, chat: bool) -> Body:
+    """The answer to a plain request, of `/api/chat` or `/api/generate`."""
+    whole = answer(call, natives, echoed)
+    (choice,) = whole["choices"]
+    said = choice.get("message") or {"content": choice["text"]}
+    calls = [_call(each["function"]) for each in said.get("tool_calls", ())]
+    content = _content(chat, said["content"] or "", said.get("reasoning_content", ""), calls)
+    return {**_head(whole), **content, **_ending(choice["finish_reason"], whole)}
+
+
+def _head(whole: Body) -> Body:
+    return {"model": whole["model"], "created_at": _date(whole["created"])}
+
+
+def _date(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _content(chat: bool, text: str, thinking: str = "", calls: Sequence[Body] = ()) -> Body:
+    more: Body = {"thinking": thinking} if thinking else {}
+    if not chat:
+        return {"response": text, **more}
+    if calls:
+        more["tool_calls"] = calls
+    return {"message": {"role": "assistant", "content": text, **more}}
+
+
+def _call(function: Body) -> Body:
+    """A call with its arguments as an object; none if `num_predict` has cut them."""
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        arguments = {}
+    return {"function": {"name": function["name"], "arguments": arguments}}
+
+
+def _ending(reason: str, whole: Body) -> Body:
+    times, usage = whole["timings"], whole["usage"]
+    ns = {name: int(times[f"{name}_ms"] * 1e6) for name in ("total", "prefill", "decode")}
+    return {
+        "done": True,
+        "done_reason": "length" if reason == "length" else "stop",
+        "total_duration": ns["total"],
+        "load_duration": 0,
+        "prompt_eval_count": usage["prompt_tokens"],
+        "prompt_eval_duration": ns["prefill"],
+        "eval_count": usage["completion_tokens"],
+        "eval_duration": ns["decode"],
+    }
+
+
+class Lines:
+    """The lines of one stream, from the chunks of the OpenAI API."""
+
+    media_type: ClassVar = b"application/x-ndjson"
+
+    def __init__(self, call: Call, echoed: Sequence[str] = (), *, chat: bool) -> None:
+        self._chunks = ChunkBuilder(call, echoed)
+        self._chat = chat
+        self._calls: dict[int, Body] = {}  # functions with the arguments so far, by index
+        self._reason = ""
+
+    def take(self, prompt: int, frame: Body) -> list[str]:
+        """The lines for a frame of the native stream. Raises EngineError."""
+        chunks = [json.loads(chunk) for chunk in self._chunks.take(prompt, frame)]
+        return [_line({**_head(chunk), **line}) for chunk in chunks if (line := self._taken(chunk))]
+
+    def write(self, chunks: Sequence[str]) -> bytes:
+        """Lines are whole."""
+        return "".join(chunks).encode("utf-8", "replace")
+
+    def end(self, error: Body | None) -> bytes:
+        """A line with the error that ended the stream."""
+        return b"" if error is None else self.write([_line(error)])
+
+    def _taken(self, chunk: Body) -> Body:
+        """The fields of a line; empty for a chunk without text."""
+        if not chunk["choices"]:
+            return {**_content(self._chat, ""), **_ending(self._reason, chunk)}
+        (choice,) = chunk["choices"]
+        self._reason = choice["finish_reason"] or self._reason
+        delta = choice.get("delta") or {"content": choice.get("text")}
+        for call in delta.get("tool_calls", ()):
+            function = self._calls.setdefault(call["index"], {"name": "", "arguments": ""})
+            function["name"] = call["function"].get("name") or function["name"]
+            function["arguments"] += call["function"].get("arguments") or ""
+        calls = [*map(_call, self._calls.values())] if choice["finish_reason"] else []
+        text, thinking = delta.get("content") or "", delta.get("reasoning_content") or ""
+        shown = text or thinking or calls
+        return {**_content(self._chat, text, thinking, calls), "done": False} if shown else {}
+
+
+def _line(fields: Body) -> str:
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def error_body(error: HeadraceError, request_id: str = "") -> Body:
+    """Ollama's errors are a text."""
+    return {"error": error.message}
+
+
+def tags(models: Sequence[Body]) -> Body:
+    """The body of `/api/tags` and `/api/ps`, from OpenAI's list of models."""
+    return {"models": [_tag(model) for model in models]}
+
+
+def _tag(model: Body) -> Body:
+    return {
+        "name": model["id"],
+        "model": model["id"],
+        "modified_at": _date(model["created"]),
+        "size": 0,
+        "size_vram": 0,
+        "digest": sha256(model["id"].encode()).hexdigest(),
+        "details": _DETAILS,
+        "context_length": model["max_model_len"],
+    }
+
+
+_DETAILS: Body = {
+    "format": "", "family": "headrace", "families": ["headrace"], "parameter_size": "",
+    "quantization_level": "",
+}  # fmt: skip
+
+
+def shown(model: Body) -> Body:
+    """The body of `/api/show`."""
+    info = {"general.architecture": "headrace", "headrace.context_length": model["max_model_len"]}
+    return {
+        "modified_at": _date(model["created"]),
+        "details": _DETAILS,
+        "model_info": info,
+        "capabilities": ["completion", "tools"],
+    }
+
+
+def read_show(fields: Body) -> Body:
+    """The model of `/api/show`. Raises BadRequest."""
+    try:
+        asked = OllamaShowRequest.model_validate(fields)
+    except ValidationError as error:
+        raise bad_field(error) from error
+    name = asked.model or asked.name
+    return {"model": name.removesuffix(LATEST)} if name else {}
+
+
+def _api(kind: type[OllamaRequest], *, chat: bool) -> Api:
+    chunks: Callable[..., Any] = partial(Lines, chat=chat)
+    return Api(partial(whole_answer, chat=chat), chunks, error_body, partial(read, kind=kind))
+
+
+CHAT = _api(OllamaChatRequest, chat=True)
+GENERATE = _api(OllamaGenerateRequest, chat=False)
+SHOW = Api(error=error_body, read=read_show)

@@ -1,0 +1,293 @@
+"""Anthropic's Messages API as chats of the OpenAI API, and OpenAI's chunks as its events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.gateway import anthropic
+from services.gateway.anthropic import MessageEvents, message, read
+from services.gateway.errors import NotAuthorized
+from services.gateway.openai_request import Call, read_call
+from services.tokenizer.prepare import read_request
+from shared.api import ChatRequest
+from shared.errors import BadRequest, EngineError, HeadraceError, Overloaded, Unavailable, UnknownModel
+
+ASKED: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+TOOL = {"name": "weather", "description": "d", "input_schema": {"type": "object"}, "cache_control": {}}
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 2,
+    "total_tokens": 9,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+COUNTED = {
+    "input_tokens": 3,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 4,
+    "output_tokens": 2,
+}
+CALLED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def test_every_field_has_its_place_in_a_chat() -> None:
+    more = {
+        "system": [{"type": "text", "text": "Be", "cache_control": {}}, {"type": "text", "text": "brief"}],
+        "stop_sequences": ["END"],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "stream": True,
+        "metadata": {"user_id": "u"},
+        "thinking": {"type": "enabled", "budget_tokens": 2048},
+        "tools": [TOOL],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "output_config": {"effort": "low"},
+        "service_tier": "auto",
+    }
+    body = read({**ASKED, **more})
+    assert body == {
+        "model": "m",
+        "max_tokens": 9,
+        "messages": [{"role": "system", "content": "Be\nbrief"}, {"role": "user", "content": "Hi"}],
+        "stop": ["END"],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "user": "u",
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}},
+            }
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+    }
+    call = read_call(body, chat=True, request_id="r")
+    assert isinstance(read_request(call.bodies[0]), ChatRequest)
+    schema = {"type": "object", "properties": {}}
+    formed = read({**ASKED, "output_config": {"format": {"type": "json_schema", "schema": schema}}})
+    assert formed["response_format"]["json_schema"]["schema"] == schema
+
+
+@pytest.mark.parametrize(
+    ("choice", "chosen"),
+    [
+        ({"type": "any"}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}),
+    ],
+)
+def test_the_choice_of_a_tool(choice: dict[str, Any], chosen: object) -> None:
+    assert read({**ASKED, "tools": [TOOL], "tool_choice": choice})["tool_choice"] == chosen
+
+
+def test_a_conversation_with_calls() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "rain"}]}
+    failed = {"type": "tool_result", "tool_use_id": "c2", "content": "none", "is_error": True}
+    used = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}}
+    body = read(
+        {
+            **ASKED,
+            "messages": [
+                {"role": "user", "content": "A"},
+                {"role": "user", "content": [{"type": "text", "text": "B"}]},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "thinking", "thinking": "t", "signature": ""}, used],
+                },
+                {"role": "user", "content": [result, failed, {"type": "text", "text": "C"}]},
+            ],
+        }
+    )
+    function = {"name": "weather", "arguments": {"city": "Oslo"}}
+    assert body["messages"] == [
+        {"role": "user", "content": "A\nB"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "t",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "content": "Error: none"},
+        {"role": "user", "content": "C"},
+    ]
+
+
+def test_an_answer_that_was_begun_goes_on() -> None:
+    begun = {"role": "assistant", "content": "The best"}
+    body = read({**ASKED, "messages": [*ASKED["messages"], begun]})
+    assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"container": "c"}, "`container` is not a field of a request; leave it out"),
+        ({"max_tokens": None}, "`max_tokens`: "),
+        (
+            {"system": [{"type": "image"}]},
+            "`system`: blocks of type `image` are not supported here: send text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "`messages.0.user.content`: blocks of type `image` are not supported here: send text,",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "`messages.0.user.content.0.text.text`: ",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "n"}]},
+            "`messages.0.user.name` is not a field",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "`tools.0.type`: "),
+        ({"tool_choice": {"type": "tool"}}, "`tool_choice.name`"),
+        ({"thinking": {"type": "much"}}, "`thinking.type`: "),
+    ],
+)
+def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        read({name: value for name, value in {**ASKED, **more}.items() if value is not None})
+    assert refused.value.message.startswith(why)
+    assert refused.value.param == next(iter(more))
+
+
+def native(text: str, reason: str = "stop", **more: str) -> dict[str, Any]:
+    said = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": said, "logprobs": None, "finish_reason": reason, **more}
+    return {"id": "r", "created": 9, "model": "m", "choices": [choice], "usage": USAGE}
+
+
+def asked(**more: Any) -> Call:
+    return read_call(read({**ASKED, **more}), chat=True, request_id="r")
+
+
+def test_a_plain_answer() -> None:
+    assert message(asked(), [native("Hello")], ()) == {
+        "id": "r",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [{"type": "text", "text": "Hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": COUNTED,
+    }
+    stopped = message(asked(), [native("", stop_reason="END")], ())
+    assert (stopped["content"], stopped["stop_reason"], stopped["stop_sequence"]) == (
+        [],
+        "stop_sequence",
+        "END",
+    )
+    assert message(asked(), [native("x", "length")], ())["stop_reason"] == "max_tokens"
+
+
+def test_a_call_is_a_block() -> None:
+    got = message(asked(tools=[TOOL]), [native(f"So: {CALLED}")], ())
+    text, used = got["content"]
+    assert text["text"].startswith("So:")
+    assert (used["type"], used["name"], used["input"]) == ("tool_use", "weather", {"city": "Oslo"})
+    assert got["stop_reason"] == "tool_use"
+
+
+ACCEPTED = {"type": "accepted", "attempt": 1, "frame": 0, "model": "m", "created": 9, "prompt_tokens": 7}
+
+
+def delta(text: str) -> dict[str, Any]:
+    choice = {"index": 0, "first": 0, "count": 1, "delta": {"content": text}, "finish_reason": None}
+    return {"type": "delta", "choices": [choice]}
+
+
+def done(**more: str) -> dict[str, Any]:
+    choice = {"index": 0, "tokens": 2, "finish_reason": "stop", **more}
+    return {"type": "done", "model": "m", "created": 9, "choices": [choice], "usage": USAGE, "timings": {}}
+
+
+def events(call: Call, *frames: dict[str, Any]) -> list[dict[str, Any]]:
+    made = MessageEvents(call)
+    sent = b"".join(made.write(made.take(0, frame)) for frame in frames).decode() + made.end(None).decode()
+    found = []
+    for event in sent.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def test_a_stream() -> None:
+    got = events(asked(stream=True), ACCEPTED, delta("Hel"), delta("lo"), done(stop_reason="END"))
+    assert [each["type"] for each in got] == [
+        "message_start",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert got[0]["message"]["usage"] == {"input_tokens": 7, "output_tokens": 0}
+    assert got[3] == {
+        "type": "content_block_delta",
+        "index": 0,
+        "delta": {"type": "text_delta", "text": "Hel"},
+    }
+    assert got[6] == {
+        "type": "message_delta",
+        "delta": {"stop_reason": "stop_sequence", "stop_sequence": "END"},
+        "usage": COUNTED,
+    }
+
+
+def test_blocks_of_a_stream_follow_each_other() -> None:
+    """Whatever the pieces of reasoning, text and calls: one block is open at a time."""
+    made = MessageEvents(asked(stream=True))
+    head = {"id": "r", "model": "m"}
+
+    def chunk(**delta: Any) -> list[dict[str, Any]]:
+        chosen = {"index": 0, "delta": delta, "finish_reason": None}
+        events = made._events({**head, "choices": [chosen]})
+        return [json.loads(event.partition("data: ")[2]) for event in events]
+
+    def call(index: int, arguments: str, **named: str) -> dict[str, Any]:
+        about = {"id": f"c{index}"} if named else {}
+        return {"index": index, **about, "function": {**named, "arguments": arguments}}
+
+    got = chunk(role="assistant", content="") + chunk(reasoning_content="hm") + chunk(content="a")
+    got += chunk(tool_calls=[call(0, "", name="f")]) + chunk(tool_calls=[call(0, '{"x"')])
+    got += chunk(tool_calls=[call(0, ":1}")]) + chunk(tool_calls=[call(1, "{}", name="g")])
+    opened = [each["content_block"]["type"] for each in got if each["type"] == "content_block_start"]
+    assert opened == ["thinking", "text", "tool_use", "tool_use"]
+    shown = [(e["index"], *e["delta"].values()) for e in got if e["type"] == "content_block_delta"]
+    assert shown == [
+        (0, "thinking_delta", "hm"),
+        (1, "text_delta", "a"),
+        (2, "input_json_delta", '{"x"'),
+        (2, "input_json_delta", ":1}"),
+        (3, "input_json_delta", "{}"),
+    ]
+    assert [each["index"] for each in got if each["type"] == "content_block_stop"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (BadRequest("w", param="n"), "invalid_request_error"),
+        (NotAuthorized("w"), "authentication_error"),
+        (UnknownModel("w"), "not_found_error"),
+        (Overloaded("w"), "rate_limit_error"),
+        (EngineError("w"), "api_error"),
+        (Unavailable("w"), "overloaded_error"),
+    ],
+)
+def test_errors(error: HeadraceError, kind: str) -> None:
+    body = anthropic.error_body(error, "r")
+    assert body == {"type": "error", "error": {"type": kind, "message": "w"}, "request_id": "r"}
+    assert MessageEvents(asked(stream=True)).end(body).startswith(b"event: error\ndata: ")

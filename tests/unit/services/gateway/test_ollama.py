@@ -1,0 +1,167 @@
+"""Ollama's API as chats of the OpenAI API, and OpenAI's chunks as its lines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.gateway import ollama
+from services.gateway.ollama import Lines, OllamaChatRequest, OllamaGenerateRequest, read, read_show
+from services.gateway.openai_request import read_call
+from services.tokenizer.prepare import read_request
+from shared.errors import BadRequest
+
+CHAT: dict[str, Any] = {"model": "m:latest", "messages": [{"role": "user", "content": "Hi", "images": None}]}
+TURNS = [{"role": "user", "content": "Hi"}]
+TIMINGS = {"total_ms": 3.5, "prefill_ms": 1.0, "decode_ms": 2.0}
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 2,
+    "total_tokens": 9,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+ENDING = {
+    "done": True,
+    "done_reason": "stop",
+    "total_duration": 3_500_000,
+    "load_duration": 0,
+    "prompt_eval_count": 7,
+    "prompt_eval_duration": 1_000_000,
+    "eval_count": 2,
+    "eval_duration": 2_000_000,
+}
+HEAD = {"model": "m", "created_at": "1970-01-01T00:00:09Z"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def test_a_chat() -> None:
+    options = {
+        "num_predict": 5,
+        "temperature": 0,
+        "repeat_penalty": 1.1,
+        "stop": "a",
+        "seed": None,
+        "num_ctx": 9,
+    }
+    body = read({**CHAT, "options": options, "keep_alive": "5m", "think": True}, OllamaChatRequest)
+    assert body == {
+        "model": "m",
+        "messages": TURNS,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 5,
+        "temperature": 0,
+        "repetition_penalty": 1.1,
+        "stop": ["a"],
+    }
+    read_request(read_call(body, chat=True, request_id="r").bodies[0])
+    assert "max_tokens" not in read({**CHAT, "options": {"num_predict": -1}}, OllamaChatRequest)
+
+
+@pytest.mark.parametrize(
+    ("asked", "form"),
+    [
+        ("", None),
+        ("json", {"type": "json_object"}),
+        (
+            {"type": "string"},
+            {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "string"}}},
+        ),
+    ],
+)
+def test_formats(asked: object, form: object) -> None:
+    assert read({**CHAT, "format": asked}, OllamaChatRequest).get("response_format") == form
+
+
+def test_a_prompt_goes_through_the_chat_template_unless_it_is_raw() -> None:
+    asked = {"model": "m", "prompt": "Hi", "stream": False, "context": [], "suffix": ""}
+    assert read({**asked, "system": "Be brief."}, OllamaGenerateRequest) == {
+        "model": "m",
+        "messages": [{"role": "system", "content": "Be brief."}, *TURNS],
+        "stream": False,
+    }
+    raw = read({**asked, "raw": True}, OllamaGenerateRequest)
+    assert raw == {"model": "m", "prompt": "Hi", "stream": False}
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (
+            {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
+            "`images` is not supported yet",
+        ),
+        ({"options": {"mirostat": 2}}, "`options.mirostat` is not a field"),
+        ({"options": {"temperature": 3}}, "`options.temperature`: "),
+        ({"logit_bias": {}}, "`logit_bias` is not a field"),
+        ({"format": "yaml"}, "`format."),
+    ],
+)
+def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        read({**CHAT, **more}, OllamaChatRequest)
+    assert refused.value.message.startswith(why)
+    with pytest.raises(BadRequest, match="`suffix` is not supported yet"):
+        read({"prompt": "x", "suffix": "y"}, OllamaGenerateRequest)
+
+
+def test_the_model_to_show() -> None:
+    assert [read_show({name: "m:latest"}) for name in ("model", "name")] == [{"model": "m"}] * 2
+
+
+ACCEPTED = {"type": "accepted", "attempt": 1, "frame": 0, "model": "m", "created": 9}
+
+
+def frames(*texts: str, chat: bool = True) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = [ACCEPTED]
+    for text in texts:
+        content: Any = {"delta": {"content": text}} if chat else {"text": text}
+        choice = {"index": 0, "first": 0, "count": 1, **content, "finish_reason": None}
+        made.append({"type": "delta", "choices": [choice]})
+    ended = {"index": 0, "tokens": 2, "finish_reason": "stop"}
+    about = {"model": "m", "created": 9, "usage": USAGE, "timings": TIMINGS}
+    return [*made, {"type": "done", "choices": [ended], **about}]
+
+
+def lines(body: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
+    chat = "messages" in body
+    made = Lines(read_call({**body, "model": "m"}, chat=chat, request_id="r"), chat=chat)
+    sent = [made.write(made.take(0, frame)) for frame in frames(*texts, chat=chat)]
+    return [json.loads(line) for line in (b"".join(sent) + made.end(None)).splitlines()]
+
+
+def test_the_lines_of_a_stream() -> None:
+    assert lines(read(CHAT, OllamaChatRequest), "Hel", "lo") == [
+        {**HEAD, "message": {"role": "assistant", "content": "Hel"}, "done": False},
+        {**HEAD, "message": {"role": "assistant", "content": "lo"}, "done": False},
+        {**HEAD, "message": {"role": "assistant", "content": ""}, **ENDING},
+    ]
+    assert lines(read({"prompt": "x", "raw": True}, OllamaGenerateRequest), "Hel") == [
+        {**HEAD, "response": "Hel", "done": False},
+        {**HEAD, "response": "", **ENDING},
+    ]
+
+
+def test_a_call_is_whole_in_its_line() -> None:
+    called = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    got = lines(read({**CHAT, "tools": [TOOL]}, OllamaChatRequest), called[:20], called[20:])
+    assert [line["message"].get("tool_calls") for line in got] == [
+        [{"function": {"name": "f", "arguments": {"x": 1}}}],
+        None,
+    ]
+
+
+def test_a_plain_answer() -> None:
+    call = read_call(read({**CHAT, "stream": False}, OllamaChatRequest), chat=True, request_id="r")
+    said = {"role": "assistant", "content": "Hello"}
+    choice = {"index": 0, "message": said, "logprobs": None, "finish_reason": "stop"}
+    native = {"created": 9, "model": "m", "choices": [choice], "usage": USAGE, "timings": TIMINGS}
+    assert ollama.whole_answer(call, [native], (), chat=True) == {**HEAD, "message": said, **ENDING}
+
+
+def test_errors() -> None:
+    body = ollama.error_body(BadRequest("wrong"))
+    call = read_call(read(CHAT, OllamaChatRequest), chat=True, request_id="r")
+    assert (body, Lines(call, chat=True).end(body)) == ({"error": "wrong"}, b'{"error":"wrong"}\n')
