@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import ollama
 import pytest
 import pytest_asyncio
@@ -94,7 +95,7 @@ async def test_anthropic_tools(claude: AsyncAnthropic) -> None:
         "messages": [{"role": "user", "content": "How is the weather in Oslo?"}],
         "extra_body": GREEDY,
         "tools": [WEATHER],
-        "tool_choice": {"type": "any"},
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
     }
     whole = await claude.messages.create(**asked)
     (used,) = whole.content
@@ -200,3 +201,14 @@ async def test_ollama_models_and_errors(llama: ollama.AsyncClient) -> None:
         assert unknown.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match=r"`options\.mirostat` is not a field"):
         await llama.chat(model=MODEL, messages=QUESTION, options={"mirostat": 1})
+
+
+async def test_ollamas_own_examples_name_no_content_type(url: str) -> None:
+    asked = json.dumps({"model": MODEL, "prompt": "Hello", "stream": False, "options": {"num_predict": 3}})
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        answer = await http.post("/api/generate", content=asked, headers=form)
+        assert (answer.status_code, answer.json()["done"]) == (200, True)
+        of_a_page = {**form, "origin": "http://elsewhere.example"}
+        assert (await http.post("/api/generate", content=asked, headers=of_a_page)).status_code == 415
+        assert (await http.post("/v1/completions", content=asked, headers=form)).status_code == 415

@@ -159,10 +159,13 @@ def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
     assert refused.value.param == next(iter(more))
 
 
+HEAD = {"model": "m", "created": 9, "answer_format": "hermes"}
+
+
 def native(text: str, reason: str = "stop", **more: str) -> dict[str, Any]:
     said = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": said, "logprobs": None, "finish_reason": reason, **more}
-    return {"id": "r", "created": 9, "model": "m", "choices": [choice], "usage": USAGE}
+    return {**HEAD, "id": "r", "choices": [choice], "usage": USAGE}
 
 
 def asked(**more: Any) -> Call:
@@ -197,7 +200,7 @@ def test_a_call_is_a_block() -> None:
     assert got["stop_reason"] == "tool_use"
 
 
-ACCEPTED = {"type": "accepted", "attempt": 1, "frame": 0, "model": "m", "created": 9, "prompt_tokens": 7}
+ACCEPTED = {**HEAD, "type": "accepted", "attempt": 1, "frame": 0, "prompt_tokens": 7}
 
 
 def delta(text: str) -> dict[str, Any]:

@@ -111,7 +111,9 @@ def test_the_model_to_show() -> None:
     assert [read_show({name: "m:latest"}) for name in ("model", "name")] == [{"model": "m"}] * 2
 
 
-ACCEPTED = {"type": "accepted", "attempt": 1, "frame": 0, "model": "m", "created": 9}
+ACCEPTED = {
+    "type": "accepted", "attempt": 1, "frame": 0, "model": "m", "created": 9, "answer_format": "hermes"
+}  # fmt: skip
 
 
 def frames(*texts: str, chat: bool = True) -> list[dict[str, Any]]:
