@@ -324,8 +324,8 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def _from_curl(request: Request, media: str) -> bool:
-    """True for JSON with curl's own content type, as the examples of ollama's API send it. A form of a page in
-    a browser has the same type, and an `Origin`."""
+    """True for JSON with curl's own content type, as the examples of ollama's API have it. The form of a page
+    in a browser has the same type, and an `Origin`."""
     is_form = media == "application/x-www-form-urlencoded"
     return is_form and request.url.path.startswith("/api/") and "origin" not in request.headers
 
