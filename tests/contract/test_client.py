@@ -275,7 +275,7 @@ async def test_where_nobody_comes_back_a_request_ends_after_some_times(
 
 
 async def test_a_request_without_a_model(client: Client) -> None:
-    with pytest.raises(EngineError, match="add `model`"):
+    with pytest.raises(BadRequest, match="add `model`"):
         await client.complete({"prompt": "x"})
 
 
