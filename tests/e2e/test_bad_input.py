@@ -82,7 +82,7 @@ BAD: dict[str, tuple[bytes, int, str | None, str]] = {
     "all the time": (b'{"prompt": "x", "timeout_s": Infinity}', 400, "timeout_s", "finite"),
     "long id": (j(request_id="r" * 10_000), 400, "request_id", "pattern"),
     "wild id": (j(request_id="a.>"), 400, "request_id", "pattern"),
-    "stream options": (j(stream=True, stream_options={"x": 1}), 400, "stream_options", "not permitted"),
+    "stream options": (j(stream=True, stream_options={"x": 1}), 400, "stream_options", "is not a field"),
     "too late": (j(timeout_s=1e-9, max_tokens=8000), 408, None, "time"),
 }  # fmt: skip
 

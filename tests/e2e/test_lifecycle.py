@@ -74,7 +74,8 @@ def test_gateways_share_a_port_and_one_that_dies_takes_nobody_else_along(start_u
 
     told: set[str] = set()
     for _ in range(400):  # until both have come up, and each has been given some
-        told |= set(re.findall(r'active_requests{gateway="(\w+)"} 1', ask("/metrics").text))
+        page = ask("/metrics").text  # the gateway that answers has this request
+        told |= set(re.findall(r'active_requests{instance="(\w+)",service="gateway"} 1', page))
         if len(told) == 2:
             break
     assert len(told) == 2

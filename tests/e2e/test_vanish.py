@@ -164,7 +164,8 @@ async def test_a_cancel_frees_the_blocks_within_two_steps(start_up: StartUp) -> 
     try:
         other, _ = await started(nc, body("goes-on", stream=True))
         for attempt in range(5):
-            replies, _ = await started(nc, body(f"c{attempt}", stream=True, prompt="a long prompt " * 100))
+            long = {"prompt": "a long prompt " * 100, "max_tokens": LONG - 1000}  # within the context
+            replies, _ = await started(nc, body(f"c{attempt}", stream=True, **long))
             before = await engine()
             await nc.publish(f"headrace.v1.cancel.public.c{attempt}", b"")
             now = after = await engine()

@@ -60,7 +60,7 @@ def test_the_next_line_replaces_a_progress_line_on_a_terminal(monkeypatch: pytes
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(sys, "stdout", plain)
-    lines = ServiceLines(["a"], bare=True)
+    lines = ServiceLines(["a"], screen, bare=True)
     lines("a", "loading: 1 of 2 …")
     print_line("to a file …")
     lines("a", "loading: 2 of 2 …")
