@@ -7,11 +7,12 @@ import anthropic
 
 client = anthropic.Anthropic(base_url=os.environ["ROOT_URL"], api_key="any", max_retries=0)
 model = os.environ["MODEL"]
+GREEDY = {"temperature": 0}  # no argument of this client any more
 asked = [{"role": "user", "content": "What is the capital of France?"}]
-whole = client.messages.create(model=model, messages=asked, max_tokens=20, temperature=0)
+whole = client.messages.create(model=model, messages=asked, max_tokens=20, extra_body=GREEDY)
 assert "Paris" in whole.content[0].text
 assert whole.usage.output_tokens > 0
-with client.messages.stream(model=model, messages=asked, max_tokens=20, temperature=0) as stream:
+with client.messages.stream(model=model, messages=asked, max_tokens=20, extra_body=GREEDY) as stream:
     assert "".join(stream.text_stream) == whole.content[0].text
     assert stream.get_final_message().stop_reason == whole.stop_reason
 tool = {
@@ -23,7 +24,12 @@ tool = {
     },
 }
 called = client.messages.create(
-    model=model, messages=asked, max_tokens=80, temperature=0, tools=[tool], tool_choice={"type": "any"}
+    model=model,
+    messages=asked,
+    max_tokens=80,
+    extra_body=GREEDY,
+    tools=[tool],
+    tool_choice={"type": "any", "disable_parallel_tool_use": True},
 )
 (use,) = [block for block in called.content if block.type == "tool_use"]
 assert (use.name, set(use.input)) == ("weather", {"city"})
