@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
 from typing import Any
@@ -38,12 +39,10 @@ class AccessLog:
             raise SetupError(f"access_log: {target} cannot be written: {error}") from None
         self._handler.handleError = self._on_error  # type: ignore[method-assign]  # else a traceback a line
 
-    def write(self, exchange: Exchange) -> None:
-        """Write the line of a request that has ended."""
-        line, lost = line_of(exchange), self._lost
-        if exchange.body is not None:
-            line["body"] = exchange.body
-        text = to_json(line).decode()
+    def write(self, line: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> None:
+        """Write the line of a request that has ended (`line_of`), with the body of the request if given."""
+        lost = self._lost
+        text = to_json(line if body is None else {**line, "body": body}).decode()
         self._handler.handle(logging.LogRecord("access", logging.INFO, "", 0, text, None, None))
         if lost and lost == self._lost:
             log.info("access_log: %s is written again; %d lines are lost", self._target, lost)

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import anthropic, ollama
 from services.gateway import exchange as exchanges
-from services.gateway.access_log import AccessLog
+from services.gateway.access_log import AccessLog, line_of
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
 from services.gateway.exchange import Exchange, ExchangeCounters, answer, given_id, refusal
 from services.gateway.fleet import Fleet
@@ -413,9 +413,13 @@ class Edge:
         endpoints = self._endpoints
         exchange.ended_us = max(endpoints.clock.wall_us(), exchange.started_us)
         endpoints.counters.end(exchange)
-        endpoints.page.note(exchange)
-        if endpoints.access_log is not None:
-            endpoints.access_log.write(exchange)
+        answers = exchange.stream is not None
+        if answers or endpoints.access_log is not None:
+            line = line_of(exchange)
+            if answers:
+                endpoints.page.note(line)
+            if endpoints.access_log is not None:
+                endpoints.access_log.write(line, exchange.body)
         if isinstance(exchange.error, Unavailable):
             why = MET_503 if endpoints.keys.demanded else exchange.error.message  # /health needs no key
             endpoints.health.doubt(why, exchange.model)

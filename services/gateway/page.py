@@ -20,9 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.gateway.access_log import line_of
 from services.gateway.errors import NoRoute
-from services.gateway.exchange import Exchange, answer
+from services.gateway.exchange import answer
 from services.gateway.fleet import Fleet
 
 KEPT = 200  # requests in the list
@@ -57,10 +56,9 @@ class Page:
         self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._files = {name: _read(name) for name in _FILES}
 
-    def note(self, exchange: Exchange) -> None:
+    def note(self, line: dict[str, Any]) -> None:
         """Add a request for an answer that has ended to the list."""
-        if exchange.stream is not None:
-            self._recent.appendleft(line_of(exchange))
+        self._recent.appendleft(line)
 
     def routes(self) -> list[Route]:
         """The page's paths."""

@@ -113,9 +113,9 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(shell: Shell) -> None:
     assert "No module named 'nowhere'" in said
     assert said.splitlines()[-1].startswith("error (setup): the fleet did not start: ")
     assert shell.left() == []
-    code, _, said = shell.run("run", "nobody")
+    code, _, said = shell.run("run", "no-model")
     assert code == 1
-    assert said.startswith("error (setup): 'nobody' is neither a known model")
+    assert said.startswith("error (setup): 'no-model' is neither a known model")
 
 
 def test_a_start_that_is_interrupted_leaves_nothing(shell: Shell) -> None:

@@ -77,8 +77,8 @@ def test_the_trace_command_says_what_is_wrong(up: Up, tmp_path: Path) -> None:
     unknown = up.run("trace", "never-asked")
     assert unknown.returncode == 1
     assert "error (request not found): no request 'never-asked' is running" in unknown.stderr
-    nobody = up.run("trace", "r", "--nats-url", "nats://127.0.0.1:9")
-    assert nobody.returncode == 1
-    assert "no connection to the nats-server" in nobody.stderr
+    alone = up.run("trace", "r", "--nats-url", "nats://127.0.0.1:9")
+    assert alone.returncode == 1
+    assert "no connection to the nats-server" in alone.stderr
     no_folder = up.run("trace", "never-asked", "--perfetto", str(tmp_path / "no" / "folder"))
     assert no_folder.returncode == 1

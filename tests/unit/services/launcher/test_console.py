@@ -1,4 +1,4 @@
-"""Lines for people, and what becomes of them when nobody reads or nothing can be written."""
+"""Lines for people, and what becomes of them without a reader or without room."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_lines_without_a_reader_are_lost_and_nothing_else(monkeypatch: pytest.Mo
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, broken_pipe())
     for _ in range(2):
-        print_line("to nobody")
-        ServiceLines(["a"], sys.stderr)("a", "to nobody")
-        assert fail(Unavailable("nobody hears")) == 1
+        print_line("no reader")
+        ServiceLines(["a"], sys.stderr)("a", "no reader")
+        assert fail(Unavailable("no reader")) == 1
     sys.stdout.close()  # raises where a line still waits for a reader
     sys.stderr.close()
 
