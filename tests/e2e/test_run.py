@@ -56,6 +56,10 @@ class Shell:
                 continue
         return found
 
+    def pids_of(self, kind: str) -> list[int]:
+        """The processes of the services of that kind."""
+        return [pid for pid, line in self.processes().items() if f"serve\0{kind}\0" in line]
+
     def left(self) -> list[str]:
         """These, and what is in the folder for temporary files."""
         return [*self.processes().values(), *(path.name for path in self.home.glob("headrace-*"))]
@@ -119,13 +123,16 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(shell: Shell) -> None:
 
 
 def test_a_start_that_is_interrupted_leaves_nothing(shell: Shell) -> None:
-    process = shell.start("run", MODEL, "Hi", HEADRACE_DEVICE="cpu")
+    process = shell.start("run", MODEL, "Hi", HEADRACE_DEVICE="cpu", HEADRACE_DRAIN_TIMEOUT_S="1")
     assert process.stdin is not None
+    assert process.stderr is not None
     process.stdin.close()
-    while not list(shell.home.glob("headrace-run-*/*.beat")):
+    while not (executors := shell.pids_of("executor")):
         assert process.poll() is None
+    for pid in executors:  # so that the fleet is not ready before the interrupt, however busy this machine is
+        os.kill(pid, signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(60) == 130, process.stderr.read()
     assert shell.left() == []
 
 
