@@ -22,6 +22,7 @@ from pydantic import (
     WithJsonSchema,
     WrapValidator,
     create_model,
+    model_validator,
     with_config,
 )
 from pydantic.json_schema import SkipJsonSchema
@@ -135,6 +136,17 @@ def _one_rule(asked: StructuredOutputs) -> StructuredOutputs:
     return asked
 
 
+class WholeNumbers(BaseModel):
+    """An integer may be written as `4.0`, which JSON Schema counts as one, and some languages print it so."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_fractions(cls, fields: object) -> object:
+        if not isinstance(fields, dict):
+            return fields
+        return {k: int(v) if type(v) is float and v.is_integer() else v for k, v in fields.items()}
+
+
 SloClass = Literal["interactive", "standard", "batch"]
 TokenId = Annotated[int, Field(ge=0)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -161,6 +173,7 @@ class TextPart(TypedDict):
     text: str
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ASSISTANT = "assistant"
 _CONTENT: dict[str, Any] = {  # the rule of `_joined`
     "anyOf": [
@@ -175,7 +188,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_CONTENT)
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: Annotated[str, BeforeValidator(_joined, str | list[TextPart] | None)] = Field(
         None, validate_default=True
     )
@@ -285,10 +298,10 @@ _without_effect: dict[str, Any] = {
         for name, off in UNSUPPORTED.items()
     },
 }
-_WithoutEffect = create_model("_WithoutEffect", **_without_effect)
+_WithoutEffect = create_model("_WithoutEffect", __base__=WholeNumbers, **_without_effect)
 
 
-class GenerateRequest(_WithoutEffect, BaseModel):  # type: ignore[misc,valid-type]  # made at run time
+class GenerateRequest(_WithoutEffect):  # type: ignore[misc,valid-type]  # made at run time
     """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())

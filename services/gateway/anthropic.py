@@ -23,7 +23,17 @@ from typing_extensions import TypedDict
 from services.gateway.errors import status_of
 from services.gateway.openai_request import Call
 from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder, answer
-from shared.api import MAX_MESSAGES, MAX_TOOLS, NO_EFFECT, Extensible, StopStrings, TextPart, bad_field
+from shared.api import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MAX_TOP_K,
+    NO_EFFECT,
+    Extensible,
+    StopStrings,
+    TextPart,
+    WholeNumbers,
+    bad_field,
+)
 from shared.errors import BadRequest, HeadraceError
 
 _ERRORS = {
@@ -139,7 +149,16 @@ class ClientTool(BaseModel):
 class ToolChoice(BaseModel):
     """Calls: any number (`auto`), at least one (`any`), the one named (`tool`), or none."""
 
-    model_config = _STRICT
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"type": {"enum": ["auto", "any", "none"]}}},
+                {"properties": {"name": {"type": "string"}}, "required": ["name"]},
+            ]
+        },
+    )
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -177,7 +196,7 @@ class OutputConfig(BaseModel):
     effort: Any = Field(None, description=NO_EFFECT)
 
 
-class CountTokensRequest(BaseModel):
+class CountTokensRequest(WholeNumbers):
     """A prompt to count."""
 
     model_config = _STRICT
@@ -203,7 +222,7 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: StopStrings = Field(default_factory=list, description="texts that end the answer")
     temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
-    top_k: int = Field(0, ge=0, description="tokens to draw from; 0: all")
+    top_k: int = Field(0, ge=0, le=MAX_TOP_K, description="tokens to draw from; 0: all")
     stream: bool = Field(False, description="send the answer as events")
     metadata: Metadata = Field(default_factory=Metadata, description="who asks")
     service_tier: Any = Field(None, description=NO_EFFECT)

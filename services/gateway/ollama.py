@@ -21,12 +21,15 @@ from services.gateway.openai_response import Api, Body, ChunkBuilder, answer
 from shared.api import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    MAX_TOP_K,
     NO_EFFECT,
     NOT_YET,
     Penalty,
     Repetition,
+    Role,
     Stop,
     Tool,
+    WholeNumbers,
     bad_field,
     only,
 )
@@ -43,14 +46,14 @@ def _present(value: object) -> object:
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-class Options(BaseModel):
+class Options(WholeNumbers):
     """Sampling; what concerns the loading of a model has no effect."""
 
     model_config = _STRICT
 
     num_predict: int = Field(-1, ge=-2, description="most tokens of the answer; negative: the context's rest")
     temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
-    top_k: int = Field(0, ge=0, description="tokens to draw from; 0: all")
+    top_k: int = Field(0, ge=0, le=MAX_TOP_K, description="tokens to draw from; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
     min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the greatest")
     seed: int = Field(0, ge=-(2**63), lt=2**64, description="random if absent")
@@ -76,7 +79,7 @@ class OllamaMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Annotated[str, Field(pattern=r"^[A-Za-z_-]{1,32}$")]
+    role: Role
     content: str = ""
     thinking: str = ""
     images: Annotated[Any, only([])] = Field(None, description=NOT_YET)

@@ -174,8 +174,8 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _requests() -> dict[str, Schema]:
-    """The models of shared/api.py with the additions of HTTP: null for any field but the prompt; several
-    prompts and `echo` of a completion."""
+    """The models of shared/api.py with the additions of HTTP: null for any field but the prompt, also for one
+    that is not known; several prompts and `echo` of a completion."""
     kinds: list[tuple[type[BaseModel], JsonSchemaMode]]
     kinds = [
         (kind, "validation")
@@ -191,9 +191,11 @@ def _requests() -> dict[str, Schema]:
     several = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_PROMPTS} for each in prompts]
     completion["prompt"]["anyOf"] = prompts + several
     completion["echo"] = {"type": "boolean", "description": "start with the prompt; not with `logprobs`"}
-    for kind, _ in kinds:
-        fields, required = schemas[kind.__name__]["properties"], schemas[kind.__name__].get("required", ())
-        fields |= {name: _or_null(schema) for name, schema in fields.items() if name not in required}
+    for name in (*(kind.__name__ for kind, _ in kinds), "Options", "OllamaMessage"):
+        fields, required = schemas[name]["properties"], schemas[name].get("required", ())
+        fields |= {field: _or_null(schema) for field, schema in fields.items() if field not in required}
+        if schemas[name].get("additionalProperties") is False:
+            schemas[name]["additionalProperties"] = {"type": "null"}
     optional = (
         *("model", "add_generation_prompt", "continue_final_message", "chat_template"),
         *("chat_template_kwargs", "reasoning_effort", "tools"),

@@ -2,10 +2,14 @@
 
 Without it nearly all would end at "no such model" or at a token id that no vocabulary has, and the others
 would take as long as they like. A limit of `timeout_s` that passes is a 504 that was asked for.
+
+The check `allowed_by_the_schema` is stricter than schemathesis' own: what the schema allows may be refused
+only for a reason in REASONS, which a JSON Schema cannot express, and the answer must name it.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import schemathesis
@@ -13,7 +17,14 @@ import schemathesis
 MODEL = "smollm2-135m-instruct"
 TOKENS = 49_152
 OLLAMA = ("/api/chat", "/api/generate")
-MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 3}
+MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n_predict": 4, "min_tokens": 4, "n": 3}
+BUSY = (404, 409, 413, 429)  # no such model, the same id, too large, too many
+REASONS = re.compile(
+    "context_length_exceeded|no executor of this model can follow a grammar|cannot be followed"
+    "|is not a schema|`tools` has no such function|of one of `tools` is expected|an answer has at most"
+    "|two functions have the same name|for `stream: true` alone|takes no templates from requests"
+    "|exclude each other|needs `logprobs`|is not one of this fleet|ids from 0 to|only one of|not with"
+)
 
 
 @schemathesis.hook
@@ -22,7 +33,9 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwar
     body = case.body
     if case.path in OLLAMA and isinstance(body, dict) and isinstance(body.get("options") or {}, dict):
         # By default an answer fills the context, also one to a request with a flaw that has no effect.
-        body["options"] = {"num_predict": 4, **(body.get("options") or {})}
+        body["options"] = options = {"num_predict": 4, **(body.get("options") or {})}
+        if options["num_predict"] in (-1, -2):
+            options["num_predict"] = 4
     if not isinstance(body, dict) or case.meta is None or not case.meta.generation.mode.is_positive:
         return
     model, limit_s = body.get("model"), body.get("timeout_s")
@@ -31,7 +44,7 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwar
     if type(limit_s) in (int, float) and limit_s > 0:
         body["timeout_s"] = max(limit_s, 30)
     for name, most in MOST.items():
-        if type(body.get(name)) is int:
+        if type(body.get(name)) in (int, float):
             body[name] = min(body[name], most)
     if case.path.endswith("/completions"):
         body["max_tokens"] = body.get("max_tokens") or 4
@@ -48,6 +61,17 @@ def _known(value: Any) -> Any:
     """Ids of the vocabulary, and no empty prompt."""
     if value in ("", []):
         return "x" if value == "" else [1]
-    if type(value) is int and value >= 0:
-        return value % TOKENS
+    if type(value) in (int, float) and value >= 0:
+        return int(value) % TOKENS
     return [_known(item) for item in value] if isinstance(value, list) else value
+
+
+@schemathesis.check
+def allowed_by_the_schema(
+    context: schemathesis.CheckContext, response: schemathesis.Response, case: schemathesis.Case
+) -> None:
+    """A request that follows the schema is refused for REASONS alone."""
+    if case.meta is None or not case.meta.generation.mode.is_positive or response.status_code in BUSY:
+        return
+    refused = 400 <= response.status_code < 500
+    assert not refused or REASONS.search(response.text), f"{response.status_code}: {response.text[:500]}"

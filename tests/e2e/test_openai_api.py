@@ -185,15 +185,18 @@ def test_keys_health_drain_and_trace(start_up: StartUp, tmp_path: Path, receiver
 
 
 def test_the_document_is_the_truth(up: Up, tmp_path: Path) -> None:
-    """No 5xx and no answer that the document does not declare; `scripts/soak http` runs it for 10 minutes."""
+    """No 5xx, no answer that the document does not declare, and nothing refused that the schema allows, except
+    for the reasons in schemathesis_hooks.py. `scripts/soak http` runs it for 10 minutes, with all paths."""
     base = up.http_url.removesuffix("/v1")
-    longer = ["--max-time", os.environ["API_FUZZ_S"]] if "API_FUZZ_S" in os.environ else []
+    # The 3,400 cases of flaws in ollama's two requests take a minute, longer than those of all other paths.
+    length = ["--exclude-path-regex", "^/api/(chat|generate)$"]
+    if "API_FUZZ_S" in os.environ:
+        length = ["--max-time", os.environ["API_FUZZ_S"]]
     done = subprocess.run(
         [
             str(Path(sys.executable).parent / "st"), "--config-file", str(HERE / "schemathesis.toml"),
             "run", f"{base}/openapi.json", "--seed", "1", "-n", "3", "--phases", "coverage,fuzzing",
-            "--exclude-checks", "positive_data_acceptance", "--no-shrink", "--continue-on-failure", *longer,
-            "--exclude-path-regex", "^/api/(chat|generate)$",  # their cases alone take longer than all others
+            "--exclude-checks", "positive_data_acceptance", "--no-shrink", "--continue-on-failure", *length,
         ],
         env={**os.environ, "SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(HERE)},
         cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False,
@@ -201,7 +204,7 @@ def test_the_document_is_the_truth(up: Up, tmp_path: Path) -> None:
     if kept := os.environ.get("API_FUZZ_OUT"):
         Path(kept).write_text(done.stdout.replace(base, "http://gateway").replace(f"{HERE.parents[1]}/", ""))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "16 passed" in done.stdout
+    assert ("18 passed" if "API_FUZZ_S" in os.environ else "16 passed") in done.stdout
 
 
 def test_a_stream_goes_on_when_services_die(client: OpenAI, up: Up) -> None:

@@ -93,6 +93,7 @@ def test_a_prompt_goes_through_the_chat_template_unless_it_is_raw() -> None:
             {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
             "`images` is not supported yet",
         ),
+        ({"messages": [{"role": "someone", "content": "x"}]}, "`messages.0.role`: Input should be 'system'"),
         ({"options": {"mirostat": 2}}, "`options.mirostat` is not a field"),
         ({"options": {"temperature": 3}}, "`options.temperature`: "),
         ({"logit_bias": {}}, "`logit_bias` is not a field"),

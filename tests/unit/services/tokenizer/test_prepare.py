@@ -196,6 +196,11 @@ def test_binary_args_are_refused(model: ServedModel) -> None:
         )
 
 
+def test_an_integer_may_have_a_fraction_of_zero(model: ServedModel) -> None:
+    body = {**CHAT, "max_tokens": 5, "top_k": 3, "seed": 7}
+    assert prepared(model, {**body, "max_tokens": 5.0, "top_k": 3.0, "seed": 7.0}) == prepared(model, body)
+
+
 def test_msgpack_equals_json(model: ServedModel) -> None:
     body = {**CHAT, "logit_bias": {3: 1.0}, "stop": ["a", "b"], "max_completion_tokens": 5}
     assert prepared(model, msgpack.packb(body)) == prepared(model, {**body, "logit_bias": {"3": 1.0}})
@@ -329,6 +334,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "top_k": 10**400}, "top_k", "less than or equal to 2147483647"),
     ({"prompt": "x", "max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
     ({"prompt": "x", "max_tokens": float("inf")}, "max_tokens", "valid integer"),
+    ({"prompt": "x", "max_tokens": 4.5}, "max_tokens", "valid integer"),
     ({"prompt": "x", "temperature": -0.1}, "temperature", "greater than or equal to 0"),
     ({"prompt": "x", "temperature": float("-inf")}, "temperature", "finite"),
     ({"prompt": "x", "temperature": True}, "temperature", "valid number"),
