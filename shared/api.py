@@ -136,15 +136,15 @@ def _one_rule(asked: StructuredOutputs) -> StructuredOutputs:
     return asked
 
 
-class WholeNumbers(BaseModel):
-    """An integer may be written as `4.0`, which JSON Schema counts as one, and some languages print it so."""
+def _without_fractions(fields: object) -> object:
+    if not isinstance(fields, dict):
+        return fields
+    return {k: int(v) if type(v) is float and v.is_integer() else v for k, v in fields.items()}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_fractions(cls, fields: object) -> object:
-        if not isinstance(fields, dict):
-            return fields
-        return {k: int(v) if type(v) is float and v.is_integer() else v for k, v in fields.items()}
+
+def whole_numbers() -> Any:
+    """A model's validator: an integer may be written as `4.0`. JSON Schema counts that as an integer."""
+    return model_validator(mode="before")(_without_fractions)
 
 
 SloClass = Literal["interactive", "standard", "batch"]
@@ -298,13 +298,14 @@ _without_effect: dict[str, Any] = {
         for name, off in UNSUPPORTED.items()
     },
 }
-_WithoutEffect = create_model("_WithoutEffect", __base__=WholeNumbers, **_without_effect)
+_WithoutEffect = create_model("_WithoutEffect", **_without_effect)
 
 
-class GenerateRequest(_WithoutEffect):  # type: ignore[misc,valid-type]  # made at run time
+class GenerateRequest(_WithoutEffect, BaseModel):  # type: ignore[misc,valid-type]  # made at run time
     """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    _whole = whole_numbers()
 
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
     add_generation_prompt: bool = Field(True, description="a chat's prompt ends with the start of the answer")

@@ -31,8 +31,8 @@ from shared.api import (
     Extensible,
     StopStrings,
     TextPart,
-    WholeNumbers,
     bad_field,
+    whole_numbers,
 )
 from shared.errors import BadRequest, HeadraceError
 
@@ -196,10 +196,11 @@ class OutputConfig(BaseModel):
     effort: Any = Field(None, description=NO_EFFECT)
 
 
-class CountTokensRequest(WholeNumbers):
+class CountTokensRequest(BaseModel):
     """A prompt to count."""
 
     model_config = _STRICT
+    _whole = whole_numbers()
 
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
     messages: list[Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]] = (

@@ -29,9 +29,9 @@ from shared.api import (
     Role,
     Stop,
     Tool,
-    WholeNumbers,
     bad_field,
     only,
+    whole_numbers,
 )
 from shared.errors import HeadraceError
 
@@ -46,10 +46,11 @@ def _present(value: object) -> object:
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-class Options(WholeNumbers):
+class Options(BaseModel):
     """Sampling; what concerns the loading of a model has no effect."""
 
     model_config = _STRICT
+    _whole = whole_numbers()
 
     num_predict: int = Field(-1, ge=-2, description="most tokens of the answer; negative: the context's rest")
     temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")

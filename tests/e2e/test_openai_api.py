@@ -185,8 +185,8 @@ def test_keys_health_drain_and_trace(start_up: StartUp, tmp_path: Path, receiver
 
 
 def test_the_document_is_the_truth(up: Up, tmp_path: Path) -> None:
-    """No 5xx, no answer that the document does not declare, and nothing refused that the schema allows, except
-    for the reasons in schemathesis_hooks.py. `scripts/soak http` runs it for 10 minutes, with all paths."""
+    """No 5xx, no answer that the document does not declare, and nothing refused that the schema allows but
+    for a reason in schemathesis_hooks.py. `scripts/soak http` runs it for 10 minutes, with all paths."""
     base = up.http_url.removesuffix("/v1")
     # The 3,400 cases of flaws in ollama's two requests take a minute, longer than those of all other paths.
     length = ["--exclude-path-regex", "^/api/(chat|generate)$"]
