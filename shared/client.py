@@ -121,6 +121,14 @@ class Client:
         """The number of running requests."""
         return len(self._waiting)
 
+    def send_again(self, model: str) -> None:
+        """Send all requests for `model` without a reply again, of any tenant: the server may have given them
+        to a service that has died. A service that has such a request ignores the repetition."""
+        of_model = subjects.generate_any_tenant(model).rpartition("*")[2]
+        for replies in self._waiting.values():
+            if not replies.count and replies.subject.endswith(of_model):
+                replies.send()
+
     def fail(self, error: HeadraceError) -> None:
         """End all running requests; their readers get this error after the received frames."""
         for replies in self._waiting.values():
@@ -163,6 +171,7 @@ class Client:
         ended = False
         try:
             headers = {"traceparent": trace} if trace else None
+            replies.subject = subject
             replies.send = partial(self.bus.publish, subject, data, reply=reply, headers=headers)
             replies.send()
             while not ended:
@@ -375,7 +384,7 @@ class UnreadFrames:
 
     __slots__ = (
         "_bytes", "_deliveries", "_due_s", "_failure", "_loop", "_on_full", "_reader", "_timer", "_total",
-        "count", "resends", "send",
+        "count", "resends", "send", "subject",
     )  # fmt: skip
 
     def __init__(self, on_full: Callable[[], None], total: UnreadTotal | None = None) -> None:
@@ -391,6 +400,7 @@ class UnreadFrames:
         self._timer: asyncio.TimerHandle | None = None  # one for many waits: most end long before it
         self.count = 0  # received messages
         self.send: Callable[[], None] = lambda: None  # publishes the request
+        self.subject = ""  # to this subject
         self.resends = 0  # left after a reconnect
 
     def put(self, delivery: Delivery) -> None:

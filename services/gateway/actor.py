@@ -95,6 +95,15 @@ class GatewayActor(Actor):
         self._look()
 
     def on_peer(self, peer: Peer) -> None:
+        """An actor has come or gone. What the server gave to a tokenizer that died is with the others, and if
+        no other lived, with nobody: the first one that is back gets it again."""
+        model = peer.heartbeat.model
+        if (
+            self._endpoints is not None
+            and peer.heartbeat.kind == "tokenizer"
+            and len(self._mailbox.peers.ready("tokenizer", model)) == 1
+        ):
+            self._endpoints.connections.send_again(model)
         self._look()
 
     on_peer_gone = on_peer

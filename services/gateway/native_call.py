@@ -89,11 +89,19 @@ class TenantConnections:
             elif now_s - connection.used_s > CONNECTION_IDLE_S:
                 self._close(tenant, connection)
 
+    def send_again(self, model: str) -> None:
+        """Send all requests for `model` without a reply again."""
+        for client in self._clients():
+            client.send_again(model)
+
     def fail(self, error: HeadraceError) -> None:
         """End all waiting requests with `error`."""
-        for client in (self.main, *(connection.client for connection in self._connections.values())):
-            if client is not None:
-                client.fail(error)
+        for client in self._clients():
+            client.fail(error)
+
+    def _clients(self) -> list[Client]:
+        others = [connection.client for connection in self._connections.values()]
+        return [self.main, *(client for client in others if client is not None)]
 
     async def close(self) -> None:
         """Close all connections but `main`, which the runtime owns."""

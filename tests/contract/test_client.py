@@ -253,6 +253,35 @@ async def test_a_request_that_a_broker_took_along_is_sent_again(
     await stream.aclose()
 
 
+async def test_requests_for_a_model_are_sent_again_on_demand(connect: Connect, fleet: str) -> None:
+    """Of every tenant, but those alone that have no reply yet."""
+    client, service = await Client.open(await connect()), await connect()
+    arrived = {model: list[Delivery]() for model in ("m", "other")}
+    for model, list_ in arrived.items():
+        await service.subscribe(subjects.generate_any_tenant(f"{fleet}{model}"), list_.append)
+    await service.flush()
+    waiting = [
+        asyncio.create_task(client.as_tenant(tenant).complete({"model": f"{fleet}{model}"}))
+        for tenant, model in (("public", "m"), ("acme", "m"), ("public", "other"))
+    ]
+    stream = client.stream({"model": f"{fleet}m"}, timeout_s=1)
+    began = asyncio.create_task(anext(stream))
+    while len(arrived["m"]) < 3 or not arrived["other"]:
+        await asyncio.sleep(0.01)
+    *_, started = arrived["m"]
+    service.publish(started.reply, json.dumps(frame(0, "accepted")).encode())
+    await began
+    client.send_again(f"{fleet}m")
+    while len(arrived["m"]) < 5:
+        await asyncio.sleep(0.01)
+    for each in arrived["m"][3:]:
+        service.publish(each.reply, b'{"text": "here"}')
+    assert await asyncio.gather(*waiting[:2]) == [{"text": "here"}] * 2
+    assert len(arrived["other"]) == 1
+    waiting[2].cancel()
+    await stream.aclose()
+
+
 async def test_where_nobody_comes_back_a_request_ends_after_some_times(
     connect: Connect, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

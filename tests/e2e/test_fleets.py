@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -112,16 +113,22 @@ def test_two_models_in_one_fleet(start_up: StartUp, tmp_path: Path) -> None:
     wait_until_gone(children)
 
 
-@pytest.mark.timeout(180)
-def test_what_only_the_other_model_lacks_is_told_of_that_one(start_up: StartUp, tmp_path: Path) -> None:
-    """Its one tokenizer is gone: 503 at once and not 404, nor silence; the gateway goes on."""
-    second = write_bpe_gguf(tmp_path / "tiny.gguf")
-    up = start_up("--model", MODEL, "--model", str(second), HEADRACE_HTTP="127.0.0.1:0")
-    (victim,) = (
+def tokenizer_of(up: Up, model: Path) -> int:
+    (pid,) = (
         pid
         for pid in faults.pids_of(up.process.pid, "tokenizer")
-        if "HEADRACE_MODEL=" + str(second) in Path(f"/proc/{pid}/environ").read_text().split("\0")
+        if f"HEADRACE_MODEL={model}" in Path(f"/proc/{pid}/environ").read_text().split("\0")
     )
+    return pid
+
+
+@pytest.mark.timeout(180)
+def test_what_only_the_other_model_lacks_is_told_of_that_one(start_up: StartUp, tmp_path: Path) -> None:
+    """Its one tokenizer is gone: 503 at once and not 404, nor silence; the gateway goes on. A request that
+    the tokenizer took with it, and one that runs, get their answers after it has been started again."""
+    second = write_bpe_gguf(tmp_path / "tiny.gguf")
+    up = start_up("--model", MODEL, "--model", str(second), HEADRACE_HTTP="127.0.0.1:0")
+    victim = tokenizer_of(up, second)
     with httpx.Client(base_url=up.http_url, timeout=60) as http:
         os.kill(victim, signal.SIGKILL)
         wait_until_gone([victim])  # while it dies the server still gives it what comes
@@ -131,4 +138,14 @@ def test_what_only_the_other_model_lacks_is_told_of_that_one(start_up: StartUp, 
         assert http.get(http.base_url.copy_with(path="/health")).status_code == 200
         assert ask(http, MODEL).status_code == 200
         while ask(http, "tiny").status_code != 200:  # it is started again
-            pass
+            time.sleep(0.01)
+        wanted = [ask(http, "tiny", prompt).json()["choices"] for prompt in "ab"]
+        victim = tokenizer_of(up, second)
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(ask, http, "tiny", "a")
+            time.sleep(0.05)  # for most of its 8 tokens, or all of them
+            os.kill(victim, signal.SIGSTOP)
+            lost = pool.submit(ask, http, "tiny", "b")
+            time.sleep(0.5)  # it is in the tokenizer's socket
+            os.kill(victim, signal.SIGKILL)
+            assert [each.result().json()["choices"] for each in (running, lost)] == wanted
