@@ -95,8 +95,8 @@ class GatewayActor(Actor):
         self._look()
 
     def on_peer(self, peer: Peer) -> None:
-        """An actor has come or gone. What the server gave to a tokenizer that died is with the others, and if
-        no other lived, with nobody: the first one that is back gets it again."""
+        """An actor has come or gone. The requests that a dead tokenizer took with it are known to the other
+        tokenizers. If there was no other, the first one that is back gets them again."""
         model = peer.heartbeat.model
         if (
             self._endpoints is not None
