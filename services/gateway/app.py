@@ -239,6 +239,9 @@ class Endpoints:
         fields, client = await self._asked(request, api)
         if self.access_log is not None and self.access_log.prompts:
             exchange.body = fields
+        if (at_once := api.at_once(fields, self.clock.wall_us() // 1_000_000)) is not None:
+            await _model(client, fields["model"])
+            return answer(at_once)
         chat = "messages" in fields if chat is None else chat
         call = read_call(fields, chat=chat, request_id=exchange.request_id)
         exchange.stream = call.stream
