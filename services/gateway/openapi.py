@@ -298,7 +298,13 @@ COMPONENTS: dict[str, Schema] = {
     ),
     "OllamaError": _object(error=TEXT),
     "Model": _object(
-        "max_model_len", id=TEXT, object=_one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT
+        *("max_model_len", "root"),
+        id=TEXT,
+        object=_one_of("model"),
+        created=COUNT,
+        owned_by=TEXT,
+        root=TEXT,
+        max_model_len=COUNT,
     ),
     "Models": _object(object=_one_of("list"), data={"type": "array", "items": _ref("Model")}),
     "TokenizeAnswer": _object(model=TEXT, count=COUNT, tokens=_TOKENS),
