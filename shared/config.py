@@ -21,6 +21,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from shared.answer_formats import formats
 from shared.errors import SetupError
 from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
+from shared.nats.subjects import MAX_NAME_CHARS
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
@@ -68,7 +69,7 @@ class Settings(BaseSettings):
     cache_dir: Path = Field(Path("~/.cache/headrace"), description="folder for models and run files")
     model: str = Field("smollm2-135m-instruct", description="model to serve: a name, a GGUF file or a folder")
     model_name: str = Field(
-        "", max_length=128, description="name of the model for clients; empty: from the model"
+        "", description="name of the model for clients, then its aliases, by comma; empty: from the model"
     )
     answer_format: str = Field(
         "auto",
@@ -144,6 +145,16 @@ class Settings(BaseSettings):
             raise ValueError(f"auto, off or one of {', '.join(formats.FORMATS)} is expected") from None
         return name
 
+    @field_validator("model_name")
+    @classmethod
+    def _different_names(cls, text: str) -> str:
+        names = [name.strip() for name in text.split(",")] if text else []
+        if not all(0 < len(name) <= MAX_NAME_CHARS for name in names):
+            raise ValueError(f"names of 1 to {MAX_NAME_CHARS} characters are expected, like a,b")
+        if len({*names}) < len(names):
+            raise ValueError("names that differ are expected")
+        return ",".join(names)
+
     @field_validator("cache_dir")
     @classmethod
     def _expand(cls, path: Path) -> Path:
@@ -180,6 +191,11 @@ class Settings(BaseSettings):
         if bool(self.http_tls_cert) != bool(self.http_tls_key):
             raise ValueError("http_tls_cert and http_tls_key belong together: give both or none")
         return self
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The name of the model and its aliases; empty: its name comes from the model."""
+        return tuple(self.model_name.split(",")) if self.model_name else ()
 
     @property
     def http_address(self) -> tuple[str, int] | None:

@@ -78,6 +78,7 @@ class Heartbeat:
     tiers: tuple[str, ...] = ()
     rates: tuple[int, ...] = ()  # bytes per second per tier
     scheduler: str = ""  # executor: id of the scheduler that welcomed it
+    aliases: tuple[str, ...] = ()  # tokenizer: further names of its model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

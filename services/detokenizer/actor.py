@@ -14,8 +14,9 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from services.detokenizer import failover
 from services.detokenizer.core import DetokenizerCore
@@ -34,7 +35,7 @@ from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
 from shared.telemetry.readings import MetricPoint, Metrics
 from shared.telemetry.traces import Choice, Reply, RequestRecord, request_spans
-from shared.vocab.files import resolve, served_name
+from shared.vocab.files import resolve, served_names
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.detokenizer")
@@ -59,9 +60,13 @@ class DetokenizerActor(Actor):
     kind = "detokenizer"
     traced = True
 
-    def __init__(self, vocabulary: Vocabulary, model: str, backlog_limit_bytes: int) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, model: str, backlog_limit_bytes: int, aliases: Sequence[str] = ()
+    ) -> None:
+        """`aliases`: further names of the model in detokenize requests."""
         self._vocabulary = vocabulary
         self._model = model
+        self._names = (model, *aliases)
         self._backlog_limit_bytes = backlog_limit_bytes
         self._core = DetokenizerCore(vocabulary)
         self._flush_due = False
@@ -75,12 +80,9 @@ class DetokenizerActor(Actor):
         self._endings = Completions(mailbox, lambda: self._run([]))
         self._client_events = ClientEvents(mailbox, self._core, self._run)
         await self._client_events.listen()
-        pattern = subjects.detokenize_any_tenant(self._model)
-        await mailbox.bus.subscribe(
-            pattern,
-            lambda asked: answer(mailbox.bus, self._model, self._vocabulary, asked),
-            queue="detokenize",
-        )
+        for name in self._names:
+            reply = partial(answer, mailbox.bus, name, self._vocabulary)
+            await mailbox.bus.subscribe(subjects.detokenize_any_tenant(name), reply, queue="detokenize")
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         clock = self._mailbox.clock
@@ -449,5 +451,5 @@ def build(settings: Settings) -> DetokenizerActor:
     """The detokenizer for the configuration. Raises SetupError."""
     vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
     vocabulary.decode([])  # builds the table now rather than at the first request
-    name = settings.model_name or served_name(settings.model)
-    return DetokenizerActor(vocabulary, name, settings.backlog_limit_bytes)
+    name, *aliases = served_names(settings)
+    return DetokenizerActor(vocabulary, name, settings.backlog_limit_bytes, aliases)

@@ -38,7 +38,7 @@ from shared.messages import (
     StepResult,
 )
 from shared.telemetry.readings import Attributes, MetricPoint, Metrics
-from shared.vocab.files import resolve
+from shared.vocab.files import resolve, served_names
 
 log = logging.getLogger("headrace.executor")
 
@@ -333,7 +333,7 @@ def _sim(settings: Settings) -> Backend:
     files = resolve(settings.model, settings.cache_dir)
     usual = SimOptions()
     options = SimOptions(
-        model=settings.model_name or files.name,
+        model=served_names(settings)[0],
         vocab=load_vocabulary(files).size,
         blocks=settings.kv_blocks or usual.blocks,
         block_tokens=settings.block_tokens,
@@ -367,7 +367,7 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
     dtype, _, kv_dtype = settings.dtype.partition("/")
     options = TorchOptions(
         model_path=files.path,
-        model_name=settings.model_name or files.name,
+        model_name=served_names(settings)[0],
         dummy=settings.backend == "dummy",
         dtype=dtype,
         kv_dtype=kv_dtype or "auto",

@@ -97,13 +97,14 @@ class GatewayActor(Actor):
     def on_peer(self, peer: Peer) -> None:
         """An actor has come or gone. The requests that a dead tokenizer took with it are known to the other
         tokenizers. If there was no other, the first one that is back gets them again."""
-        model = peer.heartbeat.model
+        heartbeat = peer.heartbeat
         if (
             self._endpoints is not None
-            and peer.heartbeat.kind == "tokenizer"
-            and len(self._mailbox.peers.ready("tokenizer", model)) == 1
+            and heartbeat.kind == "tokenizer"
+            and len(self._mailbox.peers.ready("tokenizer", heartbeat.model)) == 1
         ):
-            self._endpoints.connections.send_again(model)
+            for name in (heartbeat.model, *heartbeat.aliases):
+                self._endpoints.connections.send_again(name)
         self._look()
 
     on_peer_gone = on_peer

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from typing_extensions import TypedDict
 
 from services.gateway.errors import status_of
-from services.gateway.openai_request import Call
+from services.gateway.openai_request import Call, thinking
 from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder, answer
 from shared.api import (
     MAX_MESSAGES,
@@ -167,7 +167,7 @@ class ToolChoice(BaseModel):
 
 @Extensible
 class ThinkingConfig(TypedDict):
-    """`budget_tokens` has no effect."""
+    """Variables for the chat template; `budget_tokens` has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -211,7 +211,9 @@ class CountTokensRequest(BaseModel):
         default_factory=list, max_length=MAX_TOOLS, description="functions that the model may call"
     )
     tool_choice: ToolChoice | None = Field(None, description="whether the model calls functions")
-    thinking: ThinkingConfig | None = Field(None, description="a model that reasons does it in any case")
+    thinking: ThinkingConfig | None = Field(
+        None, description="reasoning, if the chat template can turn it on and off"
+    )
     output_config: OutputConfig | None = Field(None, description="the form of the answer")
     cache_control: Any = Field(None, description=NO_EFFECT)
 
@@ -253,6 +255,8 @@ def read(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> Body
     if asked.output_config is not None and asked.output_config.format is not None:
         named = {"name": "answer", "schema": asked.output_config.format["schema"]}
         body["response_format"] = {"type": "json_schema", "json_schema": named}
+    if asked.thinking is not None:
+        body |= thinking(asked.thinking["type"] != "disabled")
     if isinstance(asked, MessagesRequest):
         body |= {"stop": asked.stop_sequences, "user": asked.metadata.get("user_id") or ""}
         if asked.stream:

@@ -239,6 +239,9 @@ class Endpoints:
         fields, client = await self._asked(request, api)
         if self.access_log is not None and self.access_log.prompts:
             exchange.body = fields
+        if (at_once := api.at_once(fields, self.clock.wall_us() // 1_000_000)) is not None:
+            await _model(client, fields["model"])
+            return answer(at_once)
         chat = "messages" in fields if chat is None else chat
         call = read_call(fields, chat=chat, request_id=exchange.request_id)
         exchange.stream = call.stream
@@ -269,7 +272,7 @@ class Endpoints:
         """The fields of a request, with its model, and the client of its tenant. Raises BadRequest."""
         client = await self._client(request)
         fields = api.read(fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES)))
-        served = [] if fields.get("model") else await _served(client)
+        served = [] if fields.get("model") else await _roots(client)
         model = _exchange(request).model = model_of(fields, served)
         return {**fields, "model": model}, client
 
@@ -320,6 +323,7 @@ def _state(why: str) -> Response:
 
 
 async def _models(client: Client) -> dict[str, Any]:
+    """OpenAI's list of models."""
     return await client.request(subjects.models(client.tenant))
 
 
@@ -333,6 +337,12 @@ async def _model(client: Client, name: str) -> dict[str, Any]:
 
 async def _served(client: Client) -> list[str]:
     return [entry["id"] for entry in (await _models(client))["data"]]
+
+
+async def _roots(client: Client) -> list[str]:
+    """The served models, each under its own name; a tokenizer of an older version sends no `root`."""
+    entries = (await _models(client))["data"]
+    return sorted({entry.get("root", entry["id"]) for entry in entries})
 
 
 def _unknown(model: str, served: list[str]) -> UnknownModel:

@@ -249,6 +249,7 @@ class Health:
         self._why = "starting"
         self._proven: set[str] = set()  # models
         self._last = ""  # model that was probed
+        self._aliases: dict[str, str] = {}  # models by their further names
         self._probing: asyncio.Task[None] | None = None
         self.draining = False
         self.online = True
@@ -271,7 +272,7 @@ class Health:
             return
         if self._probing is not None and self._probing.done():
             self._probing.result()  # raises an unexpected error
-        models = peers.models("tokenizer")
+        models, self._aliases = peers.models("tokenizer"), peers.aliases()
         lacking = {model: missing(peers, model) for model in models}
         whole = [model for model in models if not lacking[model]]
         self._proven &= set(whole)
@@ -288,7 +289,7 @@ class Health:
 
     def doubt(self, why: str, model: str = "") -> None:
         """A request (to a model) failed: the model, or all, must be proven again."""
-        self._proven -= {model} if model else set(self._proven)
+        self._proven -= {self._aliases.get(model, model)} if model else set(self._proven)
         if not self._proven:
             self._why = why
 

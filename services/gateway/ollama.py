@@ -3,6 +3,7 @@
 https://github.com/ollama/ollama/blob/main/docs/api.md defines the fields. A stream is one JSON object a line;
 the last one has `done`, the reason and the durations in nanoseconds. `/api/generate` sends a prompt through
 the chat template, and with `raw` as it is. Fields that are left out have Headrace's defaults, not ollama's.
+A request without a prompt or message loads a model: the answer is one object, also for a stream.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from services.gateway.openai_request import Call
+from services.gateway.openai_request import Call, thinking
 from services.gateway.openai_response import Api, Body, ChunkBuilder, answer
 from shared.api import (
     MAX_MESSAGES,
@@ -95,15 +96,17 @@ class OllamaRequest(BaseModel):
     options: Annotated[Options | None, BeforeValidator(_present)] = Field(None, description="sampling")
     format: Literal["", "json"] | dict[str, Any] = Field("", description="JSON, or a schema of it")
     stream: bool = Field(True, description="send the answer in lines")
-    think: Any = _IDLE
-    keep_alive: Any = _IDLE
+    think: Literal[True, False, "low", "medium", "high"] | None = Field(
+        None, description="reasoning, if the chat template can turn it on and off, or its effort"
+    )
+    keep_alive: Any = Field(None, description="0: the answer to no prompt has the reason `unload`")
 
 
 class OllamaChatRequest(OllamaRequest):
     """A conversation to answer."""
 
     messages: list[Annotated[OllamaMessage, BeforeValidator(_present)]] = Field(
-        min_length=1, max_length=MAX_MESSAGES, description="the conversation so far"
+        default_factory=list, max_length=MAX_MESSAGES, description="the conversation so far; empty: no answer"
     )
     tools: list[Tool] = Field(
         default_factory=list, max_length=MAX_TOOLS, description="functions that the model may call"
@@ -113,13 +116,16 @@ class OllamaChatRequest(OllamaRequest):
 class OllamaGenerateRequest(OllamaRequest):
     """A prompt to answer, or with `raw` to continue."""
 
-    prompt: str = Field(min_length=1, description="the text of the user")
+    prompt: str = Field("", description="the text of the user; empty: no answer")
     system: str = Field("", description="instructions")
     raw: bool = Field(False, description="continue the prompt, without the chat template")
     suffix: Annotated[Any, only("")] = Field(None, description=NOT_YET)
     template: Annotated[Any, only("")] = Field(None, description=NOT_YET)
     context: Annotated[Any, only([])] = Field(None, description=NOT_YET)
     images: Annotated[Any, only([])] = Field(None, description=NOT_YET)
+
+
+Kind = type[OllamaChatRequest] | type[OllamaGenerateRequest]
 
 
 class OllamaShowRequest(BaseModel):
@@ -132,8 +138,9 @@ class OllamaShowRequest(BaseModel):
     verbose: Any = _IDLE
 
 
-def read(fields: Body, kind: type[OllamaRequest]) -> Body:
-    """The fields of a chat or a completion of the OpenAI API. Raises BadRequest."""
+def read(fields: Body, kind: Kind) -> Body:
+    """The fields of a chat or a completion of the OpenAI API; `done_reason` if there is nothing to answer.
+    Raises BadRequest."""
     try:
         asked = kind.model_validate(fields)
     except ValidationError as error:
@@ -153,10 +160,16 @@ def read(fields: Body, kind: type[OllamaRequest]) -> Body:
     elif isinstance(asked.format, dict):
         named = {"name": "answer", "schema": asked.format}
         body["response_format"] = {"type": "json_schema", "json_schema": named}
+    if not (asked.messages if isinstance(asked, OllamaChatRequest) else asked.prompt):
+        digits = {*filter(str.isdigit, str(asked.keep_alive))}  # a number, or a duration like "0s"
+        return {**body, "done_reason": "unload" if digits == {"0"} else "load"}
+    if asked.think is not None and not (isinstance(asked, OllamaGenerateRequest) and asked.raw):
+        body |= thinking(asked.think is not False)
+        if isinstance(asked.think, str):
+            body["reasoning_effort"] = asked.think
     if isinstance(asked, OllamaChatRequest):
         tools = {"tools": fields["tools"]} if asked.tools else {}
         return {**body, **tools, "messages": [_turn(each) for each in asked.messages]}
-    assert isinstance(asked, OllamaGenerateRequest)
     if asked.raw:
         return {**body, "prompt": asked.prompt}
     system = [{"role": "system", "content": asked.system}] if asked.system else []
@@ -176,6 +189,14 @@ def whole_answer(call: Call, natives: Sequence[Body], echoed: Sequence[str], *, 
     calls = [_call(each["function"]) for each in said.get("tool_calls", ())]
     content = _content(chat, said["content"] or "", said.get("reasoning_content", ""), calls)
     return {**_head(whole), **content, **_ending(choice["finish_reason"], whole)}
+
+
+def loaded(fields: Body, created: int, *, chat: bool) -> Body | None:
+    """The answer to a request that loads a model, which every served model is; None for any other."""
+    if "done_reason" not in fields:
+        return None
+    head = _head({"model": fields["model"], "created": created})
+    return {**head, **_content(chat, ""), "done": True, "done_reason": fields["done_reason"]}
 
 
 def _head(whole: Body) -> Body:
@@ -314,9 +335,10 @@ def read_show(fields: Body) -> Body:
     return {"model": name.removesuffix(LATEST)} if name else {}
 
 
-def _api(kind: type[OllamaRequest], *, chat: bool) -> Api:
+def _api(kind: Kind, *, chat: bool) -> Api:
     chunks: Callable[..., Any] = partial(Lines, chat=chat)
-    return Api(partial(whole_answer, chat=chat), chunks, error_body, partial(read, kind=kind))
+    whole, at_once = partial(whole_answer, chat=chat), partial(loaded, chat=chat)
+    return Api(whole, chunks, error_body, partial(read, kind=kind), at_once)
 
 
 CHAT = _api(OllamaChatRequest, chat=True)

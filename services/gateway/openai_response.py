@@ -165,7 +165,7 @@ class ChunkBuilder:
             "id": self._call.request_id,
             "object": "chat.completion.chunk" if self._call.chat else "text_completion",
             "created": frame["created"],
-            "model": frame["model"],
+            "model": self._call.model,
         }
 
     def _chunk(
@@ -266,7 +266,7 @@ def answer(call: Call, native: Sequence[Body], echoed: Sequence[str]) -> Body:
         "id": call.request_id,
         "object": "chat.completion" if call.chat else "text_completion",
         "created": first["created"],
-        "model": first["model"],
+        "model": call.model,
         "choices": choices,
         "usage": total([whole["usage"] for whole in native]),
     }
@@ -371,6 +371,7 @@ class Api:
     chunks: Callable[[Call, Sequence[str]], Chunks] = ChunkBuilder
     error: Callable[[HeadraceError, str], Body] = body_of
     read: Callable[[Body], Body] = dict  # raises BadRequest
+    at_once: Callable[[Body, int], Body | None] = lambda fields, created: None  # an answer without the model
 
 
 OPENAI = Api()

@@ -239,15 +239,19 @@ def _answer(kind: str, **content: Schema) -> Schema:
 
 
 def _ollama_answer(*optional: str, **content: Schema) -> Schema:
-    counts = ("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration")
+    counts = (
+        *("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration"),
+        *("eval_count", "eval_duration"),
+    )
     return _object(
         *optional,
+        *counts,  # absent if a model was only loaded
         model=TEXT,
         created_at=TEXT,
         **content,
         done=_one_of(True),
-        done_reason=_one_of("stop", "length"),
-        **dict.fromkeys((*counts, "eval_count", "eval_duration"), COUNT),
+        done_reason=_one_of("stop", "length", "load", "unload"),
+        **dict.fromkeys(counts, COUNT),
     )
 
 
@@ -296,7 +300,13 @@ COMPONENTS: dict[str, Schema] = {
     ),
     "OllamaError": _object(error=TEXT),
     "Model": _object(
-        "max_model_len", id=TEXT, object=_one_of("model"), created=COUNT, owned_by=TEXT, max_model_len=COUNT
+        *("max_model_len", "root"),
+        id=TEXT,
+        object=_one_of("model"),
+        created=COUNT,
+        owned_by=TEXT,
+        root=TEXT,
+        max_model_len=COUNT,
     ),
     "Models": _object(object=_one_of("list"), data={"type": "array", "items": _ref("Model")}),
     "TokenizeAnswer": _object(model=TEXT, count=COUNT, tokens=_TOKENS),

@@ -42,12 +42,12 @@ class Target:
 
 def find_target(loaded: Loaded) -> Target:
     """The server to connect to, and the model for requests that name none."""
-    from shared.vocab.files import served_name
+    from shared.vocab.files import served_names
 
     settings = loaded.settings
     note = read(path_for(settings))
     here = note if note is not None and settings.nats_url in ("", note.nats_url) else None
-    named = settings.model_name or served_name(settings.model)
+    named = served_names(settings)[0]
     chosen = loaded.origins["model"] != "default" or loaded.origins["model_name"] != "default"
     return Target(
         settings.nats_url or (here.nats_url if here else DEFAULT_NATS_URL),

@@ -121,7 +121,7 @@ def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str
     found: dict[str, str] = {}
     for model in (settings.model, *more):
         _check_model(settings, model)
-        name = settings.model_name or resolve(model, settings.cache_dir).name
+        name, *_ = settings.model_names or (resolve(model, settings.cache_dir).name,)
         if name in found:
             raise SetupError(f"{found[name]} and {model} would both be served as {name!r}: rename one")
         found[name] = model
@@ -285,12 +285,13 @@ class _Up:
 
     def _write_run_state(self) -> None:
         monitoring = self._server.monitoring_url if self._server else ""
+        aliases = self._settings.model_names[1:]
         note = RunState(
             pid=os.getpid(),
             fleet=self._settings.fleet,
             nats_url=self._url,
             monitoring_url=monitoring,
-            models=list(self._models),
+            models=[*self._models, *aliases],
             page=self._page_url(),
             logs=self._folder.name,
         )
@@ -301,6 +302,7 @@ class _Up:
         contexts = self._contexts.items()
         rows = [
             *(row for model, context in contexts for row in (("model", model), ("context", context))),
+            ("aliases", ", ".join(aliases)),
             ("NATS", access.shown(self._url)),
             ("monitoring", monitoring),
             *(("publish to", subjects.generate(subjects.DEFAULT_TENANT, model)) for model in self._models),

@@ -42,7 +42,7 @@ from shared.nats.interface import Delivery
 from shared.replies import to_json
 from shared.telemetry.readings import Metrics
 from shared.telemetry.tracer import Tracer
-from shared.vocab.files import served_name
+from shared.vocab.files import served_names
 
 log = logging.getLogger("headrace.scheduler")
 
@@ -230,7 +230,7 @@ def build(settings: Settings) -> SchedulerActor:
         accept_mixed=settings.accept_mixed,
         ended_within_us=detection_us(settings.heartbeat_interval_ms * 1000),
     )
-    model = settings.model_name or served_name(settings.model)
+    model = served_names(settings)[0]
     path = settings.tenant_quotas
     quotas = WatchedFile("tenant_quotas", path, read_quotas, log) if path else None
     return SchedulerActor(limits, model, settings.event_log, quotas)

@@ -47,7 +47,7 @@ from shared.nats.interface import Bus, BusFault, Delivery, Subscription
 from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
 from shared.telemetry.readings import MetricPoint, Metrics
-from shared.vocab.files import resolve, served_name
+from shared.vocab.files import resolve, served_names
 from shared.vocab.vocabulary import load_vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
@@ -101,10 +101,12 @@ class TokenizerActor(Actor):
         self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
         self._second.on_fault(_log_fault)
         self._queries = Queries(mailbox, self._model, self._context, self._second)
+        await self._queries.check_names()
+        requests = [subjects.generate_any_tenant(name) for name in self._model.names]
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
-            await self._second.subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put_copy),
-            await subscribe(subjects.generate_any_tenant(self._name), self._arrivals.put, queue="tokenizer"),
+            *[await self._second.subscribe(asked, self._arrivals.put_copy) for asked in requests],
+            *[await subscribe(asked, self._arrivals.put, queue="tokenizer") for asked in requests],
             *await self._queries.listen(),  # last: a tokenizer that answers these must receive requests
         ]
         await self._second.flush()
@@ -142,7 +144,7 @@ class TokenizerActor(Actor):
     def heartbeat_payload(self) -> HeartbeatPayload:
         load = (("context", self._context()), ("model_context", self._model.max_context), (STANDS_BY, 1))
         counts = {"requests": self._core.requests, "prompt_tokens": self._core.prompt_tokens}
-        return HeartbeatPayload(model=self._name, load=load, counts=counts)
+        return HeartbeatPayload(model=self._name, aliases=self._model.aliases, load=load, counts=counts)
 
     @property
     def metrics(self) -> Metrics:
@@ -609,8 +611,10 @@ def load_model(settings: Settings) -> ServedModel:
     for special in (False, True):  # build both forms now: see Vocabulary.encode
         vocabulary.encode("warm up", special=special)
     form = named(settings.answer_format, vocabulary.chat_template)
+    name, *aliases = served_names(settings)
     return ServedModel(
-        name=settings.model_name or served_name(settings.model),
+        name=name,
+        aliases=tuple(aliases),
         vocabulary=vocabulary,
         template=ChatTemplate(vocabulary, text_arguments=form is not None and form.text_arguments),
         max_context=settings.max_context or vocabulary.context_tokens,

@@ -156,6 +156,12 @@ class ServedModel:
     processors: tuple[str, ...] = ()  # logits processors that a request may name
     trusts_templates: bool = False  # a request may bring its own chat template
     answer_format: Format | None = HERMES  # of chats; None: the text is the answer
+    aliases: tuple[str, ...] = ()  # further names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that a request may use."""
+        return self.name, *self.aliases
 
 
 def read_body(body: bytes) -> dict[str, Any]:
@@ -245,7 +251,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields)
     tools = read_tools(request)
-    if request.model not in (None, model.name):
+    if request.model not in (None, *model.names):
         raise BadRequest(
             f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
             "one, or none",

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
+
+from pydantic_core import from_json
 
 from services.tokenizer.core import Fail
 from services.tokenizer.prepare import Origin, ServedModel, encode_prompt, read_body, read_request
@@ -17,7 +20,15 @@ from services.tokenizer.structured_output import grammar_of, read_tools
 from shared import codec
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers
-from shared.errors import BadRequest, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel, WireError
+from shared.errors import (
+    BadRequest,
+    HeadraceError,
+    PayloadTooLarge,
+    SetupError,
+    Unavailable,
+    UnknownModel,
+    WireError,
+)
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
@@ -52,16 +63,33 @@ class Queries:
 
     async def listen(self) -> list[Subscription]:
         """Subscribe, as queue groups: one tokenizer answers each request."""
-        subscribe, name = self._mailbox.bus.subscribe, self._model.name
+        subscribe = self._mailbox.bus.subscribe
         heartbeats = await subscribe(subjects.TOKENIZER_HEARTBEATS_ALL_FLEETS, self._on_beat)
         self._mailbox.bus.publish(subjects.HEARTBEAT_REQUEST_ALL_FLEETS, b"")
         return [
             heartbeats,
             await subscribe(subjects.MODELS, self._on_models, queue="models"),
             await subscribe(subjects.MODELS_ANY_TENANT, self._on_models, queue="models"),
-            await subscribe(subjects.tokenize_any_tenant(name), self._on_tokenize, queue="tokenizer"),
+            *[
+                await subscribe(
+                    subjects.tokenize_any_tenant(name), partial(self._on_tokenize, name), queue="tokenizer"
+                )
+                for name in self._model.names
+            ],
             await self._second.subscribe(subjects.GENERATE_ALL, self._on_any_model, queue="unknown-model"),
         ]
+
+    async def check_names(self) -> None:
+        """Raises SetupError if another model on this server has one of the names of this one."""
+        try:
+            found = await self._mailbox.bus.request(subjects.MODELS, b"", timeout_us=LISTEN_US)
+        except (NoResponders, RequestTimeout):
+            return
+        for entry in from_json(found.data)["data"]:
+            name, root = entry["id"], entry.get("root", entry["id"])
+            if name in self._model.names and root != self._model.name:
+                other = f"of model {root!r}" if name != root else "of another model"
+                raise SetupError(f"{name!r} is a name {other} on this server: change model_name")
 
     async def drain(self) -> None:
         """Return when no request waits in `_look`."""
@@ -70,9 +98,9 @@ class Queries:
 
     def _on_models(self, delivery: Delivery) -> None:
         if access.answerable(self._mailbox.bus, delivery):
-            self._mailbox.bus.publish(delivery.reply, to_json(models_body(self.served())))
+            self._mailbox.bus.publish(delivery.reply, to_json(models_body(self.served(), self._roots())))
 
-    def _on_tokenize(self, delivery: Delivery) -> None:
+    def _on_tokenize(self, name: str, delivery: Delivery) -> None:
         if not access.answerable(self._mailbox.bus, delivery):
             return
         try:
@@ -81,8 +109,8 @@ class Queries:
                     f"{len(delivery.data)} bytes are over {MAX_QUESTION_BYTES}: ask in smaller parts",
                     param="prompt",
                 )
-            body = to_json(tokenize_body(delivery.data, self._model, self._mailbox.clock.wall_us()))
-            self._mailbox.bus.publish(delivery.reply, body)
+            body = tokenize_body(delivery.data, self._model, self._mailbox.clock.wall_us())
+            self._mailbox.bus.publish(delivery.reply, to_json({**body, "model": name}))
         except RecursionError:
             self._fail(delivery, BadRequest("the body is nested too deeply; send flat messages"))
         except HeadraceError as error:
@@ -97,7 +125,7 @@ class Queries:
             self._fail(delivery, BadRequest(f"the subject is damaged: {wrong}", param="subject"))
             return
         tenant, model = names
-        if model == self._model.name:
+        if model in self._model.names:
             return
         if (waiting := self._unsure.get(model)) is not None and len(waiting) < MAX_UNSURE:
             waiting.append((delivery, tenant))
@@ -166,8 +194,9 @@ class Queries:
             peers = self._fleets.setdefault(delivery.subject.split(".")[1], Peers())
             heartbeat, now_us = envelope.message, self._mailbox.clock.now_us()
             peers.update(envelope.epoch, heartbeat, now_us)
-            if heartbeat.model in self._known or (heartbeat.model and len(self._known) < MAX_KNOWN):
-                self._known[heartbeat.model] = now_us
+            for name in (heartbeat.model, *heartbeat.aliases):
+                if name in self._known or (name and len(self._known) < MAX_KNOWN):
+                    self._known[name] = now_us
 
     def ours_alone(self, ids: Sequence[str]) -> bool:
         """True if all tokenizers of this model, in any fleet on this server, are `ids` of this fleet."""
@@ -179,21 +208,34 @@ class Queries:
         return all(fleet == ours and actor in ids for fleet, actor in ready)
 
     def served(self) -> dict[str, int]:
-        """The context (tokens) of each model with a ready tokenizer in any fleet on this server."""
+        """The context (tokens) of each model with a ready tokenizer in any fleet on this server, by all of
+        its names."""
         contexts = {self._model.name: self._context()}
         for peers in self._fleets.values():
             peers.expire(self._mailbox.clock.now_us())
             for name in peers.models("tokenizer"):
                 contexts[name] = max(contexts.get(name, 0), peers.max_load("tokenizer", "context", name))
-        return contexts
+        aliases = {alias: contexts[root] for alias, root in self._roots().items() if root in contexts}
+        return aliases | contexts
+
+    def _roots(self) -> dict[str, str]:
+        """The models of this server by their further names."""
+        roots = dict.fromkeys(self._model.aliases, self._model.name)
+        for peers in self._fleets.values():
+            roots |= peers.aliases()
+        return roots
 
 
-def models_body(contexts: Mapping[str, int]) -> dict[str, Any]:
-    """OpenAI's list of models, with vLLM's `max_model_len`: tokens of a prompt and its answer."""
+def models_body(contexts: Mapping[str, int], roots: Mapping[str, str]) -> dict[str, Any]:
+    """OpenAI's list of models, with two fields of vLLM's: `max_model_len`, tokens of a prompt and its answer,
+    and `root`, the model's own name."""
     about = {"object": "model", "created": 0, "owned_by": "headrace"}
     return {
         "object": "list",
-        "data": [{"id": name, **about, "max_model_len": contexts[name]} for name in sorted(contexts)],
+        "data": [
+            {"id": name, **about, "root": roots.get(name, name), "max_model_len": contexts[name]}
+            for name in sorted(contexts)
+        ],
     }
 
 

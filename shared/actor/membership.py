@@ -104,6 +104,11 @@ class Peers:
         heartbeats = (p.heartbeat for p in self._peers.values())
         return sorted({b.model for b in heartbeats if b.kind == kind and b.state == "ready" and b.model})
 
+    def aliases(self) -> dict[str, str]:
+        """The models of the ready tokenizers by their further names."""
+        heartbeats = (self._peers[f"tokenizer.{actor}"].heartbeat for actor in self.ready("tokenizer"))
+        return {alias: heartbeat.model for heartbeat in heartbeats for alias in heartbeat.aliases}
+
     def max_load(self, kind: str, figure: str, model: str) -> int:
         """The largest `figure` in the loads of the ready actors of a kind and model; 0 if there is none."""
         ready = [self._peers[f"{kind}.{actor}"].heartbeat.load for actor in self.ready(kind, model)]

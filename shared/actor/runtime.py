@@ -64,6 +64,7 @@ class HeartbeatPayload:
     tiers: tuple[str, ...] = ()
     rates: tuple[int, ...] = ()
     scheduler: str = ""
+    aliases: tuple[str, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -222,6 +223,7 @@ class Runtime:
             tiers=payload.tiers,
             rates=payload.rates,
             scheduler=payload.scheduler,
+            aliases=payload.aliases,
         )
         envelope = Envelope(self.mailbox.source, self.mailbox.epoch, 0, heartbeat)
         self.bus.publish(

@@ -59,7 +59,8 @@ _READS = {
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
 _WRITES = {
-    "tokenizer": (f"{INBOX}.>", "hr.beat_ask", f"{PUBLIC}.tokenize.*.*"),  # tokenize: see queries.py
+    # tokenize, models: see queries.py
+    "tokenizer": (f"{INBOX}.>", "hr.beat_ask", f"{PUBLIC}.tokenize.*.*", f"{PUBLIC}.models"),
     "scheduler": (f"{PUBLIC}.events.*",),
     "detokenizer": (f"{INBOX}.>",),
 }

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shared.errors import SetupError
+
+if TYPE_CHECKING:
+    from shared.config import Settings
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -96,6 +100,11 @@ def served_name(model: str) -> str:
     if model in CATALOGUE or not looks_like_path:
         return model
     return path.resolve().name.removesuffix(".gguf")
+
+
+def served_names(settings: Settings) -> tuple[str, ...]:
+    """The name of the configured model for clients, then its aliases."""
+    return settings.model_names or (served_name(settings.model),)
 
 
 def unreadable(file: Path, what: str, error: Exception) -> SetupError:

@@ -113,6 +113,21 @@ def test_two_models_in_one_fleet(start_up: StartUp, tmp_path: Path) -> None:
     wait_until_gone(children)
 
 
+@pytest.mark.timeout(180)
+def test_one_model_has_several_names(start_up: StartUp) -> None:
+    """A service with one of them for another model does not start."""
+    up = start_up("--model-name", f"{MODEL}, gpt-4o", HEADRACE_HTTP="127.0.0.1:0")
+    assert [line.split()[-1] for line in up.printed if "aliases:" in line] == ["gpt-4o"]
+    with httpx.Client(base_url=up.http_url, timeout=60) as http:
+        texts = {name: ask(http, name).json()["choices"][0]["text"] for name in (MODEL, "gpt-4o")}
+    assert texts["gpt-4o"] == texts[MODEL]
+    assert up.run("chat", "--model-name", "gpt-4o", "-q", "Hi", "--max-tokens", "3").returncode == 0
+    env = {**up.env, "HEADRACE_NATS_URL": up.nats_url, "HEADRACE_MODEL_NAME": "other,gpt-4o"}
+    other = subprocess.run([*HEADRACE, "serve", "tokenizer"], env=env, capture_output=True, timeout=60)
+    assert other.returncode != 0
+    assert f"'gpt-4o' is a name of model '{MODEL}' on this server" in other.stderr.decode()
+
+
 def tokenizer_of(up: Up, model: Path) -> int:
     (pid,) = (
         pid

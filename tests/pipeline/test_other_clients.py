@@ -168,6 +168,23 @@ async def test_ollama_chat_and_generate(llama: ollama.AsyncClient) -> None:
     assert all(piece.response for piece in pieces[:-1])
 
 
+async def test_ollama_loads_and_thinks(llama: ollama.AsyncClient) -> None:
+    empty = await llama.generate(model=MODEL)
+    assert (empty.model, empty.response, empty.done, empty.done_reason) == (MODEL, "", True, "load")
+    unloaded = [part async for part in await llama.generate(model=MODEL, stream=True, keep_alive=0)]
+    assert [part.done_reason for part in unloaded] == ["unload"]
+    listened = await llama.chat(model=MODEL, messages=[])
+    assert (listened.message.role, listened.done_reason) == ("assistant", "load")
+    with pytest.raises(ollama.ResponseError, match="llama9") as unknown:
+        await llama.generate(model="llama9")
+    assert unknown.value.status_code == 404
+    levels: tuple[Any, ...] = (True, False, "low")
+    said = [await llama.chat(model=MODEL, messages=QUESTION, options=OPTIONS, think=t) for t in levels]
+    assert all(
+        "Paris" in (answer.message.content or "") for answer in said
+    )  # its template has no such variable
+
+
 async def test_ollama_formats_and_tools(llama: ollama.AsyncClient) -> None:
     options = {**OPTIONS, "num_predict": 60}
     weather: Any = [{"role": "user", "content": "How is the weather in Oslo?"}]

@@ -57,8 +57,8 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 20_548
-PRODUCT_FILES, PRODUCT_LINES = 195, 48_220
+PATH_FILES, PATH_LINES = 73, 20_620
+PRODUCT_FILES, PRODUCT_LINES = 195, 48_366
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -370,6 +370,7 @@ BEAT = Heartbeat(
     tiers=("dram", "remote"),
     rates=(50_000_000_000, 1_000_000_000),
     scheduler="s0",
+    aliases=("small",),
 )
 
 SAMPLES: dict[str, Message] = {kind_of(m): m for m in (*REQUESTS, *STEPS, *TIERS, BEAT)}

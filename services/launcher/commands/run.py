@@ -18,7 +18,7 @@ from services.launcher.commands.pull import pull
 from services.launcher.session import Target
 from shared.config import Loaded, Settings
 from shared.errors import SetupError
-from shared.vocab.files import resolve, served_name
+from shared.vocab.files import resolve, served_names
 
 
 def run(loaded: Loaded, words: Sequence[str], said: Conversation) -> None:
@@ -38,7 +38,7 @@ def run(loaded: Loaded, words: Sequence[str], said: Conversation) -> None:
 @contextmanager
 def _target(loaded: Loaded) -> Generator[Target]:
     settings = loaded.settings
-    name = settings.model_name or served_name(settings.model)
+    name = served_names(settings)[0]
     if settings.nats_url:
         yield Target(settings.nats_url, name)
         return

@@ -94,6 +94,29 @@ def test_the_home_folder_is_expanded() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "names"),
+    [("", ()), ("a", ("a",)), ("a, b/c d,e", ("a", "b/c d", "e")), ("a" * 128, ("a" * 128,))],
+)
+def test_a_model_may_have_several_names(given: str, names: tuple[str, ...]) -> None:
+    assert load(flags={"model_name": given}).settings.model_names == names
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("a,,b", "1 to 128"),
+        ("a,", "1 to 128"),
+        (",", "1 to 128"),
+        ("a" * 129, "1 to 128"),
+        ("a,b, a", "differ"),
+    ],
+)
+def test_names_that_are_empty_long_or_equal_are_refused(given: str, said: str) -> None:
+    with pytest.raises(SetupError, match=f"model_name: names .*{said}"):
+        load(flags={"model_name": given})
+
+
+@pytest.mark.parametrize(
     ("device", "wanted"),
     [
         ("auto", ("auto", 1)),

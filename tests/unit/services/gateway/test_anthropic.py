@@ -59,6 +59,7 @@ def test_every_field_has_its_place_in_a_chat() -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
         "user": "u",
+        "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
         "tools": [
             {
                 "type": "function",
@@ -73,6 +74,17 @@ def test_every_field_has_its_place_in_a_chat() -> None:
     schema = {"type": "object", "properties": {}}
     formed = read({**ASKED, "output_config": {"format": {"type": "json_schema", "schema": schema}}})
     assert formed["response_format"]["json_schema"]["schema"] == schema
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("enabled", True), ("adaptive", True), ("disabled", False)])
+def test_thinking_is_a_variable_of_the_template(kind: str, wanted: bool) -> None:
+    variables = {"enable_thinking": wanted, "thinking": wanted}
+    for api in (anthropic.MESSAGES, anthropic.COUNT):
+        fields = {**ASKED, "thinking": {"type": kind}}
+        if api is anthropic.COUNT:
+            del fields["max_tokens"]
+        assert api.read(fields)["chat_template_kwargs"] == variables
+    assert "chat_template_kwargs" not in read(ASKED)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_a_chat() -> None:
         "seed": None,
         "num_ctx": 9,
     }
-    body = read({**CHAT, "options": options, "keep_alive": "5m", "think": True}, OllamaChatRequest)
+    body = read({**CHAT, "options": options, "keep_alive": "5m"}, OllamaChatRequest)
     assert body == {
         "model": "m",
         "messages": TURNS,
@@ -58,6 +58,36 @@ def test_a_chat() -> None:
     }
     read_request(read_call(body, chat=True, request_id="r").bodies[0])
     assert "max_tokens" not in read({**CHAT, "options": {"num_predict": -1}}, OllamaChatRequest)
+
+
+@pytest.mark.parametrize(
+    ("think", "wanted", "effort"),
+    [(True, True, None), (False, False, None), ("low", True, "low"), ("high", True, "high")],
+)
+def test_thinking_is_a_variable_of_the_template(think: object, wanted: bool, effort: str | None) -> None:
+    variables = {"enable_thinking": wanted, "thinking": wanted}
+    for kind in (OllamaChatRequest, OllamaGenerateRequest):
+        asked = CHAT if kind is OllamaChatRequest else {"prompt": "Hi"}
+        body = read({**asked, "think": think}, kind)
+        assert (body["chat_template_kwargs"], body.get("reasoning_effort")) == (variables, effort)
+        read_request(read_call({**body, "model": "m"}, chat=True, request_id="r").bodies[0])
+    raw = read({"prompt": "Hi", "raw": True, "think": think}, OllamaGenerateRequest)
+    assert raw.keys() == {"prompt", "stream", "stream_options"}  # no template, no variable
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"), [(None, "load"), ("5m", "load"), (-1, "load"), (0, "unload"), ("0s", "unload")]
+)
+def test_a_request_without_a_prompt_loads_the_model(keep_alive: object, reason: str) -> None:
+    for api, asked, content in (
+        (ollama.CHAT, {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
+        (ollama.CHAT, {}, {"message": {"role": "assistant", "content": ""}}),
+        (ollama.GENERATE, {"prompt": ""}, {"response": ""}),
+        (ollama.GENERATE, {"raw": True, "stream": False}, {"response": ""}),
+    ):
+        fields = api.read({"model": "m:latest", "keep_alive": keep_alive, **asked})
+        assert api.at_once(fields, 9) == {**HEAD, **content, "done": True, "done_reason": reason}
+    assert ollama.CHAT.at_once(ollama.CHAT.read({**CHAT, "keep_alive": keep_alive}), 9) is None
 
 
 @pytest.mark.parametrize(
@@ -94,6 +124,7 @@ def test_a_prompt_goes_through_the_chat_template_unless_it_is_raw() -> None:
             "`images` is not supported yet",
         ),
         ({"messages": [{"role": "someone", "content": "x"}]}, "`messages.0.role`: Input should be 'system'"),
+        ({"think": "much"}, "`think`: "),
         ({"options": {"mirostat": 2}}, "`options.mirostat` is not a field"),
         ({"options": {"temperature": 3}}, "`options.temperature`: "),
         ({"logit_bias": {}}, "`logit_bias` is not a field"),
