@@ -30,7 +30,8 @@ _SETTINGS = {
     "run": ("nats_url", "fleet", "cache_dir", "model_name", "request_timeout_s", "keep_alive_s",
             "backend", "device", "dtype"),
     "stop": ("fleet", "cache_dir"), "logs": ("fleet", "cache_dir"),
-    "chat": _REQUEST, "request": _REQUEST, "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
+    "chat": _REQUEST, "request": _REQUEST, "batch": _REQUEST,
+    "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "usage": _FLEET, "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
 _ALL = "*"  # a verb for which each command of the parser has its setting flags
@@ -161,6 +162,24 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> No
     request.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
     request.add_argument("-f", "--file", type=Path, help="read the request from a file")
     request.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
+    _add_batch(add)
+
+
+def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
+    from pathlib import Path
+
+    batch = add("batch", "answer a file of requests in the format of OpenAI's Batch API", _batch)
+    batch.add_argument("action", choices=["run"])
+    batch.add_argument("input", type=Path, metavar="IN.jsonl", help="a line for each request")
+    batch.add_argument(
+        "output", type=Path, metavar="OUT.jsonl", help="a line for each answer; must not exist"
+    )
+    batch.add_argument(
+        "--resume", action="store_true", help="continue OUT.jsonl; refused ones are sent again"
+    )
+    batch.add_argument(  # `window` is the name of a setting
+        "--window", dest="in_flight", type=int, default=64, metavar="N", help="requests in flight; default 64"
+    )
 
 
 def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
@@ -285,6 +304,24 @@ def _request(given: argparse.Namespace) -> None:
     loaded = _load(given)
     timeout_s = loaded.settings.request_timeout_s
     _run(request(find_target(loaded), body, stream=given.stream, timeout_s=timeout_s))
+
+
+def _batch(given: argparse.Namespace) -> int:
+    import asyncio
+
+    from services.launcher.commands.batch import run_batch
+    from services.launcher.session import find_target
+
+    loaded = _load(given)
+    running = run_batch(
+        find_target(loaded),
+        given.input,
+        given.output,
+        resume=given.resume,
+        window=given.in_flight,
+        timeout_s=loaded.settings.request_timeout_s,
+    )
+    return 1 if asyncio.run(running) else 0
 
 
 def _pull(given: argparse.Namespace) -> None:
