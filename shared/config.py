@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from shared.answer_formats import formats
 from shared.errors import SetupError
 from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 from shared.nats.subjects import MAX_NAME_CHARS
+from shared.unix_socket import PREFIX as UNIX
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
@@ -50,7 +51,9 @@ class Settings(BaseSettings):
     drain_timeout_s: float = Field(30, ge=0, description="longest wait for running requests at a stop, s")
     backlog_limit_bytes: int = Field(8_388_608, ge=65_536, description="unsent bytes that make a client slow")
     # gateway
-    http: str = Field("127.0.0.1:8000", description="host:port of the OpenAI API; port 0: any free one; off")
+    http: str = Field(
+        "127.0.0.1:8000", description="host:port of the OpenAI API; port 0: any free one; or unix:/path; off"
+    )
     http_keys: str = Field("", description="file of lines `tenant key`: the API keys; empty: no key needed")
     http_tls_cert: str = Field("", description="PEM file of the gateway's certificate: HTTPS; empty: HTTP")
     http_tls_key: str = Field("", description="PEM file of its key")
@@ -182,9 +185,16 @@ class Settings(BaseSettings):
     @classmethod
     def _host_and_port(cls, http: str) -> str:
         host, _, port = http.rpartition(":")
-        if http == "off" or (host and port.isdecimal() and int(port) < 65536):
+        if http == "off" or http.startswith(f"{UNIX}/") or (host and port.isdecimal() and int(port) < 65536):
             return http
-        raise ValueError("host:port or off is expected, like 127.0.0.1:8000 or [::1]:8000")
+        raise ValueError("host:port, unix:/path or off is expected, like 127.0.0.1:8000 or unix:/run/h.sock")
+
+    @field_validator("gateways")
+    @classmethod
+    def _one_on_a_socket(cls, gateways: int, info: ValidationInfo) -> int:
+        if gateways > 1 and info.data.get("http", "").startswith(UNIX):
+            raise ValueError("1 is expected, because gateways do not share a Unix socket")
+        return gateways
 
     @model_validator(mode="after")
     def _certificate_with_key(self) -> Self:
@@ -198,10 +208,12 @@ class Settings(BaseSettings):
         return tuple(self.model_name.split(",")) if self.model_name else ()
 
     @property
-    def http_address(self) -> tuple[str, int] | None:
-        """The gateway's address; None: off."""
+    def http_address(self) -> tuple[str, int] | str | None:
+        """The gateway's host and port, or the path of its Unix socket; None: off."""
         if self.http == "off":
             return None
+        if self.http.startswith(UNIX):
+            return self.http.removeprefix(UNIX)
         host, _, port = self.http.rpartition(":")
         return host.strip("[]"), int(port)
 

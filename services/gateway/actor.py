@@ -2,7 +2,8 @@
 
 uvicorn uses the runtime's event loop and handles no signals. The gateway opens the listening socket itself: a
 port in use is a typed error, and socket options bound slow peers. The kernel buffers UNSENT_BYTES, and closes
-the connection of a peer that is gone or reads nothing for STALL_MS. connection.py bounds slow senders.
+the connection of a peer that is gone or reads nothing for STALL_MS. It does not for a Unix socket: there a
+peer that reads nothing keeps its connection. connection.py bounds slow senders.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from shared.errors import SetupError, drain_over
 from shared.nats import access
 from shared.processes import bind, http_url
 from shared.telemetry.readings import Metrics
+from shared.unix_socket import UnixListener, url_of
 
 log = logging.getLogger("headrace.gateway")
 
@@ -54,7 +56,7 @@ class GatewayActor(Actor):
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: tuple[str, int] | str,
         keys: Keys,
         timeout_s: float,
         *,
@@ -63,7 +65,8 @@ class GatewayActor(Actor):
         access_log: AccessLog | None = None,
         origins: Sequence[str] = (),
     ) -> None:
-        """`shared`: other gateways listen on the same port."""
+        """`address`: host and port, or the path of a Unix socket. `shared`: other gateways listen on the same
+        port."""
         self._origins = origins
         self._address = address
         self._tls = tls
@@ -89,8 +92,12 @@ class GatewayActor(Actor):
             access_log=self._access_log,
             clock=mailbox.clock,
         )
-        bound = listen(*self._address, shared=self._shared)
-        self._http = HttpServer(build_app(self._endpoints, self._origins), bound, self._tls)
+        app = build_app(self._endpoints, self._origins)
+        if isinstance(self._address, str):
+            unix = UnixListener(self._address)
+            self._http = HttpServer(app, unix.socket, self._tls, unix)
+        else:
+            self._http = HttpServer(app, listen(*self._address, shared=self._shared), self._tls)
         await self._http.start()
         self._look()
 
@@ -139,7 +146,7 @@ class GatewayActor(Actor):
             return {}
         counters = self._endpoints.counters
         return {
-            "url": http_url(*self._http.address, tls=self._tls is not None),
+            "url": self._http.url,
             "health": self._endpoints.health.why or "ok",
             "active": counters.active,
             "lines": len(self._endpoints.connections),
@@ -171,7 +178,7 @@ def build(settings: Settings) -> GatewayActor:
     """The gateway for the configuration. Raises SetupError."""
     address = settings.http_address
     if address is None:
-        raise SetupError("the setting `http` is off: give the gateway a host:port")
+        raise SetupError("the setting `http` is off: give the gateway a host:port or unix:/path")
     user = access.parse(settings.nats_url).user
     if user.startswith(access.SERVICE_PREFIX) and not settings.http_keys:
         raise SetupError(
@@ -212,16 +219,13 @@ def allow_files() -> None:
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket; port 0 is any free one. Raises SetupError."""
+    """A listening TCP socket; port 0 is any free one. Raises SetupError."""
     bound = bind(host, port, shared=shared)
-    bound.listen(BACKLOG)
     # Accepted connections inherit these options.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for value, name in ((STALL_MS, "TCP_USER_TIMEOUT"), *_PROBES):
         if hasattr(socket, name):  # Linux
             bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    bound.setblocking(False)
     return bound
 
 
@@ -244,11 +248,22 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Serves an application on a socket until it is drained."""
 
-    def __init__(self, app: ASGIApp, bound: socket.socket, tls: Tls | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, bound: socket.socket, tls: Tls | None = None, unix: UnixListener | None = None
+    ) -> None:
+        """`unix`: the listener that `bound` belongs to."""
         # Below ERROR every malformed request of any client would write a log line.
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
-        self._bound = bound
-        self.address: tuple[str, int] = bound.getsockname()[:2]
+        bound.listen(BACKLOG)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)  # accepted connections inherit it
+        bound.setblocking(False)
+        self._bound, self._unix = bound, unix
+        secure = tls is not None
+        if unix is None:
+            self.address: tuple[str, int] = bound.getsockname()[:2]
+            self.url = http_url(*self.address, tls=secure)
+        else:
+            self.address, self.url = ("", 0), url_of(unix.path, tls=secure)
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -280,18 +295,20 @@ class HttpServer:
         if self._task is not None and self._task.done() and not self._server.should_exit:
             self._task.result()
             raise SetupError("the HTTP server ended by itself")
+        if self._unix is not None and not self._server.should_exit:
+            self._unix.check()
         if self._sweeping is not None and self._sweeping.done():
             self._sweeping.result()
 
     async def drain(self) -> None:
         """Accept nothing new; return when all running requests are answered."""
-        self._server.should_exit = True
+        self._leave()
         if self._task is not None:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
         """Accept nothing new; cancel the requests that still run after LEAVE_S."""
-        self._server.should_exit = True
+        self._leave()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=LEAVE_S)
             self._server.force_exit = True
@@ -300,6 +317,11 @@ class HttpServer:
             await self._task
         if self._sweeping is not None:
             self._sweeping.cancel()
+
+    def _leave(self) -> None:
+        self._server.should_exit = True
+        if self._unix is not None:
+            self._unix.remove()
 
     async def _sweep(self) -> None:
         loop, connections = asyncio.get_running_loop(), self._server.server_state.connections

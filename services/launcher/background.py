@@ -155,8 +155,9 @@ def _locked(folder: Path) -> Generator[None]:
 def _start(loaded: Loaded, note: Path, report: Report) -> None:
     """Start `headrace up` in a session of its own and return once its note is written. Raises SetupError."""
     settings = loaded.settings
-    port = settings.http_address[1] if settings.http_address else 0
-    if loaded.origins["http"] == "default" and not is_free(port):  # another server has it
+    address = settings.http_address
+    given = loaded.origins["http"] != "default"
+    if not given and isinstance(address, tuple) and not is_free(address[1]):  # another server has it
         settings = settings.model_copy(update={"http": "127.0.0.1:0"})
     process = subprocess.Popen(
         module_command("services.launcher.cli", "up", UNTIL_IDLE),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
 from shared.processes import bind, http_url, with_import_path
+from shared.unix_socket import UnixListener, url_of
 from shared.vocab.files import resolve
 
 SHARED = ("gateway", "kv_offload")  # shared by all models; a process of another kind serves one model
@@ -77,8 +79,13 @@ def up(
     if users is not None and not settings.http_keys:
         settings = settings.model_copy(update={"http_keys": str(auth.keys_of(users))})
     models = served_models(settings, more)
-    if settings.http_address is not None:
-        bound = bind(*settings.http_address)  # fail on a taken port before anything starts
+    address = settings.http_address  # fail on a taken one before anything starts
+    if isinstance(address, str):
+        unix = UnixListener(address)
+        unix.remove()
+        unix.socket.close()
+    elif address is not None:
+        bound = bind(*address)
         if settings.gateways > 1:  # all gateways share the port that is free now
             http = f"{settings.http.rpartition(':')[0]}:{bound.getsockname()[1]}"
             settings = settings.model_copy(update={"http": http})
@@ -152,6 +159,7 @@ class _Up:
         self._logins = logins
         self._url = logins.of(access.OPERATOR)
         self._http = ""  # URL of the gateway
+        self._curl = ""  # a command for its Unix socket
         self._contexts: dict[str, str] = {}  # by model
         self._same_seed = ""  # whether a seed repeats an answer, in words
         self._started_at = time.monotonic()
@@ -261,7 +269,13 @@ class _Up:
             self._same_seed = same_seed(dtype, deterministic=self._settings.deterministic)
             if (address := self._settings.http_address) is not None:
                 port, tls = await readiness.gateway_port(print_line), bool(self._settings.http_tls_cert)
-                self._http = http_url(address[0], port, tls=tls)
+                if isinstance(address, str):
+                    self._http = url_of(address, tls=tls)
+                    self._curl = (
+                        f"curl --unix-socket {shlex.quote(address)} http{'s' * tls}://localhost/v1/models"
+                    )
+                else:
+                    self._http = http_url(address[0], port, tls=tls)
         finally:
             await bus.drain()
 
@@ -277,7 +291,7 @@ class _Up:
 
     def _page_url(self) -> str:
         """The gateway's page, for the operator of this fleet: no browser sends the part after #."""
-        if not self._http:
+        if not self._http or self._curl:  # browsers open no Unix sockets
             return ""
         users = self._logins.users
         key = auth.operator_key(users) if users is not None else ""
@@ -307,7 +321,8 @@ class _Up:
             ("monitoring", monitoring),
             *(("publish to", subjects.generate(subjects.DEFAULT_TENANT, model)) for model in self._models),
             ("OpenAI API", f"{self._http}/v1" if self._http else ""),
-            ("page", f"{self._http}/" if self._http else ""),
+            ("with curl", self._curl),
+            ("page", f"{self._http}/" if self._page_url() else ""),
             ("API keys", self._settings.http_keys if self._http else ""),
             ("metrics", self._pages.shown()),
             ("same seed", self._same_seed),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from support.source_tree import ROOT
 from loadtest import faults
 from services.launcher.nats_server import NatsServer
 from shared.config import Settings
+from shared.unix_socket import url_of
 
 SLOW = {"HEADRACE_SIM": "step=20000,token=20"}
 
@@ -89,6 +92,32 @@ def test_gateways_share_a_port_and_one_that_dies_takes_nobody_else_along(start_u
         while True:
             os.kill(pids[0], 0)
     assert [ask("/v1/models").status_code for _ in range(20)] == [200] * 20
+
+
+def test_a_socket_is_served_replaced_and_removed(start_up: StartUp, tmp_path: Path) -> None:
+    path = tmp_path / "h.sock"
+    up = start_up(HEADRACE_HTTP=f"unix:{path}")
+    assert up.http_url == f"{url_of(str(path))}/v1"
+    (curl,) = (line.partition("with curl:")[2] for line in up.printed if "with curl:" in line)
+    *command, url = shlex.split(curl)
+    assert command == ["curl", "--unix-socket", str(path)]
+    transport = httpx.HTTPTransport(uds=str(path))
+    http = httpx.Client(transport=transport, timeout=30)
+    assert len(http.get(url).json()["data"]) == 1
+    status = up.run("status").stdout
+    assert url_of(str(path)) in status
+    assert "The page:" not in status
+    assert up.run("doctor").returncode == 0
+    other = up.run("up", "--backend", "sim", "--http", f"unix:{path}")
+    assert (other.returncode, "another process listens there" in other.stderr) == (1, True)
+    os.kill(up.child("gateway"), signal.SIGKILL)  # its file stays, and the next gateway replaces it
+    with contextlib.closing(http):
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if http.get("http://localhost/health").status_code == 200:
+                    break
+    assert up.stop(signal.SIGTERM) == 0
+    assert not path.exists()
 
 
 def test_whoever_still_waits_when_the_time_to_drain_is_over_is_told(start_up: StartUp) -> None:

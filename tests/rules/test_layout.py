@@ -58,7 +58,7 @@ HANGING = (
     "services/tokenizer/standby.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 73, 20_620
-PRODUCT_FILES, PRODUCT_LINES = 196, 48_681
+PRODUCT_FILES, PRODUCT_LINES = 197, 48_814
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

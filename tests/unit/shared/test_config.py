@@ -117,6 +117,25 @@ def test_names_that_are_empty_long_or_equal_are_refused(given: str, said: str) -
 
 
 @pytest.mark.parametrize(
+    ("http", "address"),
+    [("off", None), ("[::1]:0", ("::1", 0)), ("unix:/run/h.sock", "/run/h.sock"), ("unix:/a:80", "/a:80")],
+)
+def test_the_gateway_has_a_port_or_a_socket(http: str, address: object) -> None:
+    assert load(flags={"http": http}).settings.http_address == address
+
+
+@pytest.mark.parametrize("http", ["unix:", "unix:here.sock", "/run/h.sock", "8000"])
+def test_other_addresses_are_refused(http: str) -> None:
+    with pytest.raises(SetupError, match="http: host:port, unix:/path or off is expected"):
+        load(flags={"http": http})
+
+
+def test_gateways_do_not_share_a_socket() -> None:
+    with pytest.raises(SetupError, match="gateways: 1 is expected, because gateways do not share a Unix"):
+        load(flags={"http": "unix:/run/h.sock", "gateways": "2"})
+
+
+@pytest.mark.parametrize(
     ("device", "wanted"),
     [
         ("auto", ("auto", 1)),
