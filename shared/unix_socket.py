@@ -54,7 +54,7 @@ def url_of(path: str, *, tls: bool = False) -> str:
 
 
 def _identity(path: str) -> tuple[int, int, int] | None:
-    """Differs between a file and a later one at the same path, also if the inode number is reused; chmod keeps
+    """Differs between a file and a later one at the same path, even with the same inode number; chmod keeps
     it."""
     try:
         found = os.lstat(path)
