@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from array import array
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The metadata, and the byte offset of the tensor directory. Raises like `read_metadata`."""
+    about = path.stat()
+    metadata, end = _header(path, (about.st_ino, about.st_mtime_ns, about.st_size))
+    return dict(metadata), end
+
+
+@lru_cache(maxsize=1)  # an executor needs it three times, and a vocabulary takes a tenth of a second
+def _header(path: Path, version: tuple[int, ...]) -> tuple[dict[str, Any], int]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data)

@@ -5,13 +5,16 @@ reference for the CUDA engine."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from dataclasses import replace
+from importlib import import_module
 from statistics import median
 
 import torch
 
+import kernels.cpu_jit
 from services.executor.checkpoint.loader import Loaded, TorchOptions, device_of, grammars_of, info_of, load
 from services.executor.cpu.batch import BatchBuilder, Slots
 from services.executor.cpu.model import Model, operators_for
@@ -47,6 +50,9 @@ def build(options: TorchOptions, ranks: Ranks = SOLO) -> TorchBackend:
     work."""
     if device_of(options.device).type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each context length: 82 ms, not 4
+    elif kernels.cpu_jit.available() and not options.deterministic:
+        # Numba's import takes a third of a second, while the weights load; `operators_for` waits for its end.
+        threading.Thread(target=import_module, args=("services.executor.cpu.compiled",), daemon=True).start()
     return TorchBackend(options, load(options, ranks))
 
 
