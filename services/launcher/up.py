@@ -60,6 +60,7 @@ from shared.vocab.files import resolve
 
 SHARED = ("gateway", "kv_offload")  # shared by all models; a process of another kind serves one model
 _FEW_CORES = 4
+_FIRST_ANSWER_S = 0.5  # from ready to the start of the rest: a request that waits for the server gets all cores
 _TEXT = ("tokenizer", "detokenizer")
 _EDGE = ("gateway", "tokenizer")  # drain together: one must not accept requests that the other refuses
 DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
@@ -201,8 +202,8 @@ class _Up:
                     ready.cancel()
                     raise SetupError(f"{failed.result()} before the server was ready: see its last log lines")
                 await ready
-                self._supervisor.start()
                 self._write_run_state()
+                stack.callback(loop.call_later(_FIRST_ANSWER_S, self._supervisor.start).cancel)
                 if until_idle:
                     idle = loop.create_task(self._idle())
                     stack.callback(idle.cancel)
