@@ -60,7 +60,7 @@ from shared.vocab.files import resolve
 
 SHARED = ("gateway", "kv_offload")  # shared by all models; a process of another kind serves one model
 _FEW_CORES = 4
-_FIRST_ANSWER_S = 0.5  # from ready to the start of the rest: a request that waits for the server gets all cores
+_FIRST_ANSWER_S = 0.5  # from ready to the start of the rest: a first request gets all cores
 _TEXT = ("tokenizer", "detokenizer")
 _EDGE = ("gateway", "tokenizer")  # drain together: one must not accept requests that the other refuses
 DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))

@@ -57,8 +57,8 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 20_620
-PRODUCT_FILES, PRODUCT_LINES = 197, 48_814
+PATH_FILES, PATH_LINES = 73, 20_634
+PRODUCT_FILES, PRODUCT_LINES = 197, 48_829
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
