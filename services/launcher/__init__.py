@@ -8,6 +8,7 @@ supervisor.py     starts, restarts and drains service processes
 heartbeats.py     finds services that hang; the health check of a container
 own_folder.py     temporary files, removed when their owner has died
 nats_server.py    the embedded nats-server
+durable.py        the folder in which it keeps durable requests
 session.py        the server and model of a client command
 console.py        terminal output
 commands/         the other commands

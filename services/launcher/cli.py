@@ -134,7 +134,9 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     for name, sub in (("bench", bench), ("eval", evaluate)):
         sub.set_defaults(program=name)
     serve = add("serve", "run one service in the foreground", _serve)
-    serve.add_argument("kind", help="gateway, tokenizer, scheduler, executor, kv_offload or detokenizer")
+    serve.add_argument(
+        "kind", help="gateway, tokenizer, scheduler, executor, kv_offload, detokenizer or keeper"
+    )
     completion = add("completion", "print a script that completes command lines in a shell", _completion)
     completion.add_argument("shell", choices=["bash", "zsh"])
     add("version", "print the versions of Headrace, Python and torch", _version)

@@ -37,6 +37,8 @@ class ServerLimits:
     max_closed_clients: int = 1_000  # kept for monitoring; the default of 10,000 looks like a leak of 10 MB
     jetstream_memory: str = ""  # empty: JetStream is off; its own default would be 75 % of the RAM
     jetstream_file: str = ""
+    store: str = ""  # folder of JetStream's files; empty: among the server's other files
+    lock: int = -1  # file descriptor for the server to hold; -1: none
 
     def lines(self) -> list[str]:
         """The limits as lines of a configuration, without JetStream."""
@@ -72,7 +74,7 @@ class NatsServer:
         port, monitoring = (int(url.rpartition(":")[2].strip("/")) for url in (self.url, self.monitoring_url))
         monitoring = monitoring if is_free(monitoring) else -1
         (home / CONFIG_NAME).write_text(_config(port, monitoring, self.limits, home) + self.extra)
-        self.process, self.url, self.monitoring_url = _launch(find_binary(), home, port)
+        self.process, self.url, self.monitoring_url = _launch(find_binary(), home, port, self.limits.lock)
 
     def stop(self) -> None:
         """SIGTERM, wait, then SIGKILL. A second call does nothing."""
@@ -99,23 +101,24 @@ def find_binary() -> Path:
     )
 
 
-def start_by_default(*, extra: str = "") -> NatsServer:
+def start_by_default(*, limits: ServerLimits | None = None, extra: str = "") -> NatsServer:
     """`start` on the default port if it is free, else on any port. Raises SetupError. Another `up` may take
     the port between the check and the start."""
     if is_free(DEFAULT_PORT):
         try:
-            return start(DEFAULT_PORT, extra=extra)
+            return start(DEFAULT_PORT, limits=limits, extra=extra)
         except SetupError:
             if is_free(DEFAULT_PORT):
                 raise
-    return start(extra=extra)
+    return start(limits=limits, extra=extra)
 
 
 def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = "") -> NatsServer:
     """Start a server on 127.0.0.1 and wait until it answers; port -1 takes a free port.
 
     Call from the main thread: the server gets a signal when the thread that started it ends.
-    `extra` is appended to the server's configuration. JetStream's files are removed with the server. Raises
+    `extra` is appended to the server's configuration. JetStream's files are removed with the server, except
+    in a folder of their own. Raises
     SetupError if the port is taken or the server ends at once, with the last line of its log.
     """
     binary, limits = find_binary(), limits or ServerLimits()
@@ -123,14 +126,14 @@ def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = ""
     home = Path(run_folder.name)
     (home / CONFIG_NAME).write_text(_config(port, -1, limits, home) + extra)
     try:
-        process, url, monitoring_url = _launch(binary, home, port)
+        process, url, monitoring_url = _launch(binary, home, port, limits.lock)
     except SetupError:
         run_folder.cleanup()
         raise
     return NatsServer(process, url, monitoring_url, run_folder, limits, extra)
 
 
-def _launch(binary: Path, home: Path, port: int) -> tuple[subprocess.Popen[bytes], str, str]:
+def _launch(binary: Path, home: Path, port: int, lock: int) -> tuple[subprocess.Popen[bytes], str, str]:
     """Start the binary in `home`. Returns (process, URL, monitoring URL) once the ports are open."""
     log = home / LOG_NAME
     with log.open("wb") as out:
@@ -140,6 +143,7 @@ def _launch(binary: Path, home: Path, port: int) -> tuple[subprocess.Popen[bytes
             stdout=out,
             stderr=subprocess.STDOUT,
             preexec_fn=die_with_parent(),
+            pass_fds=[lock] if lock >= 0 else [],
             start_new_session=True,  # Ctrl-C must reach only the launcher, which stops the server last
         )
     try:
@@ -171,7 +175,7 @@ def _config(port: int, monitoring_port: int, limits: ServerLimits, home: Path) -
     ]
     if limits.jetstream_memory or limits.jetstream_file:
         memory, file = limits.jetstream_memory or "0", limits.jetstream_file or "0"
-        where = json.dumps(str(home / "jetstream"))
+        where = json.dumps(limits.store or str(home / "jetstream"))
         lines.append(f"jetstream {{ store_dir: {where}, max_mem: {memory}, max_file: {file} }}")
     return "\n".join(lines) + "\n"
 

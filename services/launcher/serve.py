@@ -32,6 +32,7 @@ BUILDERS = {
     "executor": "services.executor.actor",
     "kv_offload": "services.kv_offload.actor",
     "detokenizer": "services.detokenizer.actor",
+    "keeper": "services.keeper.actor",
 }
 KINDS = tuple(BUILDERS)
 # Variables that a kind's libraries read at import. Without them LMCache reports its use, logs each discard

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.launcher import background, console, nats_server, own_folder, session
+from services.launcher import background, console, durable, nats_server, own_folder, session
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
 from services.launcher.commands.status import ScrapeTargets
@@ -58,7 +58,11 @@ from shared.processes import bind, http_url, with_import_path
 from shared.unix_socket import UnixListener, url_of
 from shared.vocab.files import resolve
 
-SHARED = ("gateway", "kv_offload")  # shared by all models; a process of another kind serves one model
+SHARED = (
+    "gateway",
+    "kv_offload",
+    "keeper",
+)  # shared by all models; a process of another kind serves one model
 _FEW_CORES = 4
 _FIRST_ANSWER_S = 0.5  # from ready to the start of the rest: a first request gets all cores
 _TEXT = ("tokenizer", "detokenizer")
@@ -96,10 +100,11 @@ def up(
         server = None
         if not settings.nats_url:
             extra = auth.authorization(users, settings.fleet) if users else ""
-            port = settings.port
-            server = (
-                nats_server.start(port, extra=extra) if port else nats_server.start_by_default(extra=extra)
-            )
+            limits = durable.limits_of(settings.fleet) if settings.durable else None
+            if port := settings.port:
+                server = nats_server.start(port, limits=limits, extra=extra)
+            else:
+                server = nats_server.start_by_default(limits=limits, extra=extra)
             stack.callback(server.stop)
         url = server.url if server else settings.nats_url
         return asyncio.run(_run(settings, models, server, _Logins(url, users), until_idle=until_idle))
@@ -218,6 +223,7 @@ class _Up:
         s = self._settings
         counts = {
             "gateway": s.gateways if s.http_address is not None else 0,
+            "keeper": int(s.durable),
             "tokenizer": s.tokenizers,
             "executor": s.executors,
             "detokenizer": s.detokenizers,
@@ -327,6 +333,7 @@ class _Up:
             ("API keys", self._settings.http_keys if self._http else ""),
             ("metrics", self._pages.shown()),
             ("same seed", self._same_seed),
+            ("durable in", self._server.limits.store if self._server else ""),
         ]
         for name, value in rows:
             if value:
@@ -358,10 +365,10 @@ class _Up:
 
 def starts_later(specs: Sequence[ServiceSpec]) -> set[str]:
     """The services that start only after the server is ready on few cores, which the executor needs to load
-    the model: kv_offload, whose import of LMCache keeps a core busy for seconds, and every tokenizer and
-    detokenizer of a model but the first."""
+    the model: kv_offload, whose import of LMCache keeps a core busy for seconds, keeper, and every tokenizer
+    and detokenizer of a model but the first."""
     first = {(spec.kind, spec.env.get("HEADRACE_MODEL")): spec.name for spec in reversed(specs)}
-    later = ("kv_offload", *_TEXT)
+    later = ("kv_offload", "keeper", *_TEXT)
     return {s.name for s in specs if s.kind in later} - {
         name for (kind, _), name in first.items() if kind in _TEXT
     }

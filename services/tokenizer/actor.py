@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.check import Checks
 from services.tokenizer.core import (
     Command,
     Event,
@@ -101,10 +102,12 @@ class TokenizerActor(Actor):
         self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
         self._second.on_fault(_log_fault)
         self._queries = Queries(mailbox, self._model, self._context, self._second)
+        self._checks = Checks(mailbox, self._model, self._classes.of)
         await self._queries.check_names()
         requests = [subjects.generate_any_tenant(name) for name in self._model.names]
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
+            *await self._checks.listen(),
             *[await self._second.subscribe(asked, self._arrivals.put_copy) for asked in requests],
             *[await subscribe(asked, self._arrivals.put, queue="tokenizer") for asked in requests],
             *await self._queries.listen(),  # last: a tokenizer that answers these must receive requests
@@ -180,6 +183,7 @@ class TokenizerActor(Actor):
         await self._tenant_queue.drain()
         await self._background.drain()
         await self._queries.drain()
+        await self._checks.drain()
         if self._ticking is not None:  # ends when nothing is pending
             await self._ticking
         while len(self._standby) and self._others():  # noqa: ASYNC110 - until the others are done

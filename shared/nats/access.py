@@ -27,7 +27,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from shared.errors import SetupError
 from shared.nats.interface import Bus, Delivery
-from shared.nats.subjects import PUBLIC, is_inbox, token, untoken
+from shared.nats.subjects import PUBLIC, RECORD_STREAM, STORE, WORK_STREAM, is_inbox, token, untoken
 
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 SERVICE_PREFIX = "headrace-"
@@ -43,6 +43,7 @@ _MAILBOXES = {  # sender -> receivers
     "kv_offload": ("scheduler",),
     "detokenizer": ("scheduler", "detokenizer"),
     "gateway": (),
+    "keeper": (),
 }
 SERVICES = tuple(_MAILBOXES)
 _READS = {
@@ -53,9 +54,11 @@ _READS = {
         f"{PUBLIC}.models",
         f"{PUBLIC}.models.*",
         "hr.*.beat.tokenizer.*",
+        f"{STORE}.check.*.*",
     ),
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
     "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", "_R.*.*"),
+    "keeper": (f"{PUBLIC}.submit.*.*", f"{PUBLIC}.result.*.*"),
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
 _WRITES = {
@@ -63,8 +66,19 @@ _WRITES = {
     "tokenizer": (f"{INBOX}.>", "hr.beat_ask", f"{PUBLIC}.tokenize.*.*", f"{PUBLIC}.models"),
     "scheduler": (f"{PUBLIC}.events.*",),
     "detokenizer": (f"{INBOX}.>",),
+    "keeper": (
+        f"{PUBLIC}.generate.*.*",
+        f"{PUBLIC}.models",
+        f"{PUBLIC}.done.*.*",
+        f"{STORE}.>",
+        *(f"$JS.API.STREAM.CREATE.{stream}" for stream in (WORK_STREAM, RECORD_STREAM)),
+        *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in (WORK_STREAM, RECORD_STREAM)),
+        f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*",
+        f"$JS.API.CONSUMER.MSG.NEXT.{WORK_STREAM}.*",
+        f"$JS.ACK.{WORK_STREAM}.>",
+    ),
 }
-_VERBS = ("generate", "cancel", "tokenize", "detokenize")
+_VERBS = ("generate", "cancel", "tokenize", "detokenize", "submit", "result")
 _ASKS = (*(f"{PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{PUBLIC}.models.*")
 _IN_A_NAME = frozenset((*_VERBS, "models"))  # the tenant follows the verb
 _LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")
@@ -186,7 +200,7 @@ def of_service(kind: str, fleet: str) -> Permissions:
             for verb in ("PING", "INFO", "STATS")
             for tail in ("", f".{name}", f".{name}.*")
         ),
-        *(_inboxes(kind) if kind == "gateway" else (f"{INBOX}.{name}.>",)),
+        *(_inboxes(kind) if kind in ("gateway", "keeper") else (f"{INBOX}.{name}.>",)),
     )
     return Permissions(publish, subscribe, answers=True)
 
@@ -196,7 +210,7 @@ def of_operator(fleet: str) -> Permissions:
     f = token(fleet)
     return Permissions(
         publish=(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"hr.{f}.beat_ask", "$SRV.>"),
-        subscribe=(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*"),
+        subscribe=(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*", f"{PUBLIC}.done.*.*"),
     )
 
 
@@ -204,7 +218,10 @@ def of_tenant(tenant: str) -> Permissions:
     """The permissions of a tenant: its own requests and replies."""
     name = token(tenant)
     own = tuple(f"{PUBLIC}.{verb}.{name}.*" for verb in _VERBS)
-    return Permissions(publish=(*own, f"{PUBLIC}.models.{name}"), subscribe=(f"{INBOX}.{name}.>",))
+    return Permissions(
+        publish=(*own, f"{PUBLIC}.models.{name}"),
+        subscribe=(f"{INBOX}.{name}.>", f"{PUBLIC}.done.{name}.*"),
+    )
 
 
 def _inboxes(service: str) -> tuple[str, ...]:

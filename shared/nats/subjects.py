@@ -1,8 +1,8 @@
 """All NATS subjects.
 
-`headrace.v1` is public and stable; `hr.<fleet>` is internal. Names from users (models, tenants, request ids)
-and of actors (a host name has dots) are one token each: characters with a meaning for NATS are escaped as
-`=XX`.
+`headrace.v1` is public and stable. `hr.<fleet>` is internal, and so is `headrace.store`, which all fleets on
+a server share. Names from users (models, tenants, request ids) and of actors (a host name has dots) are one
+token each: characters with a meaning for NATS are escaped as `=XX`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 PUBLIC = "headrace.v1"
+STORE = "headrace.store"
 MAX_NAME_CHARS = 128  # of a tenant, a model, a request id
 MAX_INBOX_CHARS = 512  # an inbox is part of several messages of its request
 _OURS = ("hr.", "headrace.", "_R.", "$")  # no reply may go here
@@ -52,12 +53,52 @@ MODELS = f"{PUBLIC}.models"  # without a tenant
 MODELS_ANY_TENANT = f"{PUBLIC}.models.*"
 STATUS = f"{PUBLIC}.status"
 TRACE_ALL = f"{PUBLIC}.trace.*"
+SUBMIT_ALL = f"{PUBLIC}.submit.*.*"
+RESULT_ALL = f"{PUBLIC}.result.*.*"
+WORK_STREAM, RECORD_STREAM = "HR_WORK", "HR_DONE"
+WORK_ALL = f"{STORE}.work.>"
+RECORD_ALL = f"{STORE}.record.>"
 TRACE_STEPS = b"steps"  # body of a trace request that includes the steps of its time
 
 
 def cancel(tenant: str, request: str) -> str:
     """A client's cancellation of a request; empty body."""
     return f"{PUBLIC}.cancel.{token(tenant)}.{token(request)}"
+
+
+def submit(tenant: str, model: str) -> str:
+    """Request-reply: a durable request. The reply follows when it is stored."""
+    return f"{PUBLIC}.submit.{token(tenant)}.{token(model)}"
+
+
+def result(tenant: str, request: str) -> str:
+    """Request-reply: the state of a durable request, with its answer once there is one."""
+    return f"{PUBLIC}.result.{token(tenant)}.{token(request)}"
+
+
+def done(tenant: str, request: str) -> str:
+    """The news that a durable request has ended, with its state."""
+    return f"{PUBLIC}.done.{token(tenant)}.{token(request)}"
+
+
+def work(tenant: str, request: str) -> str:
+    """A durable request that waits for its answer, in stream HR_WORK."""
+    return f"{STORE}.work.{token(tenant)}.{token(request)}"
+
+
+def record(tenant: str, request: str) -> str:
+    """How a durable request has ended, in stream HR_DONE."""
+    return f"{STORE}.record.{token(tenant)}.{token(request)}"
+
+
+def check(tenant: str, model: str) -> str:
+    """Request-reply: a tokenizer validates a request that a keeper is about to store."""
+    return f"{STORE}.check.{token(tenant)}.{token(model)}"
+
+
+def check_any_tenant(model: str) -> str:
+    """`check` requests of all tenants for one model."""
+    return f"{STORE}.check.*.{token(model)}"
 
 
 def trace(request: str) -> str:

@@ -55,10 +55,10 @@ HANGING = (
     "services/scheduler/kv_tiers/", "services/scheduler/reports/",
     "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
-    "services/tokenizer/standby.py",
+    "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 20_634
-PRODUCT_FILES, PRODUCT_LINES = 197, 48_829
+PATH_FILES, PATH_LINES = 73, 20_696
+PRODUCT_FILES, PRODUCT_LINES = 204, 50_030
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -11,7 +11,16 @@ from support.source_tree import PRODUCT, FunctionNode, Source, length, product
 
 from shared.config import Settings
 
-SERVICES = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway", "launcher")
+SERVICES = (
+    "tokenizer",
+    "scheduler",
+    "executor",
+    "kv_offload",
+    "detokenizer",
+    "gateway",
+    "keeper",
+    "launcher",
+)
 TORCH = ("torch", "triton")
 
 

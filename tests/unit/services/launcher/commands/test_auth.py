@@ -20,7 +20,7 @@ from shared.nats import access
 from shared.nats.access import DEFAULT_CLASSES
 
 URL = "nats://nats:4222"
-USERS = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway", "operator"]
+USERS = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway", "keeper", "operator"]
 
 
 def make(folder: Path, *tenants: str, force: bool = False, tls: Tls | None = None) -> list[str]:
@@ -204,5 +204,5 @@ def test_urls() -> None:
 def test_no_tenant_reaches_a_mailbox_or_another_tenant() -> None:
     allowed = access.of_tenant("acme")
     assert all(".acme." in p or p == "headrace.v1.models.acme" for p in allowed.publish)
-    assert allowed.subscribe == ("_INBOX.acme.>",)
+    assert allowed.subscribe == ("_INBOX.acme.>", "headrace.v1.done.acme.*")
     assert not allowed.answers

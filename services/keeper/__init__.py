@@ -1,0 +1,7 @@
+"""Keeper: durable requests. It stores a request before it is answered, and its answer before it is forgotten.
+
+records.py     the two messages of the store: work that waits, and the record of its end
+core.py        work in flight: events in, commands out
+verbs.py       what users ask: submit, result
+actor.py       the shell: the streams, the pull loop, requests to tokenizers
+"""

@@ -1,0 +1,306 @@
+"""`KeeperActor` runs the core: it pulls durable requests, sends them to tokenizers, stores their answers.
+
+    stream WORK ──pull──▶ core ──generate──▶ tokenizer … detokenizer ──answer──▶ core ──▶ stream DONE
+
+The tenant and the id alone decide the reply subject, and every keeper reads the answers of all: a keeper that
+takes over a request of a dead one gets the answer of what already runs. Without JetStream a keeper runs on
+and refuses `submit` with a reason; the requests of other clients need none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+from services.keeper.core import (
+    KEPT_S,
+    Ack,
+    Announce,
+    Answered,
+    Ask,
+    Command,
+    Delivered,
+    Event,
+    KeeperCore,
+    Key,
+    LookedUp,
+    LookUp,
+    Nak,
+    Progress,
+    Store,
+    Stored,
+    Tick,
+)
+from services.keeper.records import Body, Work, to_json, work_of
+from services.keeper.verbs import REPLIES, Verbs, reply_subject
+from shared.actor.mailbox import Mailbox
+from shared.actor.runtime import Actor, HeartbeatPayload
+from shared.client import error_of
+from shared.config import Settings
+from shared.errors import (
+    BadRequest,
+    EngineError,
+    HeadraceError,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+)
+from shared.nats import access, subjects
+from shared.nats.interface import Delivery, Subscription
+from shared.nats.jetstream import JetStream, Puller, Taken, deliveries
+from shared.processes import Rarely
+from shared.replies import error_reply
+from shared.telemetry.readings import MetricPoint, Metrics
+
+log = logging.getLogger("headrace.keeper")
+
+CONSUMER = "keeper"
+MAX_QUEUED = 100_000  # requests in stream WORK
+WORK_BYTES, DONE_BYTES = 268_435_456, 536_870_912  # together less than the 1 GB of the server of `up`
+ACK_WAIT_S = 30  # then a delivery of a dead keeper comes to another
+STREAMS: dict[str, Body] = {
+    subjects.WORK_STREAM: {
+        "subjects": [subjects.WORK_ALL], "retention": "workqueue", "storage": "file", "discard": "new",
+        "max_msgs": MAX_QUEUED, "max_bytes": WORK_BYTES, "allow_direct": True,
+    },
+    subjects.RECORD_STREAM: {
+        "subjects": [subjects.RECORD_ALL], "storage": "file", "discard": "new", "max_msgs_per_subject": 1,
+        "max_bytes": DONE_BYTES, "allow_direct": True, "allow_msg_ttl": True,
+    },
+}  # fmt: skip
+_CONSUMER_CONFIG = {
+    "ack_policy": "explicit",
+    "ack_wait": ACK_WAIT_S * 1_000_000_000,
+    "max_deliver": -1,  # whole fleets may be killed any number of times
+    "max_ack_pending": MAX_QUEUED,  # requests of a model without an executor do not hold up the others
+}
+PULL, PULL_S = 32, 5.0  # requests and seconds of a pull
+OPEN_AGAIN_S = 1.0
+TICK_S = 0.5
+MAX_ASKED = 1_024  # submits and results in work at a time
+RECORD_ROOM = 4_096  # bytes of a record beside its answer
+
+
+class KeeperActor(Actor):
+    """One keeper process."""
+
+    kind = "keeper"
+
+    async def start(self, mailbox: Mailbox) -> None:
+        self._mailbox, bus = mailbox, mailbox.bus
+        self._core = KeeperCore()
+        self._verbs = Verbs(bus, mailbox.clock, self._core.runs)
+        self._streams = JetStream(bus)
+        self._away = Rarely(log, mailbox.clock)
+        self._calls: set[asyncio.Task[None]] = set()
+        self._asked = 0  # submits and results in work
+        self._landed = asyncio.Event()  # there is room again
+        self._answers = await bus.subscribe(REPLIES, mailbox.guarded(self._on_reply))
+        self._verb_subscriptions: list[Subscription] = [
+            await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
+            await bus.subscribe(subjects.RESULT_ALL, self._answering(self._result), queue="keeper"),
+        ]
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._pull()), loop.create_task(self._tick())]
+
+    def upkeep(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()  # a failed loop fails the actor, as a failed handler does
+
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        return HeartbeatPayload(counts={"submitted": self._verbs.submitted, "stored": self._core.stored})
+
+    @property
+    def metrics(self) -> Metrics:
+        core = self._core
+        return (
+            MetricPoint("headrace.keeper.in_flight", len(core), "{request}"),
+            MetricPoint("headrace.keeper.submitted", self._verbs.submitted, "{request}", is_counter=True),
+            MetricPoint("headrace.keeper.stored", core.stored, "{request}", is_counter=True),
+            MetricPoint("headrace.keeper.refused", core.refused, "{request}", is_counter=True),
+        )
+
+    def status(self) -> dict[str, object]:
+        return {
+            "in_flight": len(self._core),
+            "submitted": self._verbs.submitted,
+            "stored": self._core.stored,
+            "refused": self._core.refused,
+        }
+
+    async def drain(self) -> None:
+        """Give the requests in flight back to the queue: another keeper, or this one after its restart, takes
+        them up where they are."""
+        for subscription in self._verb_subscriptions:
+            await subscription.drain()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._calls:
+            await asyncio.wait({*self._calls})
+        self._run(self._core.give_back())
+        await self._answers.cancel()
+
+    # ---- the work queue --------------------------------------------------------------------------
+
+    async def _pull(self) -> None:
+        """Pull for ever. Each pull is a request of its own with an end, so a restart of the server cannot
+        silence the loop; one without an end means that the consumer may be gone."""
+        while True:
+            try:
+                puller = await self._opened()
+            except HeadraceError as error:
+                self._away.warning("durable requests wait: %s", error.message)
+                await asyncio.sleep(OPEN_AGAIN_S)
+                continue
+            try:
+                while await puller.pull(min(await self._room(), PULL), PULL_S):
+                    pass
+            finally:
+                await puller.close()
+
+    async def _room(self) -> int:
+        """The room of the core, once it has any."""
+        while not self._core.room:
+            self._landed.clear()
+            await self._landed.wait()
+        return self._core.room
+
+    async def _opened(self) -> Puller:
+        """The puller, after the streams and the consumer have been made if they are missing."""
+        for name, config in STREAMS.items():
+            await self._streams.make_stream(name, config)
+        await self._streams.make_consumer(subjects.WORK_STREAM, CONSUMER, _CONSUMER_CONFIG)
+        return await Puller.open(
+            self._mailbox.bus, subjects.WORK_STREAM, CONSUMER, self._mailbox.guarded(self._on_work)
+        )
+
+    def _on_work(self, delivery: Delivery) -> None:
+        try:
+            work = work_of(delivery.data)
+        except (ValueError, TypeError):  # of another version, or of another writer
+            log.error("dropped %s: it is not a durable request of this version", delivery.subject)
+            self._streams.ack(delivery.reply)
+            return
+        self._handle(Delivered(work, delivery.reply, deliveries(delivery.reply), len(delivery.data)))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._handle(Tick())
+
+    def _handle(self, event: Event) -> None:
+        clock = self._mailbox.clock
+        self._run(self._core.handle(event, clock.now_us(), clock.wall_us()))
+
+    def _run(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            match command:
+                case LookUp(key):
+                    self._call(self._look_up(key))
+                case Ask(work):
+                    self._ask(work)
+                case Store(key, record):
+                    self._call(self._store(key, record))
+                case Announce((tenant, request), status):
+                    news = to_json({"id": request, "status": status})
+                    self._mailbox.bus.publish(subjects.done(tenant, request), news)
+                case Ack(reply):
+                    self._streams.ack(reply)
+                case Nak(reply, delay_us):
+                    self._streams.nak(reply, delay_us)
+                case Progress(reply):
+                    self._streams.progress(reply)
+        if self._core.room:
+            self._landed.set()
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _look_up(self, key: Key) -> None:
+        exists: bool | None = None
+        try:
+            exists = await self._streams.last(subjects.RECORD_STREAM, subjects.record(*key)) is not None
+        except HeadraceError as error:
+            self._away.warning("durable requests wait: %s", error.message)
+        self._handle(LookedUp(key, exists))
+
+    async def _store(self, key: Key, record: Body) -> None:
+        new: bool | None = None
+        try:
+            await self._streams.create(subjects.record(*key), to_json(record), ttl_s=KEPT_S)
+            new = True
+        except Taken:
+            new = False
+        except HeadraceError as error:
+            self._away.warning("answers of durable requests wait to be stored: %s", error.message)
+        self._handle(Stored(key, new))
+
+    def _ask(self, work: Work) -> None:
+        subject, reply = subjects.generate(work.tenant, work.model), reply_subject(work.tenant, work.id)
+        self._mailbox.bus.publish(subject, to_json(work.body), reply=reply)
+
+    def _on_reply(self, delivery: Delivery) -> None:
+        _, tenant, _, request = delivery.subject.split(".")
+        outcome = outcome_of(delivery, self._mailbox.bus.max_payload)
+        key = subjects.untoken(tenant), subjects.untoken(request)
+        self._handle(Answered(key, outcome, len(delivery.data)))
+
+    # ---- verbs -----------------------------------------------------------------------------------
+
+    async def _result(self, tenant: str, request: str, _: bytes) -> Body:
+        return await self._verbs.result(tenant, request)
+
+    def _answering(self, verb: Callable[[str, str, bytes], Awaitable[Body]]) -> Callable[[Delivery], None]:
+        """A handler that answers each request with what `verb` returns for the two names in its subject."""
+
+        def on_request(delivery: Delivery) -> None:
+            if access.answerable(self._mailbox.bus, delivery):
+                self._call(self._answer(verb, delivery))
+
+        return on_request
+
+    async def _answer(self, verb: Callable[[str, str, bytes], Awaitable[Body]], asked: Delivery) -> None:
+        self._asked += 1
+        try:
+            if self._asked > MAX_ASKED:
+                raise Overloaded(
+                    "too many requests to this keeper at a time: try again", retry_after_ms=1_000
+                )
+            if (names := subjects.names_in(asked.subject)) is None:
+                raise BadRequest("the subject is damaged: its names are not escaped, or too long")
+            answer = to_json(await verb(*names, asked.data))
+            self._mailbox.bus.publish(asked.reply, answer)
+        except HeadraceError as error:
+            self._mailbox.bus.publish(asked.reply, error_reply(error, "", ""))
+        except Exception:  # a bug is a 500 for this client, never silence
+            log.exception("a request on %s failed", asked.subject)
+            bug = EngineError("the keeper failed on this request: see its log")
+            self._mailbox.bus.publish(asked.reply, error_reply(bug, "", ""))
+        finally:
+            self._asked -= 1
+
+
+def outcome_of(delivery: Delivery, max_payload: int) -> Body | HeadraceError:
+    """The answer in a reply, or its error."""
+    if delivery.no_responders:
+        return Unavailable("no service answers for this model")
+    if len(delivery.data) + RECORD_ROOM > max_payload:
+        size = f"the answer of {len(delivery.data)} bytes with its record"
+        return PayloadTooLarge(f"{size} is over the server's limit of {max_payload}: ask for less")
+    try:
+        body: Body = json.loads(delivery.data)
+        return error_of(body) if "error" in body else body
+    except (ValueError, TypeError):
+        return EngineError(f"a service answered with something that is not JSON: {delivery.data[:80]!r}")
+
+
+def build(settings: Settings) -> KeeperActor:
+    """The keeper for the configuration."""
+    return KeeperActor()

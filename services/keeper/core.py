@@ -1,0 +1,268 @@
+"""`KeeperCore` takes durable requests from the work queue to their records. Pure.
+
+    delivered ──▶ looking ──no record──▶ asked ──answer──▶ storing ──record is stored──▶ ack
+                     │ record: ack          │ 409, 429, 503: nak with a delay
+
+The actor runs the commands and returns what came of them as events. Invariants: a delivery is acked only if
+there is a record; a delivery of a request that has a record is acked and nothing else; an answer is stored
+at most once, since records are create-only. A keeper may die anywhere: the delivery comes again, to the same
+or another keeper, and starts at `looking`. A request that still runs is not started again: it is asked for on
+the same reply subject, and the services take this for a repetition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.keeper.records import Body, Work
+from shared.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    HeadraceError,
+    Overloaded,
+    Unavailable,
+    UnknownModel,
+)
+
+WINDOW = 256  # requests in flight of one keeper: as many as an executor with a GPU runs at once
+WINDOW_BYTES = 67_108_864  # of these requests and their unstored answers
+PROGRESS_US = 10_000_000  # a third of the time after which a delivery counts as lost
+ASK_AGAIN_US = 30_000_000  # an answer may be lost while the nats-server is away
+RETRY_US = 1_000_000  # after a call to JetStream that failed
+FIRST_DELAY_US, LAST_DELAY_US = 1_000_000, 15_000_000  # of a refused request, doubled at each delivery
+KEPT_S = 86_400  # a record stays for a day, and a request waits for a day
+EXPIRED = "no service has answered this request within the day for which it is kept: submit it again"
+
+Key = tuple[str, str]  # tenant and id
+
+# Nothing is wrong with these requests: a queue is full, a service is away, or the id runs as another request.
+_TRY_AGAIN = (Overloaded, Unavailable, UnknownModel, DuplicateRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The work queue delivers a request, for the `times`th time. `ack` is the reply subject."""
+
+    work: Work
+    ack: str
+    times: int = 1
+    size: int = 0  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """Whether a request has a record; None: the store did not answer."""
+
+    key: Key
+    exists: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A service answered a request."""
+
+    key: Key
+    outcome: Body | HeadraceError
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record was stored now (True), was there before (False), or could not be stored (None)."""
+
+    key: Key
+    new: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Delivered | LookedUp | Answered | Stored | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Look for the record of a request; LookedUp follows."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send the request to a tokenizer; Answered may follow."""
+
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Store a record, unless there is one; Stored follows."""
+
+    key: Key
+    record: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Send the news to the subscribers of `done`."""
+
+    key: Key
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The delivery is dealt with."""
+
+    reply: str
+
+
+@dataclass(frozen=True, slots=True)
+class Nak:
+    """Have it delivered again after a delay."""
+
+    reply: str
+    delay_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The delivery is in work."""
+
+    reply: str
+
+
+Command = LookUp | Ask | Store | Announce | Ack | Nak | Progress
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request in flight."""
+
+    work: Work
+    ack: str
+    times: int
+    size: int
+    due_us: int  # of the next try
+    asked: bool = False
+    record: Body | None = None  # to store
+
+
+class KeeperCore:
+    """The requests in flight of one keeper."""
+
+    def __init__(self) -> None:
+        self._flights: dict[Key, _Flight] = {}
+        self._bytes = 0
+        self._progress_us = 0  # of the next one
+        self.stored = 0  # records
+        self.refused = 0  # requests to be tried again
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def room(self) -> int:
+        """How many more requests may be delivered."""
+        return WINDOW - len(self._flights) if self._bytes < WINDOW_BYTES else 0
+
+    def runs(self, key: Key) -> bool:
+        """True if a request has been sent to a tokenizer and has no record yet."""
+        return key in self._flights and self._flights[key].asked
+
+    def handle(self, event: Event, now_us: int, now_wall_us: int) -> list[Command]:
+        """Apply one event."""
+        match event:
+            case Delivered():
+                return self._delivered(event, now_us)
+            case Tick():
+                return [*self._retries(now_us), *self._progress(now_us)]
+        flight = self._flights.get(event.key)
+        if flight is None:
+            return []
+        match event:
+            case LookedUp():
+                return self._looked_up(event, flight, now_us, now_wall_us)
+            case Answered():
+                return self._answered(event, flight, now_us, now_wall_us)
+            case Stored():
+                return self._stored(event, flight)
+
+    def give_back(self) -> list[Command]:
+        """Have all requests in flight delivered again, now: this keeper stops."""
+        commands: list[Command] = [Nak(flight.ack, 0) for flight in self._flights.values()]
+        self._flights.clear()
+        self._bytes = 0
+        return commands
+
+    def _delivered(self, event: Delivered, now_us: int) -> list[Command]:
+        key = (event.work.tenant, event.work.id)
+        if (flight := self._flights.get(key)) is not None:  # the progress acks were late
+            flight.ack, flight.times = event.ack, event.times
+            return []
+        self._flights[key] = _Flight(event.work, event.ack, event.times, event.size, now_us + RETRY_US)
+        self._bytes += event.size
+        return [LookUp(key)]
+
+    def _looked_up(self, event: LookedUp, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
+        if flight.asked or flight.record is not None or event.exists is None:
+            return []  # `due_us` brings the next try
+        if event.exists:
+            return [self._land(event.key)]
+        if now_wall_us - flight.work.submitted_us > KEPT_S * 1_000_000:
+            return self._store(event.key, flight, DeadlineExceeded(EXPIRED), now_us, now_wall_us)
+        flight.asked, flight.due_us = True, now_us + ASK_AGAIN_US
+        return [Ask(flight.work)]
+
+    def _answered(self, event: Answered, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
+        if flight.record is not None:
+            return []
+        if not isinstance(event.outcome, _TRY_AGAIN):
+            flight.size += event.size
+            self._bytes += event.size
+            return self._store(event.key, flight, event.outcome, now_us, now_wall_us)
+        if not flight.asked:
+            return []  # to an earlier keeper
+        self.refused += 1
+        delay_us = min(FIRST_DELAY_US << min(flight.times - 1, 8), LAST_DELAY_US)
+        self._forget(event.key)
+        return [Nak(flight.ack, max(delay_us, event.outcome.retry_after_ms * 1_000))]
+
+    def _stored(self, event: Stored, flight: _Flight) -> list[Command]:
+        if event.new is None or flight.record is None:
+            return []  # `due_us` brings the next try
+        self.stored += event.new
+        news = [Announce(event.key, str(flight.record["status"]))] if event.new else []
+        return [*news, self._land(event.key)]
+
+    def _store(
+        self, key: Key, flight: _Flight, outcome: Body | HeadraceError, now_us: int, now_wall_us: int
+    ) -> list[Command]:
+        flight.record, flight.due_us = flight.work.record(now_wall_us, outcome), now_us + RETRY_US
+        return [Store(key, flight.record)]
+
+    def _land(self, key: Key) -> Ack:
+        return Ack(self._forget(key).ack)
+
+    def _forget(self, key: Key) -> _Flight:
+        flight = self._flights.pop(key)
+        self._bytes -= flight.size
+        return flight
+
+    def _retries(self, now_us: int) -> Iterator[Command]:
+        for key, flight in self._flights.items():
+            if now_us < flight.due_us:
+                continue
+            flight.due_us = now_us + (ASK_AGAIN_US if flight.asked and not flight.record else RETRY_US)
+            if flight.record is not None:
+                yield Store(key, flight.record)
+            else:
+                yield Ask(flight.work) if flight.asked else LookUp(key)
+
+    def _progress(self, now_us: int) -> Iterator[Command]:
+        if now_us >= self._progress_us:
+            self._progress_us = now_us + PROGRESS_US
+            yield from (Progress(flight.ack) for flight in self._flights.values())

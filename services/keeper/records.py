@@ -1,0 +1,72 @@
+"""The two messages of the store: `Work`, a request that waits for its answer, and the record of its end.
+
+Both are JSON, each under a subject of its tenant and id. A record is made once and never changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import Any
+
+from shared.api import MAX_TIMEOUT_S
+from shared.errors import Cancelled, HeadraceError, error_body
+
+QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED = "queued", "running", "completed", "failed", "cancelled"
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A durable request as it is stored: sent again, it is the same request, with the same seed and class."""
+
+    tenant: str
+    id: str
+    model: str
+    body: Body  # of the request to the tokenizer
+    digest: str  # of the body as it was submitted
+    submitted_us: int  # wall clock
+
+    def pack(self) -> bytes:
+        """The message in stream WORK."""
+        return to_json(asdict(self))
+
+    def record(self, now_wall_us: int, outcome: Body | HeadraceError) -> Body:
+        """How it has ended: with an answer or an error."""
+        record: Body = {
+            "id": self.id,
+            "model": self.model,
+            "digest": self.digest,
+            "submitted_at": self.submitted_us // 1_000_000,
+            "ended_at": now_wall_us // 1_000_000,
+        }
+        if isinstance(outcome, HeadraceError):
+            status = CANCELLED if isinstance(outcome, Cancelled) else FAILED
+            return {**record, "status": status, **error_body(outcome, self.id)}
+        return {**record, "status": COMPLETED, "answer": outcome}
+
+
+def work_of(data: bytes) -> Work:
+    """The work in a message of stream WORK."""
+    return Work(**json.loads(data))
+
+
+def digest_of(model: str, body: Mapping[str, Any]) -> str:
+    """A hash of a submitted request without its id. The order of the fields does not count."""
+    fields = {name: value for name, value in body.items() if name != "request_id"}
+    return sha256(json.dumps([model, fields], sort_keys=True).encode()).hexdigest()
+
+
+def body_to_store(body: Mapping[str, Any], request_id: str, drawn: Mapping[str, Any]) -> Body:
+    """The request that the keeper sends. `drawn`: the tokenizer's seed and class. Without a time limit it has
+    the longest one: it waits for an executor. It ends also while no keeper reads it: the next keeper may be
+    there in time for the answer."""
+    return {"timeout_s": MAX_TIMEOUT_S, **body, **drawn, "request_id": request_id, "finish_detached": True}
+
+
+def to_json(body: Mapping[str, Any]) -> bytes:
+    """Compact JSON in ASCII: any text that was read from JSON can be written."""
+    return json.dumps(body, separators=(",", ":")).encode()

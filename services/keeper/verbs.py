@@ -1,0 +1,168 @@
+"""What users ask of a keeper: `submit` stores a request, `result` answers with its state.
+
+    client ──submit──▶ keeper ──check──▶ tokenizer: valid? its seed and class
+                       keeper ──create-only──▶ stream WORK
+    client ◀─queued─── keeper
+
+The id and the hash of the body decide what a second submit is: the same request has the same answer, another
+one under the same id is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from services.keeper.core import Key
+from services.keeper.records import QUEUED, RUNNING, Body, Work, body_to_store, digest_of, to_json, work_of
+from shared.api import REQUEST_ID
+from shared.client import error_of
+from shared.clock import Clock
+from shared.errors import BadRequest, DuplicateRequest, Unavailable, UnknownModel, UnknownRequest
+from shared.json_body import read_json
+from shared.nats import access, subjects
+from shared.nats.interface import Bus, NoResponders, RequestTimeout
+from shared.nats.jetstream import JetStream, StreamFull, Taken
+
+CHECK_US = 10_000_000  # a tokenizer takes up to three seconds for a megabyte
+REPLIES = f"{access.INBOX}.*.{access.user_of('keeper')}.*"  # answers to the requests of all keepers
+SUBMIT_TRIES = 10  # a stream whose leader has died has another after six seconds
+
+
+class Verbs:
+    """Answers `submit` and `result` for one keeper."""
+
+    def __init__(self, bus: Bus, clock: Clock, runs: Callable[[Key], bool]) -> None:
+        """`runs`: whether this keeper has sent a request to a tokenizer."""
+        self._bus, self._clock, self._runs = bus, clock, runs
+        self._streams = JetStream(bus)
+        self.submitted = 0
+
+    async def submit(self, tenant: str, model: str, data: bytes) -> Body:
+        """Store a request; returns when the stream has it. Raises the error that `generate` would give,
+        DuplicateRequest for another request under this id, StreamFull, PayloadTooLarge, Unavailable."""
+        body = _read(data)
+        request_id = body.get("request_id") or secrets.token_hex(11)
+        if not isinstance(request_id, str) or not re.fullmatch(REQUEST_ID, request_id):
+            raise BadRequest(
+                f"`request_id` is not 1 to {subjects.MAX_NAME_CHARS} of A-Z a-z 0-9 . _ : -",
+                param="request_id",
+            )
+        if len(reply_subject(tenant, request_id)) > subjects.MAX_INBOX_CHARS:
+            raise BadRequest("`request_id` is too long beside the name of this tenant", param="request_id")
+        digest = digest_of(model, body)
+        if (known := await self._known(tenant, request_id)) is not None:
+            return _same(known, digest)
+        drawn = await self._checked(tenant, model, {**body, "request_id": request_id})
+        stored = body_to_store(body, request_id, drawn)
+        work = Work(tenant, request_id, model, stored, digest, self._clock.wall_us())
+        try:
+            await self._create(subjects.work(tenant, request_id), work.pack())
+        except Taken:  # by another submit, or by a try of this one whose answer was lost
+            known = await self._known(tenant, request_id)
+            return _same(known or {"id": request_id, "digest": digest, "status": QUEUED}, digest)
+        self.submitted += 1
+        return {"id": request_id, "status": QUEUED}
+
+    async def result(self, tenant: str, request_id: str) -> Body:
+        """The state of a request, with its answer or its error once it has ended. Raises UnknownRequest for
+        an id that this tenant has not submitted, or whose record is older than a day; Unavailable."""
+        known = await self._known(tenant, request_id)
+        if known is None:
+            raise UnknownRequest(f"no durable request {request_id!r:.140} of this tenant is kept", param="id")
+        return {name: value for name, value in known.items() if name != "digest"}
+
+    async def _known(self, tenant: str, request_id: str) -> Body | None:
+        """The record of a request, or its state without one. The work is read first: it goes after the record
+        has come."""
+        waits = await self._streams.last(subjects.WORK_STREAM, subjects.work(tenant, request_id))
+        if (
+            record := await self._streams.last(subjects.RECORD_STREAM, subjects.record(tenant, request_id))
+        ) is not None:
+            found: Body = json.loads(record)
+            return found
+        if waits is None:
+            return None
+        work = work_of(waits)
+        status = RUNNING if self._runs((tenant, request_id)) else QUEUED
+        at = work.submitted_us // 1_000_000
+        return {
+            "id": work.id,
+            "model": work.model,
+            "digest": work.digest,
+            "submitted_at": at,
+            "status": status,
+        }
+
+    async def _create(self, subject: str, data: bytes) -> None:
+        """Create-only, again and again while the stream does not answer."""
+        for left in reversed(range(SUBMIT_TRIES)):
+            try:
+                await self._streams.create(subject, data)
+            except StreamFull:
+                raise
+            except Unavailable:
+                if not left:
+                    raise
+            else:
+                return
+
+    async def _checked(self, tenant: str, model: str, body: Body) -> Body:
+        """What a tokenizer draws for a valid request. Raises its error for another one."""
+        try:
+            delivery = await self._bus.request(
+                subjects.check(tenant, model), to_json(body), timeout_us=CHECK_US
+            )
+        except NoResponders:
+            raise await self._no_tokenizer(model) from None
+        except RequestTimeout:
+            why = f"no tokenizer of {model!r:.80} has validated the request in {CHECK_US / 1e6:g} s"
+            raise Unavailable(f"{why}: try again", retry_after_ms=1_000) from None
+        answer: dict[str, Any] = json.loads(delivery.data)
+        if "error" in answer:
+            raise error_of(answer)
+        return answer
+
+    async def _no_tokenizer(self, model: str) -> Unavailable | UnknownModel:
+        try:
+            delivery = await self._bus.request(subjects.MODELS, b"", timeout_us=CHECK_US)
+            names = sorted(each["id"] for each in json.loads(delivery.data)["data"])
+        except (NoResponders, RequestTimeout, LookupError, ValueError):
+            names = []
+        if not names or model in names:
+            why = f"no tokenizer validates requests for {model!r:.80} now: try again"
+            return Unavailable(why, retry_after_ms=1_000)
+        served = ", ".join(names)
+        return UnknownModel(f"no service serves model {model!r:.80}; ask for one of: {served}", param="model")
+
+
+def reply_subject(tenant: str, request_id: str) -> str:
+    """Where the answer to a durable request goes, whichever keeper sends it: below the inbox of its tenant,
+    as the services demand."""
+    name = access.user_of("keeper")
+    return f"{access.INBOX}.{subjects.token(tenant)}.{name}.{subjects.token(request_id)}"
+
+
+def _read(data: bytes) -> Body:
+    """The fields of a submitted request. Raises BadRequest."""
+    try:
+        body = read_json(data)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not a JSON object: {error!s:.200}") from None
+    if not isinstance(body, dict):
+        raise BadRequest('the body is not a JSON object like {"prompt": "Hello"}')
+    if body.get("stream") or "stream_options" in body:
+        raise BadRequest("a durable request has one answer, no stream: leave `stream` out", param="stream")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _same(known: Body, digest: str) -> Body:
+    """The answer to a submit of a known id."""
+    if known["digest"] != digest:
+        raise DuplicateRequest(
+            f"another request was submitted as {known['id']}: use another request_id", param="request_id"
+        )
+    return {"id": known["id"], "status": known["status"]}

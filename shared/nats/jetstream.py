@@ -1,0 +1,176 @@
+"""JetStream over `Bus`: streams, create-only publishes, direct reads, pulls and acks.
+
+Each call is one request with a time limit of its own and a typed error: nats-py's JetStream context runs its
+calls on the connection that `NatsBus` reads by itself. Formats: nats-architecture-and-design ADR-1 (API),
+ADR-13 (pull), ADR-31 (direct get); headers of a publish: https://docs.nats.io/nats-concepts/jetstream/headers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import DuplicateRequest, EngineError, HeadraceError, Overloaded, Unavailable
+from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
+
+CALL_US = 1_000_000  # a call takes less than a millisecond; one made while the server is away never ends
+FULL_RETRY_MS = 5_000  # a full stream has room again once answers have been stored
+LATE_S = 1.0  # from the end of a pull, by the server's clock, until this side gives it up
+
+_API = "$JS.API"
+_EXISTS = 10071  # wrong last sequence: another message has the subject
+_FULL = (10047, 10077)  # storage resources exceeded; maximum messages or bytes of the stream exceeded
+_NAME_IN_USE = 10058  # a stream of this name with other settings: an operator has changed them
+
+Json = dict[str, Any]
+
+
+class Taken(DuplicateRequest):
+    """A create-only publish to a subject that has a message."""
+
+
+class StreamFull(Overloaded):
+    """The stream or its disk is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class JetStream:
+    """The calls. All raise Unavailable if JetStream is off, or does not answer within CALL_US."""
+
+    bus: Bus
+
+    async def make_stream(self, name: str, config: Mapping[str, Any]) -> None:
+        """Make a stream unless there is one of this name, whose settings then stay. Raises StreamFull if the
+        server has no room for it."""
+        with contextlib.suppress(Taken):
+            await self._call(f"{_API}.STREAM.CREATE.{name}", _json({"name": name, **config}))
+
+    async def make_consumer(self, stream: str, name: str, config: Mapping[str, Any]) -> None:
+        """Make a durable pull consumer, or give one of this name these settings."""
+        body = {"stream_name": stream, "config": {"durable_name": name, "name": name, **config}}
+        await self._call(f"{_API}.CONSUMER.CREATE.{stream}.{name}", _json(body))
+
+    async def create(self, subject: str, data: bytes, ttl_s: int = 0) -> None:
+        """Store a message, the only one of its subject. It goes after `ttl_s`; 0: never. Returns when the
+        stream has it. Raises Taken if there is one, StreamFull, PayloadTooLarge."""
+        headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
+        if ttl_s:
+            headers["Nats-TTL"] = f"{ttl_s}s"
+        await self._call(subject, data, headers)
+
+    async def last(self, stream: str, subject: str) -> bytes | None:
+        """The newest message of a subject, None without one. The stream must allow direct reads."""
+        answer = await self._request(f"{_API}.DIRECT.GET.{stream}.{subject}", b"")
+        status = answer.headers.get("Status")
+        if status == "404":
+            return None
+        if status is not None:
+            raise EngineError(f"stream {stream}: {status} {answer.headers.get('Description', '')}")
+        return answer.data
+
+    async def _call(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None) -> Json:
+        answer: Json = json.loads((await self._request(subject, data, headers)).data)
+        if "error" in answer:
+            raise _error(subject, answer["error"])
+        return answer
+
+    async def _request(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None) -> Delivery:
+        try:
+            return await self.bus.request(subject, data, timeout_us=CALL_US, headers=headers)
+        except NoResponders:
+            why = "the nats-server has no JetStream, or not the streams of Headrace: see docs/durability.md"
+        except RequestTimeout:
+            why = f"JetStream has not answered on {subject} within {CALL_US / 1e6:g} s: try again"
+        raise Unavailable(why, retry_after_ms=1_000)
+
+    # ---- acks: a lost one brings a redelivery ----------------------------------------------------
+
+    def ack(self, reply: str) -> None:
+        """Remove a delivered message, by its reply subject."""
+        self.bus.publish(reply, b"+ACK")
+
+    def nak(self, reply: str, delay_us: int) -> None:
+        """Have a message delivered again after a delay."""
+        self.bus.publish(reply, b"-NAK " + _json({"delay": delay_us * 1_000}))
+
+    def progress(self, reply: str) -> None:
+        """Restart the time within which a message must be acked."""
+        self.bus.publish(reply, b"+WPI")
+
+
+class Puller:
+    """Pulls from one consumer; each message goes to `deliver`. Open with `await Puller.open(...)`."""
+
+    def __init__(self, bus: Bus, subject: str, deliver: Callable[[Delivery], None]) -> None:
+        self._bus, self._subject, self._deliver = bus, subject, deliver
+        self._inbox = bus.new_inbox()
+        self._pull = 0  # the number of the current one
+        self._left = 0  # messages that it may still bring
+        self._ended = asyncio.Event()
+        self._heard = False
+        self._subscription: Subscription
+
+    @classmethod
+    async def open(cls, bus: Bus, stream: str, consumer: str, deliver: Callable[[Delivery], None]) -> Puller:
+        """A puller whose inbox the server knows."""
+        puller = cls(bus, f"{_API}.CONSUMER.MSG.NEXT.{stream}.{consumer}", deliver)
+        puller._subscription = await bus.subscribe(f"{puller._inbox}.*", puller._on_message)
+        await bus.flush()
+        return puller
+
+    async def close(self) -> None:
+        """Take no more messages: what still comes is delivered again to others."""
+        await self._subscription.cancel()
+
+    async def pull(self, most: int, wait_s: float) -> bool:
+        """Have up to `most` messages delivered within `wait_s`. Returns when all have come or the time is
+        over; False if neither a message nor the end arrived: the consumer may be gone."""
+        self._pull, self._left, self._heard = self._pull + 1, most, False
+        self._ended.clear()
+        asked = {"batch": most, "expires": int(wait_s * 1e9)}
+        self._bus.publish(self._subject, _json(asked), reply=f"{self._inbox}.{self._pull}")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), wait_s + LATE_S)
+        return self._heard
+
+    def _on_message(self, delivery: Delivery) -> None:
+        """A message, also of an earlier pull, or the end of the pull, which has a status. A message has the
+        subject under which it was stored: the number of the pull is in that of a status."""
+        status = delivery.headers.get("Status")
+        if status is None and delivery.reply:
+            self._heard = True
+            self._left -= 1
+            self._deliver(delivery)
+        elif delivery.subject == f"{self._inbox}.{self._pull}":
+            self._heard |= status in ("404", "408", "409")  # 503: no such consumer
+            self._left = 0
+        if self._left <= 0:
+            self._ended.set()
+
+
+def deliveries(reply: str) -> int:
+    """How often a message was delivered, from its reply subject:
+    `$JS.ACK.[<domain>.<account>.]<stream>.<consumer>.<deliveries>.<stream seq>.…`, of 9 or 11 and more
+    tokens (ADR-15)."""
+    tokens = reply.split(".")
+    return int(tokens[4 if len(tokens) == 9 else 6])
+
+
+def _error(subject: str, error: Mapping[str, Any]) -> HeadraceError:
+    number, text = int(error.get("err_code", 0)), str(error.get("description", ""))
+    if number in (_EXISTS, _NAME_IN_USE):
+        return Taken(text)
+    if number in _FULL:
+        why = f"the store of durable requests is full ({text}): try again later"
+        return StreamFull(why, retry_after_ms=FULL_RETRY_MS)
+    if int(error.get("code", 0)) == Unavailable.code:
+        return Unavailable(f"JetStream: {text}", retry_after_ms=1_000)
+    return EngineError(f"JetStream refuses {subject}: {text} ({number})")
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body).encode()

@@ -1,0 +1,146 @@
+"""JetStream's calls on a real nats-server with a store on disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+
+from services.launcher import nats_server as servers
+from services.launcher.nats_server import NatsServer, ServerLimits
+from shared.errors import Unavailable
+from shared.nats.bus import NatsBus
+from shared.nats.interface import Delivery
+from shared.nats.jetstream import JetStream, Puller, StreamFull, Taken, deliveries
+
+QUEUE = {
+    "subjects": ["w.>"], "retention": "workqueue", "storage": "file", "discard": "new", "max_msgs": 3,
+    "allow_direct": True,
+}  # fmt: skip
+RECORDS = {
+    "subjects": ["d.>"], "storage": "file", "discard": "new", "max_msgs_per_subject": 1, "max_bytes": 1_000,
+    "allow_direct": True, "allow_msg_ttl": True,
+}  # fmt: skip
+CONSUMER = {"ack_policy": "explicit", "ack_wait": 30 * 10**9, "max_deliver": -1}
+
+
+@pytest.fixture
+def server() -> Iterator[NatsServer]:
+    limits = replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="64MB")
+    server = servers.start(limits=limits)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def bus(server: NatsServer) -> AsyncIterator[NatsBus]:
+    bus = await NatsBus.connect(server.url, timeout_s=5)
+    yield bus
+    await bus.drain()
+
+
+async def streams(bus: NatsBus) -> JetStream:
+    found = JetStream(bus)
+    await found.make_stream("W", QUEUE)
+    await found.make_stream("D", RECORDS)
+    await found.make_consumer("W", "k", CONSUMER)
+    return found
+
+
+async def test_a_subject_is_created_once_and_read_back(bus: NatsBus) -> None:
+    js = await streams(bus)
+    await js.create("d.a.1", b"first")
+    with pytest.raises(Taken):
+        await js.create("d.a.1", b"second")
+    assert await js.last("D", "d.a.1") == b"first"
+    assert await js.last("D", "d.a.2") is None
+
+
+async def test_a_full_stream_refuses_and_keeps_what_it_has(bus: NatsBus) -> None:
+    js = await streams(bus)
+    for i in range(3):
+        await js.create(f"w.{i}", b"x")
+    with pytest.raises(StreamFull) as caught:
+        await js.create("w.3", b"x")
+    assert (caught.value.code, caught.value.retry_after_ms > 0) == (429, True)
+    with pytest.raises(StreamFull):
+        for i in range(9):
+            await js.create(f"d.{i}", b"x" * 300)
+    assert [await js.last("W", f"w.{i}") for i in range(4)] == [b"x", b"x", b"x", None]
+    assert await js.last("D", "d.0") == b"x" * 300
+
+
+async def test_a_stream_of_other_settings_stays(bus: NatsBus) -> None:
+    js = await streams(bus)
+    await js.make_stream("W", {**QUEUE, "max_msgs": 9})
+    for i in range(3):
+        await js.create(f"w.{i}", b"x")
+    with pytest.raises(StreamFull):
+        await js.create("w.3", b"x")
+
+
+async def test_pulled_messages_come_again_until_they_are_acked(bus: NatsBus) -> None:
+    js, got = await streams(bus), list[Delivery]()
+    await js.create("w.1", b"one")
+    await js.create("w.2", b"two")
+    puller = await Puller.open(bus, "W", "k", got.append)
+    assert await puller.pull(2, 5)
+    assert [(d.subject, d.data, deliveries(d.reply)) for d in got] == [("w.1", b"one", 1), ("w.2", b"two", 1)]
+    js.ack(got[0].reply)
+    js.progress(got[1].reply)
+    js.nak(got[1].reply, 1_000)
+    assert await puller.pull(1, 5)
+    assert [(d.subject, deliveries(d.reply)) for d in got[2:]] == [("w.2", 2)]
+    js.ack(got[2].reply)
+    assert await puller.pull(1, 0.1), "the end of an empty pull was not received"
+    assert len(got) == 3
+    assert await js.last("W", "w.1") is await js.last("W", "w.2") is None
+    await js.create("w.1", b"an acked message leaves its subject free")
+
+
+async def test_a_pull_of_a_missing_consumer_is_noticed(bus: NatsBus) -> None:
+    await streams(bus)
+    puller = await Puller.open(bus, "W", "gone", lambda _: None)
+    assert not await puller.pull(1, 0.1)
+
+
+async def test_a_pull_ends_after_the_server_was_killed_and_started_again(
+    server: NatsServer, bus: NatsBus
+) -> None:
+    js, got, back = await streams(bus), list[Delivery](), asyncio.Event()
+    bus.on_fault(lambda fault: back.set() if fault.kind == "reconnected" else None)
+    await js.create("w.1", b"one")
+    puller = await Puller.open(bus, "W", "k", got.append)
+    assert await puller.pull(1, 5)
+    pulling = asyncio.create_task(puller.pull(1, 1))
+    server.process.kill()
+    server.process.wait()
+    server.restart()
+    await asyncio.wait_for(back.wait(), 20)
+    assert not await pulling
+    await js.create("w.2", b"two")
+    assert await js.last("W", "w.1") == b"one"
+    assert await puller.pull(1, 5)
+    assert got[-1].data == b"two"
+
+
+def test_the_count_of_deliveries_is_read_from_both_forms_of_an_ack() -> None:
+    assert deliveries("$JS.ACK.W.k.7.1.1.1795624588273375888.2") == 7
+    assert deliveries("$JS.ACK.hub.ACC.W.k.7.1.1.1795624588273375888.2.token") == 7
+
+
+async def test_without_jetstream_every_call_is_unavailable_with_the_reason(nats_server: NatsServer) -> None:
+    bus = await NatsBus.connect(nats_server.url, timeout_s=5)
+    js = JetStream(bus)
+    calls = (
+        js.create("w.1", b""),
+        js.last("W", "w.1"),
+        js.make_stream("W", QUEUE),
+        js.make_consumer("W", "k", {}),
+    )
+    for call in calls:
+        with pytest.raises(Unavailable, match="no JetStream"):
+            await call
+    await bus.drain()

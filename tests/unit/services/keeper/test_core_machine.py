@@ -1,0 +1,253 @@
+"""The keeper's core against a model of the work queue, the store and the services.
+
+Deliveries come again, keepers die at any point, the store and the services are away for a while.
+`HYPOTHESIS_PROFILE=soak` runs many more.
+"""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.keeper.core import (
+    ASK_AGAIN_US,
+    KEPT_S,
+    PROGRESS_US,
+    RETRY_US,
+    Ack,
+    Announce,
+    Answered,
+    Ask,
+    Command,
+    Delivered,
+    Event,
+    KeeperCore,
+    Key,
+    LookedUp,
+    LookUp,
+    Nak,
+    Progress,
+    Store,
+    Stored,
+    Tick,
+)
+from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work
+from shared.errors import (
+    BadRequest,
+    Cancelled,
+    DuplicateRequest,
+    EngineError,
+    HeadraceError,
+    Overloaded,
+    Unavailable,
+    UnknownModel,
+)
+
+KEYS = [("a", "1"), ("a", "2"), ("b", "1")]  # two tenants may use one id
+AGAIN = [
+    Overloaded("full", retry_after_ms=20_000),
+    Unavailable("away"),
+    DuplicateRequest("runs"),
+    UnknownModel("?"),
+]
+LAST = [BadRequest("wrong"), EngineError("killed three executors"), Cancelled("by the client")]
+
+
+def work(key: Key, submitted_us: int = 0) -> Work:
+    return Work(*key, "m", {"prompt": key[1], "seed": 7}, "digest", submitted_us)
+
+
+class Keepers(RuleBasedStateMachine):
+    """One keeper at a time, on a queue, a store and a fleet that are right by construction."""
+
+    @initialize(waiting=st.sets(st.sampled_from(KEYS), min_size=1))
+    def begin(self, waiting: set[Key]) -> None:
+        self.now_us = 0
+        self.core = KeeperCore()
+        self.waiting = set(waiting)  # in the work queue
+        self.records: dict[Key, Body] = {}
+        self.acks: dict[str, Key] = {}
+        self.todo: list[Command] = []  # calls to the store that have not returned
+        self.asked: list[Work] = []
+        self.announced: list[Key] = []
+        self.count = 0
+
+    def feed(self, event: Event) -> None:
+        for command in self.core.handle(event, self.now_us, self.now_us):
+            match command:
+                case LookUp() | Store():
+                    self.todo.append(command)
+                case Ask(asked):
+                    assert (asked.tenant, asked.id) in self.waiting
+                    self.asked.append(asked)
+                case Announce(key, status):
+                    assert self.records[key]["status"] == status
+                    self.announced.append(key)
+                case Ack(reply):
+                    assert self.acks[reply] in self.records, "acked without a record"
+                    self.waiting.discard(self.acks[reply])
+                case Nak(reply, delay_us):
+                    assert 0 <= delay_us <= 20_000_000
+                    assert self.acks[reply] in self.waiting
+                case Progress(reply):
+                    assert reply in self.acks
+
+    @rule(key=st.sampled_from(KEYS))
+    def delivered(self, key: Key) -> None:
+        """The first time, again after a lost ack, or again while it is in flight."""
+        if key in self.waiting or key in self.records:
+            self.count += 1
+            self.acks[f"ack{self.count}"] = key
+            before = len(self.asked)
+            self.feed(Delivered(work(key), f"ack{self.count}", times=self.count, size=10))
+            assert len(self.asked) == before, "asked before the store was looked at"
+
+    @precondition(lambda self: self.todo)
+    @rule(data=st.data(), there=st.sampled_from(["yes", "no", "lost answer"]))
+    def store_answers(self, data: st.DataObject, there: str) -> None:
+        command = self.todo.pop(data.draw(st.integers(0, len(self.todo) - 1)))
+        if isinstance(command, LookUp):
+            self.feed(LookedUp(command.key, None if there != "yes" else command.key in self.records))
+            return
+        assert isinstance(command, Store)
+        new = command.key not in self.records
+        if there != "no" and new:
+            self.records[command.key] = command.record
+        self.feed(Stored(command.key, new if there == "yes" else None))
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), outcome=st.sampled_from([None, *AGAIN, *LAST]))
+    def fleet_answers(self, data: st.DataObject, outcome: HeadraceError | None) -> None:
+        """Also late, twice, and to a keeper that has not asked."""
+        asked = data.draw(st.sampled_from(self.asked))
+        answer = {"text": asked.body["prompt"]}
+        self.feed(Answered((asked.tenant, asked.id), answer if outcome is None else outcome, size=5))
+
+    @rule(us=st.sampled_from([RETRY_US // 2, RETRY_US, PROGRESS_US, ASK_AGAIN_US]))
+    def time_passes(self, us: int) -> None:
+        self.now_us += us
+        self.feed(Tick())
+
+    @rule()
+    def dies(self) -> None:
+        self.core = KeeperCore()
+        self.todo.clear()
+
+    @rule()
+    def stops(self) -> None:
+        replies = [command.reply for command in self.core.give_back() if isinstance(command, Nak)]
+        assert len(replies) == len({self.acks[reply] for reply in replies})
+        assert (len(self.core), self.core.room > 0) == (0, True)
+        self.dies()
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        """A request waits or has a record; and a record stays as it was made."""
+        if hasattr(self, "records"):
+            for record in self.records.values():
+                assert ("answer" in record) == (record["status"] == COMPLETED)
+                assert ("error" in record) == (record["status"] in (FAILED, CANCELLED))
+            assert len(self.core) <= len(KEYS)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def all_goes_well(self) -> None:
+        """From any state: deliveries, a store and a fleet that answer take every request to its record."""
+        for key in sorted(self.waiting):
+            self.delivered(key)
+        for _ in range(4):
+            self.now_us += RETRY_US
+            self.feed(Tick())
+            while self.todo:
+                command = self.todo.pop()
+                if isinstance(command, LookUp):
+                    self.feed(LookedUp(command.key, command.key in self.records))
+                elif isinstance(command, Store):
+                    new = command.key not in self.records
+                    self.records.setdefault(command.key, command.record)
+                    self.feed(Stored(command.key, new))
+            for asked in self.asked[-len(KEYS) * 2 :]:
+                self.feed(Answered((asked.tenant, asked.id), {"text": asked.body["prompt"]}))
+        assert self.waiting == set()
+        assert len(self.core) == 0
+
+
+TestKeepers = Keepers.TestCase
+
+
+def flown(core: KeeperCore, key: Key = KEYS[0], times: int = 1, now_us: int = 0) -> None:
+    """A request that has been asked."""
+    assert core.handle(Delivered(work(key), "ack", times), now_us, now_us) == [LookUp(key)]
+    assert core.handle(LookedUp(key, False), now_us, now_us) == [Ask(work(key))]
+
+
+def test_an_answer_is_stored_announced_and_acked_in_this_order() -> None:
+    core, key = KeeperCore(), KEYS[0]
+    flown(core)
+    assert core.runs(key)
+    (store,) = core.handle(Answered(key, {"text": "x"}), 1, 5_000_000)
+    assert isinstance(store, Store)
+    assert (store.record["status"], store.record["answer"], store.record["ended_at"]) == (
+        COMPLETED,
+        {"text": "x"},
+        5,
+    )
+    assert core.handle(Stored(key, True), 2, 2) == [Announce(key, COMPLETED), Ack("ack")]
+    assert (len(core), core.stored, core.runs(key)) == (0, 1, False)
+
+
+def test_a_delivery_of_a_request_with_a_record_is_acked_and_nothing_else() -> None:
+    core, key = KeeperCore(), KEYS[0]
+    core.handle(Delivered(work(key), "ack"), 0, 0)
+    assert core.handle(LookedUp(key, True), 0, 0) == [Ack("ack")]
+
+
+def test_a_second_delivery_of_a_request_in_flight_takes_over_the_ack() -> None:
+    core, key = KeeperCore(), KEYS[0]
+    flown(core)
+    assert core.handle(Delivered(work(key), "second", 2), 1, 1) == []
+    core.handle(Answered(key, {"text": "x"}), 1, 1)
+    assert core.handle(Stored(key, False), 2, 2) == [Ack("second")]
+
+
+def test_a_refused_request_waits_longer_at_each_delivery_but_not_for_ever() -> None:
+    delays = []
+    for times in (1, 2, 3, 40):
+        core = KeeperCore()
+        flown(core, times=times)
+        (nak,) = core.handle(Answered(KEYS[0], Unavailable("away")), 1, 1)
+        assert isinstance(nak, Nak)
+        delays.append(nak.delay_us)
+    assert delays == [1_000_000, 2_000_000, 4_000_000, 15_000_000]
+
+
+def test_deliveries_alone_never_fail_a_request() -> None:
+    """Whole fleets are killed again and again: no count of deliveries ends a request."""
+    for times in range(1, 50):
+        flown(KeeperCore(), times=times)
+
+
+def test_a_request_that_waits_for_more_than_a_day_gets_a_record_with_the_reason() -> None:
+    core, key, late_us = KeeperCore(), KEYS[0], (KEPT_S + 1) * 1_000_000
+    core.handle(Delivered(work(key), "ack"), 0, late_us)
+    (store,) = core.handle(LookedUp(key, False), 0, late_us)
+    assert isinstance(store, Store)
+    assert (store.record["status"], store.record["error"]["code"]) == (FAILED, 408)
+
+
+def test_the_window_is_bounded_by_requests_and_by_bytes() -> None:
+    core = KeeperCore()
+    room = core.room
+    core.handle(Delivered(work(KEYS[0]), "ack", size=1), 0, 0)
+    assert core.room == room - 1
+    core.handle(Delivered(work(KEYS[1]), "ack", size=1 << 30), 0, 0)
+    assert core.room == 0
+
+
+def test_all_requests_in_flight_report_progress_in_time() -> None:
+    core = KeeperCore()
+    for key in KEYS:
+        flown(core, key)
+    core.handle(Tick(), 1, 1)
+    assert core.handle(Tick(), PROGRESS_US, 0) == []
+    assert core.handle(Tick(), 1 + PROGRESS_US, 0) == [Progress("ack")] * 3
