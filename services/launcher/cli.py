@@ -30,7 +30,7 @@ _SETTINGS = {
     "run": ("nats_url", "fleet", "cache_dir", "model_name", "request_timeout_s", "keep_alive_s",
             "backend", "device", "dtype"),
     "stop": ("fleet", "cache_dir"), "logs": ("fleet", "cache_dir"),
-    "chat": _REQUEST, "request": _REQUEST, "batch": _REQUEST,
+    "chat": _REQUEST, "request": _REQUEST, "batch": _REQUEST, "submit": _REQUEST, "result": _FLEET,
     "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "usage": _FLEET, "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
@@ -155,7 +155,15 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> No
     add("stop", "end the fleet of this machine that `up` or `run` has started", _stop)
     chat = add("chat", "chat with the model", _chat)
     chat.add_argument("-q", "--question", help="send one question, print the answer, exit")
-    for sub in (run, chat):
+    submit = add("submit", "store a request that is answered later, and print its id", _submit)
+    submit.add_argument("prompt", nargs="?", help="the question; or a request with --file")
+    submit.add_argument("-f", "--file", type=Path, help="read a JSON request from a file, - for stdin")
+    submit.add_argument("--id", help="an id of your choice: the same request is stored once under it")
+    result = add("result", "the answer of a submitted request, or its state", _result)
+    result.add_argument("id", help="the id that `submit` has printed")
+    result.add_argument("--wait", action="store_true", help="wait until it has ended")
+    result.add_argument("--json", action="store_true", help="everything, as JSON")
+    for sub in (run, chat, submit):
         sub.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
         sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
         sub.add_argument("--seed", type=int, help="makes the answer repeatable")
@@ -324,6 +332,34 @@ def _batch(given: argparse.Namespace) -> int:
         timeout_s=loaded.settings.request_timeout_s,
     )
     return 1 if asyncio.run(running) else 0
+
+
+def _submit(given: argparse.Namespace) -> None:
+    from services.launcher.commands.request import read_body
+    from services.launcher.commands.submit import submit
+    from services.launcher.session import find_target
+    from shared.errors import BadRequest
+
+    if (given.prompt is None) == (given.file is None):
+        raise BadRequest("give the question as an argument, or a request with --file")
+    said = _conversation(given)
+    question = {"role": "user", "content": given.prompt}
+    body = {"messages": [*said.messages, question], **said.options}
+    if given.file is not None:
+        body = read_body(None, given.file)
+    if given.id is not None:
+        body["request_id"] = given.id
+    _run(submit(find_target(_load(given)), body))
+
+
+def _result(given: argparse.Namespace) -> int:
+    import asyncio
+
+    from services.launcher.commands.submit import result
+    from services.launcher.session import find_target
+
+    target = find_target(_load(given))
+    return asyncio.run(result(target, given.id, wait=given.wait, as_json=given.json))
 
 
 def _pull(given: argparse.Namespace) -> None:

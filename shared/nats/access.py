@@ -71,7 +71,7 @@ _WRITES = {
         f"{PUBLIC}.models",
         f"{PUBLIC}.done.*.*",
         f"{STORE}.>",
-        *(f"$JS.API.STREAM.CREATE.{stream}" for stream in (WORK_STREAM, RECORD_STREAM)),
+        *(f"$JS.API.STREAM.{verb}.{s}" for verb in ("INFO", "CREATE") for s in (WORK_STREAM, RECORD_STREAM)),
         *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in (WORK_STREAM, RECORD_STREAM)),
         f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*",
         f"$JS.API.CONSUMER.MSG.NEXT.{WORK_STREAM}.*",

@@ -24,13 +24,18 @@ LATE_S = 1.0  # from the end of a pull, by the server's clock, until this side g
 _API = "$JS.API"
 _EXISTS = 10071  # wrong last sequence: another message has the subject
 _FULL = (10047, 10077)  # storage resources exceeded; maximum messages or bytes of the stream exceeded
-_NAME_IN_USE = 10058  # a stream of this name with other settings: an operator has changed them
+_NAME_IN_USE = 10058  # a stream of this name with other settings
+_NO_STREAM = 10059
 
 Json = dict[str, Any]
 
 
 class Taken(DuplicateRequest):
     """A create-only publish to a subject that has a message."""
+
+
+class UnknownStream(EngineError):
+    """There is no stream of this name."""
 
 
 class StreamFull(Overloaded):
@@ -46,8 +51,11 @@ class JetStream:
     async def make_stream(self, name: str, config: Mapping[str, Any]) -> None:
         """Make a stream unless there is one of this name, whose settings then stay. Raises StreamFull if the
         server has no room for it."""
-        with contextlib.suppress(Taken):
-            await self._call(f"{_API}.STREAM.CREATE.{name}", _json({"name": name, **config}))
+        try:
+            await self._call(f"{_API}.STREAM.INFO.{name}", b"")
+        except UnknownStream:  # made again, it would need its space on disk a second time
+            with contextlib.suppress(Taken):  # by another keeper
+                await self._call(f"{_API}.STREAM.CREATE.{name}", _json({"name": name, **config}))
 
     async def make_consumer(self, stream: str, name: str, config: Mapping[str, Any]) -> None:
         """Make a durable pull consumer, or give one of this name these settings."""
@@ -164,6 +172,8 @@ def _error(subject: str, error: Mapping[str, Any]) -> HeadraceError:
     number, text = int(error.get("err_code", 0)), str(error.get("description", ""))
     if number in (_EXISTS, _NAME_IN_USE):
         return Taken(text)
+    if number == _NO_STREAM:
+        return UnknownStream(text)
     if number in _FULL:
         why = f"the store of durable requests is full ({text}): try again later"
         return StreamFull(why, retry_after_ms=FULL_RETRY_MS)

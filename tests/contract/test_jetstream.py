@@ -72,6 +72,16 @@ async def test_a_full_stream_refuses_and_keeps_what_it_has(bus: NatsBus) -> None
     assert await js.last("D", "d.0") == b"x" * 300
 
 
+async def test_streams_whose_space_is_all_of_the_disk_are_made_once(server: NatsServer, bus: NatsBus) -> None:
+    """The server would count their space a second time."""
+    config = {**QUEUE, "max_bytes": 40 * 1024 * 1024}
+    js = JetStream(bus)
+    await js.make_stream("W", config)
+    await js.make_stream("W", config)
+    with pytest.raises(StreamFull):
+        await js.make_stream("X", {**config, "subjects": ["x"]})
+
+
 async def test_a_stream_of_other_settings_stays(bus: NatsBus) -> None:
     js = await streams(bus)
     await js.make_stream("W", {**QUEUE, "max_msgs": 9})

@@ -483,9 +483,13 @@ def _detokenizer(_: Fleet, detokenizer: Facts) -> list[str]:
     return [f"{detokenizer['requests']:,} in work", f"{_rate(detokenizer, 'tokens')} tok/s"]
 
 
+def _keeper(_: Fleet, keeper: Facts) -> list[str]:
+    return [f"{keeper['in_flight']:,} in flight", f"{_rate(keeper, 'stored')} answers/s"]
+
+
 _CELLS = {
     "gateway": _gateway, "tokenizer": _tokenizer, "scheduler": _scheduler, "executor": _executor,
-    "kv_offload": _kv_offload, "detokenizer": _detokenizer,
+    "kv_offload": _kv_offload, "detokenizer": _detokenizer, "keeper": _keeper,
 }  # fmt: skip
 
 

@@ -1,0 +1,85 @@
+"""`headrace submit` stores a durable request and prints its id; `headrace result` prints its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from services.launcher.session import Target, connected
+from shared.client import Client
+from shared.errors import NO_TEMPLATE, BadRequest, Unavailable, UnknownModel, UnknownRequest
+from shared.nats import subjects
+from shared.nats.interface import NoResponders, RequestTimeout
+
+LOOK_S = 2.0  # between two looks of `--wait`, for news that were missed
+NO_KEEPER = "no keeper answers: start the fleet with `headrace up --durable`, or see `headrace status`"
+ENDED = ("completed", "failed", "cancelled")
+
+Body = dict[str, Any]
+
+
+async def submit(target: Target, body: Body) -> None:
+    """Store `body` and print its id. Raises the error of the request, Unavailable without a keeper."""
+    model = str(body.get("model") or target.model)
+    async with connected(target.nats_url) as bus:
+        client = await Client.open(bus, target.tenant)
+        subject = subjects.submit(target.tenant, model)
+        try:
+            answer = await _asked(client, subject, body)
+        except BadRequest as error:
+            if error.message != NO_TEMPLATE or len(body["messages"]) > 1:
+                raise
+            (question,) = body.pop("messages")
+            answer = await _asked(client, subject, {**body, "prompt": question["content"]})
+    print(answer["id"])
+
+
+async def result(target: Target, request_id: str, *, wait: bool, as_json: bool) -> int:
+    """Print the answer of a request that has ended, else its state on stderr. Returns the exit status, 0 for
+    an answer. With `wait`, returns when it has ended, also after the fleet was away. Raises the error of a
+    failed request, UnknownRequest, Unavailable without a keeper."""
+    async with connected(target.nats_url) as bus:
+        client, news = await Client.open(bus, target.tenant), asyncio.Event()
+        await bus.subscribe(subjects.done(target.tenant, request_id), lambda _: news.set())
+        while True:
+            found: Body = {"status": "unknown"}
+            try:
+                found = await _asked(client, subjects.result(target.tenant, request_id))
+            except (Unavailable, RequestTimeout):
+                if not wait:
+                    raise
+            except UnknownModel as error:  # the 404 of any other name
+                raise UnknownRequest(error.message) from None
+            if found["status"] in ENDED or not wait:
+                return _shown(found, as_json=as_json)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), LOOK_S)
+
+
+async def _asked(client: Client, subject: str, body: Mapping[str, Any] | None = None) -> Body:
+    try:
+        return await client.request(subject, body)
+    except NoResponders:
+        raise Unavailable(NO_KEEPER) from None
+
+
+def _shown(found: Body, *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False, indent=2))
+    elif "answer" in found:
+        print("\n".join(text_of(choice) for choice in found["answer"]["choices"]))
+    else:
+        print(found["status"], file=sys.stderr)
+    return 0 if "answer" in found else 1
+
+
+def text_of(choice: Mapping[str, Any]) -> str:
+    """The text of a choice of a chat or a completion; of one that calls functions, the message as JSON."""
+    if "text" in choice:
+        return str(choice["text"])
+    message = choice["message"]
+    return str(message["content"]) if message.get("content") else json.dumps(message, ensure_ascii=False)

@@ -1,0 +1,178 @@
+"""Durable requests on a real fleet: submitted, answered, and answered after the loss of every process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.running_up import StartUp, Up, wait_until_gone
+
+from loadtest import faults
+from services.launcher.commands import auth
+from services.launcher.commands.auth import Plan
+from shared.client import Client
+from shared.errors import DuplicateRequest, Unavailable, UnknownModel
+from shared.nats import subjects
+from shared.nats.bus import NatsBus
+from shared.nats.interface import RequestTimeout
+
+MODEL = "smollm2-135m-instruct"
+TENANTS = ("public", "acme", "bob")
+REQUESTS = 200
+LOST_S = 120  # far above the 30 s after which deliveries come again: a guard against hanging
+
+
+def request_of(number: int) -> tuple[str, dict[str, Any]]:
+    """A tenant and its request; ids occur once a tenant only. Some have no seed of their own."""
+    body: dict[str, Any] = {
+        "request_id": f"r{number // 3}", "prompt": f"number {number}", "ignore_eos": True,
+        "max_tokens": 20 + 7 * number % 300,
+    }  # fmt: skip
+    return TENANTS[number % 3], {**body, "seed": number} if number % 2 else body
+
+
+async def record_of(client: Client, tenant: str, request_id: str) -> dict[str, Any]:
+    """Its record, once there is one."""
+    async with asyncio.timeout(LOST_S):
+        while True:
+            try:
+                found = await client.request(subjects.result(tenant, request_id))
+            except (Unavailable, RequestTimeout):
+                found = {"status": "away"}
+            if found["status"] not in ("queued", "running", "away"):
+                return found
+            await asyncio.sleep(0.2)
+
+
+async def submitted(up: Up, ended: int) -> None:
+    """Submit all requests; returns when `ended` of them have a record."""
+    bus = await NatsBus.connect(up.nats_url, timeout_s=5)
+    client, news, enough = await Client.open(bus), list[bytes](), asyncio.Event()
+
+    def on_news(delivery: Any) -> None:
+        news.append(delivery.data)
+        if len(news) >= ended:
+            enough.set()
+
+    await bus.subscribe("headrace.v1.done.*.*", on_news)
+    numbered = [request_of(i) for i in range(REQUESTS)]
+    asked = [client.request(subjects.submit(tenant, MODEL), body) for tenant, body in numbered]
+    answers = await asyncio.gather(*asked)
+    assert [a["id"] for a in answers] == [body["request_id"] for _, body in numbered]
+    await asyncio.wait_for(enough.wait(), LOST_S)
+    await bus.drain()
+
+
+async def outcome(up: Up) -> tuple[list[dict[str, Any]], list[str], Counter[str]]:
+    """The records; the text of each request on this fleet without a keeper; messages of the two streams."""
+    bus = await NatsBus.connect(up.nats_url, timeout_s=5)
+    client = await Client.open(bus)
+    numbered = [request_of(i) for i in range(REQUESTS)]
+    records = [await record_of(client, tenant, body["request_id"]) for tenant, body in numbered]
+    counts = Counter[str]()
+    for stream in (subjects.WORK_STREAM, subjects.RECORD_STREAM):
+        info = await bus.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout_us=5_000_000)
+        counts[stream] = json.loads(info.data)["state"]["messages"]
+    plain = [
+        await client.as_tenant(tenant).complete({**body, "model": MODEL})
+        for tenant, body in numbered
+        if "seed" in body
+    ]
+    await bus.drain()
+    return records, [answer["choices"][0]["text"] for answer in plain], counts
+
+
+def kill_all(up: Up) -> None:
+    """SIGKILL for `up`, each of its services and its nats-server."""
+    pids = up.children()
+    for pid in (*pids, up.process.pid):  # it would start its services again half a second later
+        faults.kill(pid)
+    up.process.wait()
+    wait_until_gone(pids)
+
+
+def test_every_request_has_one_record_after_the_loss_of_every_process(
+    start_up: StartUp, tmp_path: Path
+) -> None:
+    state = {"XDG_STATE_HOME": str(tmp_path), "HEADRACE_SIM": "step=4000"}
+    first = start_up("--durable", **state)
+    moment = random.Random().randrange(10, 150)
+    asyncio.run(submitted(first, moment))
+    kill_all(first)
+    second = start_up("--durable", **state)
+    assert f"durable in: {tmp_path}/headrace/default/durable" in "\n".join(second.printed)
+    records, plain, counts = asyncio.run(outcome(second))
+    assert Counter(r["status"] for r in records) == {"completed": REQUESTS}, f"killed after {moment} records"
+    assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: REQUESTS}
+    texts = [r["answer"]["choices"][0]["text"] for i, r in enumerate(records) if "seed" in request_of(i)[1]]
+    assert texts == plain, f"killed after {moment} records"
+
+
+def test_a_session_in_the_shell(start_up: StartUp) -> None:
+    up = start_up("--durable")
+    said = up.run("submit", "Hi", "--id", "first", "--max-tokens", "5", "--seed", "7")
+    assert (said.returncode, said.stdout, said.stderr) == (0, "first\n", "")
+    again = up.run("submit", "Hi", "--id", "first", "--max-tokens", "5", "--seed", "7")
+    assert (again.returncode, again.stdout) == (0, "first\n")
+    read = up.run("result", "first", "--wait")
+    assert (read.returncode, read.stderr) == (0, "")
+    assert read.stdout == up.run("chat", "-q", "Hi", "--max-tokens", "5", "--seed", "7").stdout
+    other = up.run("submit", "Ho", "--id", "first")
+    assert (other.returncode, other.stdout) == (1, "")
+    assert "error (duplicate request): another request was submitted as first" in other.stderr
+    wrong = up.run("submit", "Hi", "--temperature", "9")
+    assert (wrong.returncode, "error (invalid request): `temperature`" in wrong.stderr) == (1, True), (
+        wrong.stderr
+    )
+    unknown = up.run("result", "second")
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert "error (request not found): no durable request 'second'" in unknown.stderr
+
+
+def test_without_a_keeper_a_submit_names_the_switch(up: Up) -> None:
+    for command in (("submit", "Hi"), ("result", "x")):
+        refused = up.run(*command)
+        assert refused.returncode == 1
+        assert (
+            "error (unavailable): no keeper answers: start the fleet with `headrace up --durable`"
+            in refused.stderr
+        )
+
+
+def test_two_servers_cannot_keep_the_same_folder(start_up: StartUp, tmp_path: Path) -> None:
+    start_up("--durable", XDG_STATE_HOME=str(tmp_path))
+    second = start_up("--durable", wait=False, XDG_STATE_HOME=str(tmp_path))
+    assert second.process.wait(60) == 1
+    assert "keeps durable requests in" in second.log.read_text()
+
+
+def test_under_credentials_a_tenant_reads_only_its_own(start_up: StartUp, tmp_path: Path) -> None:
+    users = tmp_path / "users"
+    auth.generate(users, Plan("nats://nats:4222", "default", ("acme", "bob")), print)
+    up = start_up("--durable", "--auth", str(users))
+
+    async def meet() -> None:
+        buses = [
+            await NatsBus.connect(auth.url_of(users, n, up.nats_url), timeout_s=5) for n in ("acme", "bob")
+        ]
+        acme, bob = [await Client.open(bus, name) for bus, name in zip(buses, ("acme", "bob"), strict=True)]
+        asked = {"prompt": "Hi", "max_tokens": 3, "request_id": "r"}
+        assert (await acme.request(subjects.submit("acme", MODEL), asked))["status"] == "queued"
+        assert (await record_of(acme, "acme", "r"))["status"] == "completed"
+        with pytest.raises(UnknownModel, match="no durable request 'r' of this tenant"):
+            await bob.request(subjects.result("bob", "r"))
+        assert (await bob.request(subjects.submit("bob", MODEL), {**asked, "max_tokens": 2}))[
+            "status"
+        ] == "queued"
+        with pytest.raises(DuplicateRequest):
+            await acme.request(subjects.submit("acme", MODEL), {**asked, "max_tokens": 2})
+        for bus in buses:
+            await bus.drain()
+
+    asyncio.run(meet())
+    assert "ermissions" not in up.log.read_text()
