@@ -106,6 +106,10 @@ class KeeperActor(Actor):
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._pull()), loop.create_task(self._tick())]
 
+    def on_broker(self, online: bool) -> None:
+        if online:
+            self._core.reconnected(self._mailbox.clock.now_us())
+
     def upkeep(self) -> None:
         for task in self._tasks:
             if task.done():

@@ -191,6 +191,11 @@ class KeeperCore:
             case Stored():
                 return self._stored(event, flight)
 
+    def reconnected(self, now_us: int) -> None:
+        """The nats-server was away: an answer may be lost."""
+        for flight in self._flights.values():
+            flight.due_us = min(flight.due_us, now_us + RETRY_US)
+
     def give_back(self) -> list[Command]:
         """Have all requests in flight delivered again, now: this keeper stops."""
         commands: list[Command] = [Nak(flight.ack, 0) for flight in self._flights.values()]

@@ -142,7 +142,8 @@ class Puller:
         asked = {"batch": most, "expires": int(wait_s * 1e9)}
         self._bus.publish(self._subject, _json(asked), reply=f"{self._inbox}.{self._pull}")
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), wait_s + LATE_S)
+            async with asyncio.timeout(wait_s + LATE_S):  # wait_for of Python 3.11 may lose a cancellation
+                await self._ended.wait()
         return self._heard
 
     def _on_message(self, delivery: Delivery) -> None:

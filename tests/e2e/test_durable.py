@@ -78,11 +78,9 @@ async def outcome(up: Up) -> tuple[list[dict[str, Any]], list[str], Counter[str]
     for stream in (subjects.WORK_STREAM, subjects.RECORD_STREAM):
         info = await bus.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout_us=5_000_000)
         counts[stream] = json.loads(info.data)["state"]["messages"]
-    plain = [
-        await client.as_tenant(tenant).complete({**body, "model": MODEL})
-        for tenant, body in numbered
-        if "seed" in body
-    ]
+    seeded = [(tenant, body) for tenant, body in numbered if "seed" in body]
+    asked = [client.as_tenant(tenant).complete({**body, "model": MODEL}) for tenant, body in seeded]
+    plain = await asyncio.gather(*asked)
     await bus.drain()
     return records, [answer["choices"][0]["text"] for answer in plain], counts
 

@@ -196,6 +196,34 @@ def test_an_answer_is_stored_announced_and_acked_in_this_order() -> None:
     assert (len(core), core.stored, core.runs(key)) == (0, 1, False)
 
 
+def test_a_second_answer_changes_nothing() -> None:
+    core, key = KeeperCore(), KEYS[0]
+    flown(core)
+    assert len(core.handle(Answered(key, {"text": "x"}), 1, 1)) == 1
+    assert core.handle(Answered(key, {"text": "y"}), 1, 1) == []
+
+
+def test_nothing_is_tried_again_before_its_time() -> None:
+    core, key = KeeperCore(), KEYS[0]
+    flown(core)
+    core.handle(Tick(), 0, 0)
+    assert core.handle(Tick(), PROGRESS_US - 1, 0) == []
+    again = core.handle(Tick(), ASK_AGAIN_US, 0)
+    assert again == [Ask(work(key)), Progress("ack")]
+    core.handle(Answered(key, {"text": "x"}), ASK_AGAIN_US, 0)
+    assert core.handle(Tick(), ASK_AGAIN_US + RETRY_US - 1, 0) == []
+    assert isinstance(core.handle(Tick(), ASK_AGAIN_US + RETRY_US, 0)[0], Store)
+
+
+def test_after_a_cut_of_the_connection_requests_are_soon_asked_again() -> None:
+    core = KeeperCore()
+    flown(core)
+    core.handle(Tick(), 0, 0)
+    core.reconnected(5)
+    assert core.handle(Tick(), 5, 0) == []
+    assert core.handle(Tick(), 5 + RETRY_US, 0) == [Ask(work(KEYS[0]))]
+
+
 def test_a_delivery_of_a_request_with_a_record_is_acked_and_nothing_else() -> None:
     core, key = KeeperCore(), KEYS[0]
     core.handle(Delivered(work(key), "ack"), 0, 0)

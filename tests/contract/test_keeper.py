@@ -1,0 +1,268 @@
+"""A keeper on a real nats-server with its streams on disk, and a tokenizer and a model moved by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.keeper import actor
+from services.keeper.actor import KeeperActor
+from services.launcher import nats_server as servers
+from services.launcher.nats_server import NatsServer, ServerLimits
+from shared.actor.runtime import Runtime
+from shared.client import Client
+from shared.errors import BadRequest, DuplicateRequest, HeadraceError, Overloaded, Unavailable, UnknownModel
+from shared.nats import subjects
+from shared.nats.bus import NatsBus
+from shared.nats.interface import Delivery
+from shared.replies import error_reply, to_json
+
+BODY = {"prompt": "Hi", "request_id": "r"}
+
+
+@pytest.fixture
+def server() -> Iterator[NatsServer]:
+    limits = replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB")
+    server = servers.start(limits=limits)
+    yield server
+    server.stop()
+
+
+class World:
+    """Keepers, a client, and a fleet that answers when and what the test wants."""
+
+    def __init__(self, server: NatsServer) -> None:
+        self.server = server
+        self.wrong: HeadraceError | None = None  # the tokenizer's verdict
+        self.outcomes: list[HeadraceError | None] = []  # of the next requests; None: an answer
+        self.asked: list[Delivery] = []
+        self.news: list[Any] = []
+        self.keepers: list[Runtime] = []
+        self.came = asyncio.Event()
+
+    async def open(self) -> None:
+        self.bus = await NatsBus.connect(self.server.url, timeout_s=5)
+        self.client = await Client.open(self.bus)
+        await self.bus.subscribe("headrace.store.check.*.m", self._check)
+        await self.bus.subscribe("headrace.v1.generate.*.m", self._generate)
+        await self.bus.subscribe(
+            "headrace.v1.models", lambda d: self.bus.publish(d.reply, b'{"data":[{"id":"m"}]}')
+        )
+        await self.bus.subscribe("headrace.v1.done.*.*", self._done)
+        await self.bus.flush()
+
+    async def keeper(self) -> Runtime:
+        bus = await NatsBus.connect(self.server.url, timeout_s=5)
+        keeper = Runtime(KeeperActor(), bus, "f", f"k{len(self.keepers)}")
+        await keeper.start()
+        self.keepers.append(keeper)
+        return keeper
+
+    async def opened(self) -> Runtime:
+        """A keeper that has made the streams."""
+        keeper = await self.keeper()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await self.result("no such id")
+                except UnknownModel:
+                    return keeper
+                except Unavailable:
+                    await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        for keeper in self.keepers:
+            await keeper.finish(5.0)
+        await self.bus.drain()
+
+    def _check(self, delivery: Delivery) -> None:
+        body = to_json({"seed": 7, "slo_class": "standard"})
+        self.bus.publish(delivery.reply, body if self.wrong is None else error_reply(self.wrong, "", ""))
+
+    def _generate(self, delivery: Delivery) -> None:
+        self.asked.append(delivery)
+        self._notify()
+        if self.outcomes:
+            self.answer(delivery, self.outcomes.pop(0))
+
+    def _done(self, delivery: Delivery) -> None:
+        self.news.append(json.loads(delivery.data))
+        self._notify()
+
+    def _notify(self) -> None:
+        self.came.set()
+
+    def answer(self, asked: Delivery, outcome: HeadraceError | None = None) -> None:
+        body = {"choices": [{"text": json.loads(asked.data)["prompt"]}]}
+        self.bus.publish(asked.reply, error_reply(outcome, "", "") if outcome else to_json(body))
+
+    async def submit(self, **more: Any) -> dict[str, Any]:
+        return await self.client.request(subjects.submit("public", "m"), {**BODY, **more})
+
+    async def result(self, request_id: str = "r") -> dict[str, Any]:
+        return await self.client.request(subjects.result("public", request_id))
+
+    async def until(self, what: list[Any], count: int = 1) -> None:
+        async with asyncio.timeout(30):
+            while len(what) < count:
+                self.came.clear()
+                await self.came.wait()
+
+    async def messages(self, stream: str) -> int:
+        info = await self.bus.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout_us=5_000_000)
+        return int(json.loads(info.data)["state"]["messages"])
+
+
+@pytest.fixture
+async def world(server: NatsServer) -> AsyncIterator[World]:
+    world = World(server)
+    await world.open()
+    yield world
+    await world.close()
+
+
+async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: World) -> None:
+    await world.opened()
+    assert await world.submit() == {"id": "r", "status": "queued"}
+    await world.until(world.asked)
+    sent = json.loads(world.asked[0].data)
+    assert sent == {
+        **BODY, "seed": 7, "slo_class": "standard", "timeout_s": 86_400, "finish_detached": True,
+    }  # fmt: skip
+    assert (await world.result())["status"] == "running"
+    world.answer(world.asked[0])
+    await world.until(world.news)
+    assert world.news == [{"id": "r", "status": "completed"}]
+    record = await world.result()
+    assert (record["status"], record["answer"]) == ("completed", {"choices": [{"text": "Hi"}]})
+    assert await world.submit() == {"id": "r", "status": "completed"}
+    with pytest.raises(DuplicateRequest):
+        await world.submit(prompt="Ho")
+    assert await world.messages(subjects.RECORD_STREAM) == 1
+    with pytest.raises(UnknownModel):
+        await world.client.request(subjects.result("acme", "r"))
+
+
+async def test_an_invalid_request_is_refused_before_it_is_stored(world: World) -> None:
+    await world.opened()
+    world.wrong = BadRequest("`n` is wrong", param="n")
+    with pytest.raises(BadRequest, match="`n` is wrong") as caught:
+        await world.submit()
+    assert caught.value.param == "n"
+    for wrong in ({"request_id": "a b"}, {"request_id": 7}, {"stream": True}):
+        with pytest.raises(BadRequest):
+            await world.submit(**wrong)
+    with pytest.raises(UnknownModel, match="ask for one of: m"):
+        await world.client.request(subjects.submit("public", "other"), BODY)
+    for junk in (b"", b"[]", b"\xff", b'"x"', b"{" * 100_000):
+        answer = await world.bus.request(subjects.submit("public", "m"), junk, timeout_us=10_000_000)
+        assert json.loads(answer.data)["error"]["code"] == 400
+    assert await world.messages(subjects.WORK_STREAM) == 0
+    assert world.asked == []
+
+
+async def test_a_hundred_submits_of_one_id_are_one_request(world: World) -> None:
+    await world.opened()
+    await world.keeper()
+    world.outcomes = [None] * 200
+    answers = await asyncio.gather(*(world.submit() for _ in range(100)))
+    assert {answer["id"] for answer in answers} == {"r"}
+    await world.until(world.news)
+    await world.submit()
+    assert (len(world.asked), await world.messages(subjects.RECORD_STREAM)) == (1, 1)
+
+
+async def test_another_keeper_gets_the_answer_of_what_already_runs(world: World) -> None:
+    first = await world.opened()
+    await world.submit()
+    await world.until(world.asked)
+    await first.finish(5.0)
+    await world.keeper()
+    await world.until(world.asked, 2)
+    assert world.asked[1].reply == world.asked[0].reply, "the services would start it a second time"
+    assert world.asked[1].data == world.asked[0].data
+    world.answer(world.asked[0])
+    await world.until(world.news)
+    assert (await world.result())["status"] == "completed"
+
+
+async def test_a_refused_request_is_tried_again(world: World) -> None:
+    await world.opened()
+    world.outcomes = [Unavailable("no executor"), Overloaded("full", retry_after_ms=100), None]
+    await world.submit()
+    await world.until(world.news)
+    assert len(world.asked) == 3
+    assert (await world.result())["status"] == "completed"
+
+
+async def test_an_error_of_the_request_is_its_record(world: World) -> None:
+    await world.opened()
+    world.outcomes = [BadRequest("no more room", param="max_tokens")]
+    await world.submit()
+    await world.until(world.news)
+    assert world.news == [{"id": "r", "status": "failed"}]
+    with pytest.raises(BadRequest, match="no more room"):
+        await world.result()
+
+
+async def test_a_full_stream_refuses_and_loses_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = {**actor.STREAMS, subjects.WORK_STREAM: {**actor.STREAMS[subjects.WORK_STREAM], "max_msgs": 2}}
+    monkeypatch.setattr(actor, "STREAMS", streams)
+    await world.opened()
+    for name in ("a", "b"):
+        await world.submit(request_id=name)
+    with pytest.raises(Overloaded) as caught:
+        await world.submit(request_id="c")
+    assert caught.value.retry_after_ms > 0
+    await world.until(world.asked, 2)
+    for asked in world.asked:
+        world.answer(asked)
+    await world.until(world.news, 2)
+    assert [(await world.result(name))["status"] for name in ("a", "b")] == ["completed"] * 2
+    with pytest.raises(UnknownModel):
+        await world.result("c")
+
+
+async def test_the_nats_server_is_killed_while_requests_run(world: World) -> None:
+    await world.opened()
+    for number in range(5):
+        await world.submit(request_id=f"r{number}")
+    await world.until(world.asked, 5)
+    back = asyncio.Event()
+    world.bus.on_fault(lambda fault: back.set() if fault.kind == "reconnected" else None)
+    world.server.process.kill()
+    world.server.process.wait()
+    world.server.restart()
+    await asyncio.wait_for(back.wait(), 20)
+    world.outcomes = [None] * 20  # of requests whose answer is lost, since their keeper is not back yet
+    for asked in world.asked[:5]:
+        world.answer(asked)
+    async with asyncio.timeout(60):
+        for number in range(5):
+            while True:
+                try:
+                    if (await world.result(f"r{number}"))["status"] == "completed":
+                        break
+                except HeadraceError:
+                    pass
+                await asyncio.sleep(0.05)
+    assert await world.messages(subjects.RECORD_STREAM) == 5
+
+
+async def test_without_jetstream_a_keeper_refuses_with_the_reason_and_lives_on(
+    nats_server: NatsServer,
+) -> None:
+    world = World(nats_server)
+    await world.open()
+    keeper = await world.keeper()
+    with pytest.raises(Unavailable, match="has no JetStream"):
+        await world.submit()
+    with pytest.raises(Unavailable, match="has no JetStream"):
+        await world.result()
+    assert (keeper.state, keeper.failure) == ("ready", None)
+    await world.close()
