@@ -21,7 +21,7 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # A named volume takes the owner of the folder that it is first mounted on.
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin headrace \
  && mkdir -m 0700 /cache /data /auth \
-      /auth/{nats,tokenizer,scheduler,executor,kv_offload,detokenizer,gateway,operator,tenants} \
+      /auth/{nats,tokenizer,scheduler,executor,kv_offload,detokenizer,gateway,keeper,operator,tenants} \
  && chown -R headrace:headrace /cache /data /auth
 WORKDIR /app
 COPY constraints.txt ./

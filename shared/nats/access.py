@@ -7,8 +7,8 @@
 A tenant can neither send requests as another tenant nor read another's replies, and no tenant reaches a
 mailbox. A service that only answers requests may publish one message to each reply subject it receives. The
 tokenizer and the detokenizer may publish to every inbox, so they check the reply subject: it must lie below
-the inbox of the tenant in the request's subject (`answerable`). The gateway and the operator send requests
-for any tenant, and read the replies in a part of the tenant's inbox (`reply_inbox`).
+the inbox of the tenant in the request's subject (`answerable`). The gateway, the keeper and the operator send
+requests for any tenant, and read the replies in a part of the tenant's inbox (`reply_inbox`).
 
 A nats-server URL includes the user and the certificates:
 

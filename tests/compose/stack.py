@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m-instruct"
-KINDS = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway")
+KINDS = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gateway", "keeper")
 READY_S = 600  # far above what it takes: a guard against hanging
 DRAIN_S = 240  # likewise, and below what those who wait for a drain have
 
