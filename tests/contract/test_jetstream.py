@@ -129,10 +129,10 @@ async def test_a_pull_ends_after_the_server_was_killed_and_started_again(
     server.process.wait()
     server.restart()
     await asyncio.wait_for(back.wait(), 20)
-    assert not await pulling
+    await pulling
     await js.create("w.2", b"two")
     assert await js.last("W", "w.1") == b"one"
-    assert await puller.pull(1, 5)
+    assert await puller.pull(2, 2), "the server may have forgotten that it has delivered the first one"
     assert got[-1].data == b"two"
 
 
