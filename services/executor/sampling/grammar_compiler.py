@@ -199,7 +199,7 @@ def _without(asked: dict[str, Any]) -> frozenset[int]:
 
 
 class _CompilerThread:
-    """A thread and the process that compiles for it. A process that died is replaced."""
+    """A thread and the process that compiles for it. A process that died is replaced by the next grammar."""
 
     def __init__(self, run: Callable[[_CompilerThread], None]) -> None:
         self.process: _Process | None = None
@@ -213,7 +213,9 @@ class _CompilerThread:
         with self._changing:
             if self._ended:
                 raise EngineError("the executor is stopping")
-            process = self.process = self.process or _Process()
+            if self.process is None or self.process.has_died():
+                self.process = _Process()
+            process = self.process
         try:
             return process.compile(job, texts)
         except (EOFError, OSError):
@@ -259,6 +261,9 @@ class _Process:
             watch.cancel()
         self._has.add(job.view)
         return outcome
+
+    def has_died(self) -> bool:
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """Kill the process and its compilation."""

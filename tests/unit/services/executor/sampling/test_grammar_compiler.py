@@ -143,16 +143,26 @@ def test_equal_grammars_are_compiled_once_and_what_was_refused_is_kept(compiler:
     assert compiler.request(regex("a+"), "t") is not one
 
 
-def test_a_process_that_dies_costs_one_grammar(compiler: GrammarCompiler) -> None:
+def test_a_process_that_dies_while_it_compiles_costs_that_grammar(compiler: GrammarCompiler) -> None:
+    result(compiler.request(regex("a+"), "t"))
+    first = process_of(compiler)
+    lost = compiler.request(regex(SLOW), "t")
+    while not children(first):
+        assert not lost.result.done()
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(EngineError, match="has died: ask again"):
+        result(lost)
+    assert compiler.request(lost.text, "t") is not lost
+    result(compiler.request(regex("b+"), "u"))
+
+
+def test_a_process_that_died_between_two_grammars_is_replaced(compiler: GrammarCompiler) -> None:
     result(compiler.request(regex("a+"), "t"))
     first = process_of(compiler)
     os.kill(first, signal.SIGKILL)
-    lost = compiler.request(regex("b+"), "t")
-    with pytest.raises(EngineError, match="has died: ask again"):
-        result(lost)
-    again = compiler.request(regex("b+"), "t")
-    assert again is not lost
-    result(again)
+    while not gone(first):
+        pass
+    result(compiler.request(regex("b+"), "t"))
     assert process_of(compiler) != first
 
 
