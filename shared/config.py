@@ -64,6 +64,7 @@ class Settings(BaseSettings):
         "", description="origins, by comma, whose pages may use the API; *: any; empty: none"
     )
     access_log: str = Field("", description="a JSON line for each HTTP request: a file, or - for stdout")
+    links: str = Field("", description="pages that `headrace status` names: NAME=URL,...")
     access_log_prompts: bool = Field(False, description="with the bodies of requests: prompts, messages, all")
     tenant_classes: str = Field(
         "", description="file of lines `tenant class,...`: the classes that each tenant may use"
@@ -254,6 +255,7 @@ _METAVARS = {  # for names with an unclear last word
     "http_tls_key": "FILE",
     "http_cors": "ORIGINS",
     "access_log": "FILE",
+    "links": "NAME=URL,...",
     "tenant_classes": "FILE",
     "tenant_quotas": "FILE",
     "drain_timeout_s": "SECONDS",

@@ -33,6 +33,7 @@ class Target:
     nats_url: str
     model: str
     page: str = ""  # URL of the gateway's page, with a key if it needs one; only of an `up` of this user
+    links: str = ""  # the setting
 
     @property
     def tenant(self) -> str:
@@ -53,6 +54,7 @@ def find_target(loaded: Loaded) -> Target:
         settings.nats_url or (here.nats_url if here else DEFAULT_NATS_URL),
         here.models[0] if here and not chosen else named,
         here.page if here else "",
+        settings.links,
     )
 
 

@@ -102,6 +102,10 @@ def test_a_chat_over_nats_from_another_container(stack: Stack) -> None:
     config = ("--config", "/auth/tenants/public/headrace.toml")
     said = stack.cli("chat", "-q", "What is the capital of France?", *config)
     assert "Paris" in said
+    links = stack.cli("status").splitlines()[-3:]
+    assert [link.split(": http://127.0.0.1:")[0] for link in links] == [
+        "The page", "Jaeger", "Grafana (--profile metrics)",
+    ]  # fmt: skip
 
 
 def test_a_chat_over_http(stack: Stack) -> None:

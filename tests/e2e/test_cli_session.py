@@ -89,6 +89,8 @@ def test_status_names_every_service(up: Up) -> None:
     assert [line.split(".")[0] for line in table if " ready " in line] == [
         "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer",
     ]  # fmt: skip
+    up.env["HEADRACE_LINKS"] = "Jaeger=http://j:1/?a=b,Wiki=https://w"
+    assert up.run("status").stdout.splitlines()[-2:] == ["Jaeger: http://j:1/?a=b", "Wiki: https://w"]
     other = up.run("status", "--fleet", "other")
     assert other.stderr.startswith("error (unavailable): ")
 

@@ -60,6 +60,8 @@ async def status(target: Target, fleet: str, wanted: str = "", *, as_json: bool)
         print("\n".join(lines(found, _width())))
         if target.page:
             print(f"The page: {target.page}")
+        for link in filter(None, target.links.split(",")):
+            print(": ".join(link.split("=", 1)))
 
 
 async def services_of(target: Target, fleet: str) -> list[Facts]:
