@@ -6,7 +6,8 @@
 
 A person asks in the chat while many other requests run, so that some are paused: the answer appears, the list
 has the request, its waterfall is drawn, the pause is explained in words. A tenant's key shows no fleet. No
-request of the page leaves the gateway, and the browser's console has no error.
+request of the page leaves the gateway, and the browser's console has no error. /docs shows every operation
+and sends a chat.
 """
 
 from __future__ import annotations
@@ -49,13 +50,22 @@ with sync_playwright() as p:
     page.wait_for_timeout(2500)
     if picture:
         page.screenshot(path=picture, full_page=True)
-    print(json.dumps({
+    seen = {
         "answer": page.locator(".message.assistant").inner_text(),
         "health": page.locator("#health").inner_text(),
         "services": page.locator("#services tr").count(), "problems": page.locator("#problems").inner_text(),
         "requests": page.locator("#recent tr").count(), "spans": page.locator("#trace .span").count(),
         "words": page.locator("#trace li").all_inner_texts(), "tiers": page.locator("#tiers .bar").count(),
-        "in_address": "key" in page.url, "hosts": sorted(hosts), "errors": errors,
+        "in_address": "key" in page.url,
+    }
+    page.goto(url + "/docs")
+    chat = page.locator("#operations details", has_text="POST /v1/chat/completions")
+    chat.locator("summary").click()
+    chat.get_by_role("button", name="Send").click()
+    chat.locator("pre", has_text="chat.completion").wait_for(timeout=120_000)
+    operations, fields = page.locator("#operations details").count(), chat.locator("tr").count()
+    print(json.dumps({
+        **seen, "operations": operations, "fields": fields, "hosts": sorted(hosts), "errors": errors,
     }))
     browser.close()
 """
@@ -110,6 +120,7 @@ def main() -> None:
             seen = browse(
                 venv, url, str(ROOT / "docs" / "images" / "page.png"), paused=asyncio.run(load(url))
             )
+            described = httpx.get(f"{url}/openapi.json").json()["paths"]
         finally:
             process.terminate()
             process.wait(60)
@@ -118,6 +129,8 @@ def main() -> None:
         assert "Paris" in str(seen["answer"])
         assert (seen["problems"], seen["errors"], seen["hosts"]) == ("", [], [url.split("/")[2]])
         assert seen["services"] == 8
+        assert seen["operations"] == sum(map(len, described.values()))
+        assert int(str(seen["fields"])) > 50
         assert seen["tiers"] == 2
         auth = [
             sys.executable,
