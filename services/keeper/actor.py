@@ -60,7 +60,7 @@ log = logging.getLogger("headrace.keeper")
 CONSUMER = "keeper"
 MAX_QUEUED = 100_000  # requests in stream WORK
 WORK_BYTES, DONE_BYTES = 268_435_456, 536_870_912  # together less than the 1 GB of the server of `up`
-ACK_WAIT_S = 30  # then a delivery of a dead keeper comes to another
+ACK_WAIT_S = 10  # then a delivery of a dead keeper comes to another
 STREAMS: dict[str, Body] = {
     subjects.WORK_STREAM: {
         "subjects": [subjects.WORK_ALL], "retention": "workqueue", "storage": "file", "discard": "new",

@@ -27,7 +27,7 @@ from shared.errors import (
 
 WINDOW = 256  # requests in flight of one keeper: as many as an executor with a GPU runs at once
 WINDOW_BYTES = 67_108_864  # of these requests and their unstored answers
-PROGRESS_US = 10_000_000  # a third of the time after which a delivery counts as lost
+PROGRESS_US = 3_000_000  # a third of the time after which a delivery counts as lost
 ASK_AGAIN_US = 30_000_000  # an answer may be lost while the nats-server is away
 RETRY_US = 1_000_000  # after a call to JetStream that failed
 FIRST_DELAY_US, LAST_DELAY_US = 1_000_000, 15_000_000  # of a refused request, doubled at each delivery

@@ -24,7 +24,7 @@ from shared.nats.interface import RequestTimeout
 MODEL = "smollm2-135m-instruct"
 TENANTS = ("public", "acme", "bob")
 REQUESTS = 200
-LOST_S = 120  # far above the 30 s after which deliveries come again: a guard against hanging
+LOST_S = 120  # far above the 10 s after which deliveries come again: a guard against hanging
 
 
 def request_of(number: int) -> tuple[str, dict[str, Any]]:

@@ -66,7 +66,8 @@ class Progress:
         """One line for people."""
         elapsed_s = max(time.monotonic() - self.started_s, 1e-3)
         here = self.done - self.before
-        left = f", {_duration(elapsed_s / here * (self.total - self.done))} left" if here else ""
+        still = self.total - self.done
+        left = f", {_duration(elapsed_s / here * still)} left" if here and still else ""
         refused = f", {self.refused:,} refused" if self.refused else ""
         rate = f"{self.tokens / elapsed_s:,.0f} tokens/s"
         return f"{self.done:,} of {self.total:,} requests{refused}, {rate}{left}"
