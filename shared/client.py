@@ -121,7 +121,7 @@ class Client:
         """The number of running requests."""
         return len(self._waiting)
 
-    def send_again(self, model: str) -> None:
+    def resend_unanswered(self, model: str) -> None:
         """Send all requests for `model` without a reply again, of any tenant: the server may have given them
         to a service that has died. A service that has such a request ignores the repetition."""
         of_model = subjects.generate_any_tenant(model).rpartition("*")[2]

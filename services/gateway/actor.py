@@ -111,7 +111,7 @@ class GatewayActor(Actor):
             and len(self._mailbox.peers.ready("tokenizer", heartbeat.model)) == 1
         ):
             for name in (heartbeat.model, *heartbeat.aliases):
-                self._endpoints.connections.send_again(name)
+                self._endpoints.connections.resend_unanswered(name)
         self._look()
 
     on_peer_gone = on_peer

@@ -89,10 +89,10 @@ class TenantConnections:
             elif now_s - connection.used_s > CONNECTION_IDLE_S:
                 self._close(tenant, connection)
 
-    def send_again(self, model: str) -> None:
+    def resend_unanswered(self, model: str) -> None:
         """Send all requests for `model` without a reply again."""
         for client in self._clients():
-            client.send_again(model)
+            client.resend_unanswered(model)
 
     def fail(self, error: HeadraceError) -> None:
         """End all waiting requests with `error`."""

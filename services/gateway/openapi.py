@@ -173,6 +173,17 @@ def _or_null(schema: Schema) -> Schema:
     return schema if null in schema.get("anyOf", ()) else {"anyOf": [schema, null]}
 
 
+def _either(name: str, idle: list[object], other: str, needed: list[object]) -> Schema:
+    """A field has an `idle` value or is absent, or the `other` field has one of these values."""
+    absent = [] if None in needed else [other]
+    return {
+        "anyOf": [
+            {"properties": {name: _one_of(*idle)}},
+            {"properties": {other: _one_of(*needed)}, "required": absent},
+        ]
+    }
+
+
 def _requests() -> dict[str, Schema]:
     """The models of shared/api.py with the additions of HTTP: null for any field but the prompt, also for one
     that is not known; several prompts and `echo` of a completion."""
@@ -196,6 +207,12 @@ def _requests() -> dict[str, Schema]:
         fields |= {field: _or_null(schema) for field, schema in fields.items() if field not in required}
         if schemas[name].get("additionalProperties") is False:
             schemas[name]["additionalProperties"] = {"type": "null"}
+    for name in ("ChatRequest", "CompletionRequest"):
+        schemas[name]["allOf"] = [_either("stream_options", [None], "stream", [True])]
+    schemas["ChatRequest"]["allOf"] += [
+        _either("top_logprobs", [None, 0], "logprobs", [True]),
+        _either("continue_final_message", [None, False], "add_generation_prompt", [None, False]),
+    ]
     optional = (
         *("model", "add_generation_prompt", "continue_final_message", "chat_template"),
         *("chat_template_kwargs", "reasoning_effort", "tools"),

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.launcher import console
 from shared.errors import HeadraceError
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from services.launcher.session import Target
     from shared.config import Loaded
 
+
+T = TypeVar("T")
 
 INTERRUPTED = 130
 _FLEET = ("nats_url", "fleet", "cache_dir")  # enough to find a fleet
@@ -66,10 +68,10 @@ def _take_signals() -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
+def _run(work: Coroutine[Any, Any, T]) -> T:
     import asyncio
 
-    asyncio.run(work)
+    return asyncio.run(work)
 
 
 def _parser(verb: str) -> argparse.ArgumentParser:
@@ -187,7 +189,7 @@ def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
     batch.add_argument(
         "--resume", action="store_true", help="continue OUT.jsonl; refused ones are sent again"
     )
-    batch.add_argument(  # `window` is the name of a setting
+    batch.add_argument(  # `window` is a setting; 64: as many as an executor on a GPU runs at once by default
         "--window", dest="in_flight", type=int, default=64, metavar="N", help="requests in flight; default 64"
     )
 
@@ -317,8 +319,6 @@ def _request(given: argparse.Namespace) -> None:
 
 
 def _batch(given: argparse.Namespace) -> int:
-    import asyncio
-
     from services.launcher.commands.batch import run_batch
     from services.launcher.session import find_target
 
@@ -331,7 +331,7 @@ def _batch(given: argparse.Namespace) -> int:
         window=given.in_flight,
         timeout_s=loaded.settings.request_timeout_s,
     )
-    return 1 if asyncio.run(running) else 0
+    return 1 if _run(running) else 0
 
 
 def _submit(given: argparse.Namespace) -> None:
@@ -353,13 +353,11 @@ def _submit(given: argparse.Namespace) -> None:
 
 
 def _result(given: argparse.Namespace) -> int:
-    import asyncio
-
     from services.launcher.commands.submit import result
     from services.launcher.session import find_target
 
     target = find_target(_load(given))
-    return asyncio.run(result(target, given.id, wait=given.wait, as_json=given.json))
+    return _run(result(target, given.id, wait=given.wait, as_json=given.json))
 
 
 def _pull(given: argparse.Namespace) -> None:

@@ -271,7 +271,7 @@ async def test_requests_for_a_model_are_sent_again_on_demand(connect: Connect, f
     *_, started = arrived["m"]
     service.publish(started.reply, json.dumps(frame(0, "accepted")).encode())
     await began
-    client.send_again(f"{fleet}m")
+    client.resend_unanswered(f"{fleet}m")
     while len(arrived["m"]) < 5:
         await asyncio.sleep(0.01)
     for each in arrived["m"][3:]:

@@ -22,8 +22,8 @@ BUSY = (404, 409, 413, 429)  # no such model, the same id, too large, too many
 REASONS = re.compile(
     "context_length_exceeded|no executor of this model can follow a grammar|cannot be followed"
     "|is not a schema|`tools` has no such function|of one of `tools` is expected|an answer has at most"
-    "|two functions have the same name|for `stream: true` alone|takes no templates from requests"
-    "|exclude each other|needs `logprobs`|is not one of this fleet|ids from 0 to|only one of|not with"
+    "|two functions have the same name|takes no templates from requests|exclude each other"
+    "|is not one of this fleet|ids from 0 to"
 )
 
 

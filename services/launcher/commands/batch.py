@@ -33,7 +33,6 @@ from shared.client import Client
 from shared.errors import BadRequest, HeadraceError, Overloaded, SetupError, Unavailable
 from shared.json_body import read_json
 
-WINDOW = 64  # requests in flight: as many as an executor on a GPU decodes at once at the default settings
 SYNC_S = 1.0  # at most so much work is done again after a loss of power
 FIRST_WAIT_S, LAST_WAIT_S = 1.0, 15.0  # before a request is sent again that found a full queue or no service
 REPORT_S = 10.0  # between two lines of progress where there is no terminal
@@ -159,18 +158,22 @@ def _prepare(out: Path, checksum: str, known: set[str], *, resume: bool) -> set[
             raise SetupError(f"{out} exists: continue it with --resume, or name another file")
         if note.exists() and note.read_text() != checksum:
             raise SetupError(f"{out} has answers to another input: the file or its content has changed")
-        answers = dict(_answers(out))
-        if strange := [custom_id for custom_id in answers if custom_id not in known]:
-            raise SetupError(f"{out} has an answer to {strange[0]!r:.80}, which is not in the input")
-        note.write_text(checksum)
+        answered = set[str]()
         draft = out.with_name(f"{out.name}.draft")
         with draft.open("wb") as kept:
-            kept.writelines(answers.values())
+            for custom_id, raw in _answers(out):
+                if custom_id not in known:
+                    draft.unlink()
+                    raise SetupError(f"{out} has an answer to {custom_id!r:.80}, which is not in the input")
+                answered.add(custom_id)
+                kept.write(raw)
+            kept.flush()
             os.fsync(kept.fileno())
+        note.write_text(checksum)
         draft.replace(out)
     except OSError as error:
         raise SetupError(f"{out} cannot be used: {error.strerror}") from None
-    return set(answers)
+    return answered
 
 
 def _answers(out: Path) -> Iterator[tuple[str, bytes]]:

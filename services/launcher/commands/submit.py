@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from services.keeper.records import CANCELLED, COMPLETED, FAILED
 from services.launcher.session import Target, connected
 from shared.client import Client
 from shared.errors import NO_TEMPLATE, BadRequest, Unavailable, UnknownModel, UnknownRequest
@@ -17,7 +18,7 @@ from shared.nats.interface import NoResponders, RequestTimeout
 
 LOOK_S = 2.0  # between two looks of `--wait`, for news that were missed
 NO_KEEPER = "no keeper answers: start the fleet with `headrace up --durable`, or see `headrace status`"
-ENDED = ("completed", "failed", "cancelled")
+ENDED = (COMPLETED, FAILED, CANCELLED)
 
 Body = dict[str, Any]
 
