@@ -96,7 +96,7 @@ class OllamaRequest(BaseModel):
     options: Annotated[Options | None, BeforeValidator(_present)] = Field(None, description="sampling")
     format: Literal["", "json"] | dict[str, Any] = Field("", description="JSON, or a schema of it")
     stream: bool = Field(True, description="send the answer in lines")
-    think: Literal[True, False, "low", "medium", "high"] | None = Field(
+    think: bool | Literal["low", "medium", "high"] | None = Field(  # a Literal of True would accept 1
         None, description="reasoning, if the chat template can turn it on and off, or its effort"
     )
     keep_alive: Any = Field(None, description="0: the answer to no prompt has the reason `unload`")
