@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running_up import StartUp, Up, wait_until_gone
+from support.running_up import BY_DEFAULT_DURABLE, StartUp, Up, end, starter, wait_until_gone
 
 from loadtest import faults
 from services.launcher.commands import auth
@@ -132,12 +132,12 @@ def test_a_session_in_the_shell(start_up: StartUp) -> None:
     assert "error (request not found): no durable request 'second'" in unknown.stderr
 
 
-def test_without_a_keeper_a_submit_names_the_switch(up: Up) -> None:
+def test_without_a_keeper_a_submit_says_so(up: Up) -> None:
     for command in (("submit", "Hi"), ("result", "x")):
         refused = up.run(*command)
         assert refused.returncode == 1
         assert (
-            "error (unavailable): no keeper answers: start the fleet with `headrace up --durable`"
+            "error (unavailable): no keeper answers: is `headrace up` running, without `--no-durable`?"
             in refused.stderr
         )
 
@@ -147,6 +147,25 @@ def test_two_servers_cannot_keep_the_same_folder(start_up: StartUp, tmp_path: Pa
     second = start_up("--durable", wait=False, XDG_STATE_HOME=str(tmp_path))
     assert second.process.wait(60) == 1
     assert "keeps durable requests in" in second.log.read_text()
+
+
+def test_by_default_a_server_without_a_folder_runs_without_a_keeper(tmp_path: Path) -> None:
+    running: list[Up] = []
+    start = starter(tmp_path, running, BY_DEFAULT_DURABLE)
+    (tmp_path / "file").touch()
+    try:
+        first = start(XDG_STATE_HOME=str(tmp_path))
+        second = start(XDG_STATE_HOME=str(tmp_path))
+        third = start(XDG_STATE_HOME=str(tmp_path / "file"))
+        named = [len(faults.pids_of(up.process.pid, "keeper")) for up in running]
+        assert named == [1, 0, 0]
+        off = "durable requests are off: "
+        assert not [line for line in first.printed if off in line]
+        assert [line for line in second.printed if f"{off}another `headrace up` keeps" in line]
+        assert [line for line in third.printed if f"{off}durable requests cannot be kept in" in line]
+        assert first.run("submit", "Hi", "--max-tokens", "2").returncode == 0
+    finally:
+        end(running)
 
 
 def test_under_credentials_a_tenant_reads_only_its_own(start_up: StartUp, tmp_path: Path) -> None:
