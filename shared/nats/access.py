@@ -58,7 +58,7 @@ _READS = {
     ),
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
     "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.attach.*.*", "_R.*.*"),
-    "keeper": (f"{PUBLIC}.submit.*.*", f"{PUBLIC}.result.*.*"),
+    "keeper": (f"{PUBLIC}.submit.*.*", f"{PUBLIC}.result.*.*", f"{PUBLIC}.cancel.*.*"),
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
 _WRITES = {
@@ -73,7 +73,9 @@ _WRITES = {
         f"{STORE}.>",
         *(f"$JS.API.STREAM.{verb}.{s}" for verb in ("INFO", "CREATE") for s in (WORK_STREAM, RECORD_STREAM)),
         *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in (WORK_STREAM, RECORD_STREAM)),
-        f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*",
+        f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*.{STORE}.work.*.*",
+        f"$JS.API.CONSUMER.DELETE.{WORK_STREAM}.*",
+        f"$JS.API.CONSUMER.LIST.{WORK_STREAM}",
         f"$JS.API.CONSUMER.MSG.NEXT.{WORK_STREAM}.*",
         f"$JS.ACK.{WORK_STREAM}.>",
     ),

@@ -98,6 +98,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silences end in no time."""
     monkeypatch.setattr(client_module, "SILENCE_S", 0.05)
     monkeypatch.setattr(follow, "UNKNOWN_S", 0.05)
+    monkeypatch.setattr(follow, "NO_KEEPER_S", 0.05)
     monkeypatch.setattr(follow, "RESUME_S", 0.1)
 
 
