@@ -46,6 +46,7 @@ from services.gateway.openai_request import Call, fields_of, model_of, read_call
 from services.gateway.openai_response import BODY_SEND, OPENAI, Api, EventStream
 from services.gateway.openapi import document
 from services.gateway.page import Page
+from services.gateway.responses.events import RESPONSES
 from shared.client import Client
 from shared.clock import Clock, SystemClock
 from shared.config import WatchedFile
@@ -96,6 +97,7 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
     routes = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.complete, methods=["POST"]),
+        Route("/v1/responses", endpoints.responses, methods=["POST"]),
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{model:path}", endpoints.model, methods=["GET"]),
         Route("/v1/messages", endpoints.messages, methods=["POST"]),
@@ -146,6 +148,10 @@ class Endpoints:
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
         return await self._generate(request, chat=False)
+
+    async def responses(self, request: Request) -> Response:
+        """`POST /v1/responses`."""
+        return await self._generate(request, api=RESPONSES)
 
     async def messages(self, request: Request) -> Response:
         """`POST /v1/messages`, of Anthropic's API."""
@@ -243,6 +249,8 @@ class Endpoints:
             await _model(client, fields["model"])
             return answer(at_once)
         chat = "messages" in fields if chat is None else chat
+        if api.prefix:
+            exchange.request_id = exchanges.timed_id(api.prefix, self.clock.wall_us() // 1_000_000)
         call = read_call(fields, chat=chat, request_id=exchange.request_id)
         exchange.stream = call.stream
         if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it

@@ -14,6 +14,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from services.gateway.anthropic import CountTokensRequest, MessagesRequest
 from services.gateway.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from services.gateway.openai_request import MAX_PROMPTS
+from services.gateway.responses.request import ResponseRequest
 from shared.api import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
@@ -69,6 +70,9 @@ def _paths() -> Json:
     return {
         "/v1/chat/completions": {"post": _post("Chat", "answer a conversation", generating, stream=True)},
         "/v1/completions": {"post": _post("Completion", "continue a prompt", generating, stream=True)},
+        "/v1/responses": {
+            "post": _post("Response", "answer a conversation (Responses API)", generating, stream=True)
+        },
         "/v1/messages": {
             "post": _post(
                 "Messages", "answer a conversation (Anthropic)", generating, stream=True, api="Anthropic"
@@ -192,7 +196,7 @@ def _requests() -> dict[str, Schema]:
         (kind, "validation")
         for kind in (
             ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest, OllamaChatRequest,
-            OllamaGenerateRequest, OllamaShowRequest,
+            OllamaGenerateRequest, OllamaShowRequest, ResponseRequest,
         )
     ]  # fmt: skip
     schemas: dict[str, Schema]
@@ -272,6 +276,43 @@ def _ollama_answer(*optional: str, **content: Schema) -> Schema:
     )
 
 
+def _response() -> Schema:
+    listed: Schema = {"type": "array", "items": {"type": "object"}}
+    some: Schema = {"type": "object"}
+    yes_or_no: Schema = {"type": "boolean"}
+    number: Schema = {"type": "number"}
+    usage = _object(
+        **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), COUNT),
+        input_tokens_details=_object(cached_tokens=COUNT, cache_write_tokens=COUNT),
+        output_tokens_details=_object(reasoning_tokens=COUNT),
+    )
+    repeated = {
+        **dict.fromkeys(("background", "parallel_tool_calls", "store"), yes_or_no),
+        **dict.fromkeys(("instructions", "previous_response_id", "user"), _WORD),
+        **dict.fromkeys(("metadata", "reasoning", "text"), some),
+        **dict.fromkeys(("service_tier", "truncation"), TEXT),
+        **dict.fromkeys(("temperature", "top_p"), number),
+        "max_output_tokens": _or_null(COUNT),
+        "top_logprobs": COUNT,
+        "tool_choice": {"type": ["string", "object"]},
+        "tools": listed,
+    }
+    return _object(
+        "completed_at",
+        id=TEXT,
+        object=_one_of("response"),
+        created_at=COUNT,
+        completed_at=COUNT,
+        status=_one_of("queued", "in_progress", "completed", "incomplete", "failed", "cancelled"),
+        error=_or_null(_object(code=TEXT, message=TEXT)),
+        incomplete_details=_or_null(_object(reason=TEXT)),
+        model=TEXT,
+        output=listed,
+        usage=_or_null(usage),
+        **repeated,
+    )
+
+
 _ASSISTANT = _object(
     "refusal",
     "reasoning_content",
@@ -290,6 +331,7 @@ COMPONENTS: dict[str, Schema] = {
     **_requests(),
     "ChatAnswer": _answer("chat.completion", message=_ASSISTANT),
     "CompletionAnswer": _answer("text_completion", text=TEXT),
+    "ResponseAnswer": _response(),
     "MessagesAnswer": _object(
         id=TEXT,
         type=_one_of("message"),
