@@ -57,7 +57,7 @@ _READS = {
         f"{STORE}.check.*.*",
     ),
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
-    "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", "_R.*.*"),
+    "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.attach.*.*", "_R.*.*"),
     "keeper": (f"{PUBLIC}.submit.*.*", f"{PUBLIC}.result.*.*"),
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
@@ -78,7 +78,7 @@ _WRITES = {
         f"$JS.ACK.{WORK_STREAM}.>",
     ),
 }
-_VERBS = ("generate", "cancel", "tokenize", "detokenize", "submit", "result")
+_VERBS = ("generate", "cancel", "tokenize", "detokenize", "submit", "result", "attach")
 _ASKS = (*(f"{PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{PUBLIC}.models.*")
 _IN_A_NAME = frozenset((*_VERBS, "models"))  # the tenant follows the verb
 _LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")

@@ -55,6 +55,7 @@ STATUS = f"{PUBLIC}.status"
 TRACE_ALL = f"{PUBLIC}.trace.*"
 SUBMIT_ALL = f"{PUBLIC}.submit.*.*"
 RESULT_ALL = f"{PUBLIC}.result.*.*"
+ATTACH_ALL = f"{PUBLIC}.attach.*.*"
 WORK_STREAM, RECORD_STREAM = "HR_WORK", "HR_DONE"
 WORK_ALL = f"{STORE}.work.>"
 RECORD_ALL = f"{STORE}.record.>"
@@ -74,6 +75,11 @@ def submit(tenant: str, model: str) -> str:
 def result(tenant: str, request: str) -> str:
     """Request-reply: the state of a durable request, with its answer once there is one."""
     return f"{PUBLIC}.result.{token(tenant)}.{token(request)}"
+
+
+def attach(tenant: str, request: str) -> str:
+    """Request with many replies: the text of a running request, from a character on."""
+    return f"{PUBLIC}.attach.{token(tenant)}.{token(request)}"
 
 
 def done(tenant: str, request: str) -> str:

@@ -53,12 +53,12 @@ ONE_PATH = (
 )  # fmt: skip
 HANGING = (
     "services/scheduler/kv_tiers/", "services/scheduler/reports/",
-    "services/detokenizer/backups.py", "services/detokenizer/failover.py",
+    "services/detokenizer/attach.py", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 20_701
-PRODUCT_FILES, PRODUCT_LINES = 208, 51_127
+PATH_FILES, PATH_LINES = 73, 20_885
+PRODUCT_FILES, PRODUCT_LINES = 210, 51_822
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
