@@ -24,7 +24,7 @@ def running_up(
     with tempfile.TemporaryDirectory() as home, Path(log).open("w") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "services.launcher.cli", "up", "--port", "0", "--http", "off", *flags],
-            env={**os.environ, "XDG_RUNTIME_DIR": home, **(env or {})},
+            env={**os.environ, "XDG_RUNTIME_DIR": home, "XDG_STATE_HOME": home, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=said,
             text=True,

@@ -75,7 +75,7 @@ def running() -> Iterator[Server]:
         log = (Path(home) / "log").open("w")
         up = subprocess.Popen(
             command,
-            env={**os.environ, "XDG_RUNTIME_DIR": home},
+            env={**os.environ, "XDG_RUNTIME_DIR": home, "XDG_STATE_HOME": home},
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

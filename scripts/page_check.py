@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -102,7 +103,8 @@ async def load(url: str) -> str:
 def up(folder: Path, *flags: str) -> tuple[subprocess.Popen[str], str]:
     """A ready `headrace up`, and its URL."""
     command = [sys.executable, "-m", "services.launcher.cli", "up", "--http", "127.0.0.1:0", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, "XDG_STATE_HOME": str(folder)}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if "OpenAI API" in line:

@@ -197,8 +197,8 @@ def show(given: argparse.Namespace, phoenix: str, folder: str) -> None:
     up = [sys.executable, "-m", "services.launcher.cli", "up", "--kv-blocks", given.kv_blocks]
     env = {
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{tee.url}/v1/traces", "XDG_RUNTIME_DIR": folder,
-        "HEADRACE_HTTP": "127.0.0.1:0", "HEADRACE_L1": "256", "HEADRACE_STEP_TOKENS": "128",
-        "HEADRACE_POLICY": "tier=loadtest.policies:swap",
+        "XDG_STATE_HOME": folder, "HEADRACE_HTTP": "127.0.0.1:0", "HEADRACE_L1": "256",
+        "HEADRACE_STEP_TOKENS": "128", "HEADRACE_POLICY": "tier=loadtest.policies:swap",
     }  # fmt: skip
     with running(up, "ready after", **env) as lines:
         url = next(line.split()[-1] for line in lines if "OpenAI API:" in line)

@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     )
     drain_timeout_s: float = Field(30, ge=0, description="longest wait for running requests at a stop, s")
     durable: bool = Field(
-        False, description="`up` keeps durable requests on disk: a keeper, and JetStream in its server"
+        True, description="`up` keeps durable requests on disk: a keeper, and JetStream in its server"
     )
     backlog_limit_bytes: int = Field(8_388_608, ge=65_536, description="unsent bytes that make a client slow")
     # gateway

@@ -35,7 +35,8 @@ def up(folder: str) -> tuple[subprocess.Popen[str], str]:
         "clients",
     ]
     log = open(Path(folder) / "up.log", "w")  # noqa: SIM115 - as long as the process
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+    env = {**os.environ, "XDG_STATE_HOME": folder}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if "OpenAI API" in line:

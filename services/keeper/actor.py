@@ -34,7 +34,8 @@ from services.keeper.core import (
     Stored,
     Tick,
 )
-from services.keeper.records import Body, Work, to_json, work_of
+from services.keeper.queues import MAX_QUEUED, TenantQueues
+from services.keeper.records import CANCELLED, Body, Work, to_json, work_of
 from services.keeper.verbs import REPLIES, Verbs, reply_subject
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, HeartbeatPayload
@@ -50,17 +51,14 @@ from shared.errors import (
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
-from shared.nats.jetstream import JetStream, Puller, Taken, deliveries
+from shared.nats.jetstream import JetStream, Taken, deliveries
 from shared.processes import Rarely
 from shared.replies import error_reply
 from shared.telemetry.readings import MetricPoint, Metrics
 
 log = logging.getLogger("headrace.keeper")
 
-CONSUMER = "keeper"
-MAX_QUEUED = 100_000  # requests in stream WORK
 WORK_BYTES, DONE_BYTES = 268_435_456, 536_870_912  # together less than the 1 GB of the server of `up`
-ACK_WAIT_S = 10  # then a delivery of a dead keeper comes to another
 STREAMS: dict[str, Body] = {
     subjects.WORK_STREAM: {
         "subjects": [subjects.WORK_ALL], "retention": "workqueue", "storage": "file", "discard": "new",
@@ -71,13 +69,6 @@ STREAMS: dict[str, Body] = {
         "max_bytes": DONE_BYTES, "allow_direct": True, "allow_msg_ttl": True,
     },
 }  # fmt: skip
-_CONSUMER_CONFIG = {
-    "ack_policy": "explicit",
-    "ack_wait": ACK_WAIT_S * 1_000_000_000,
-    "max_deliver": -1,  # whole fleets may be killed any number of times
-    "max_ack_pending": MAX_QUEUED,  # requests of a model without an executor do not hold up the others
-}
-PULL, PULL_S = 32, 5.0  # requests and seconds of a pull
 OPEN_AGAIN_S = 1.0
 TICK_S = 0.5
 MAX_ASKED = 1_024  # submits and results in work at a time
@@ -92,16 +83,17 @@ class KeeperActor(Actor):
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox, bus = mailbox, mailbox.bus
         self._core = KeeperCore()
-        self._verbs = Verbs(bus, mailbox.clock, self._core.runs)
+        self._queues = TenantQueues(bus, mailbox.guarded(self._on_work), self._core.room)
+        self._verbs = Verbs(bus, mailbox.clock, self._queues, self._core.runs)
         self._streams = JetStream(bus)
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
-        self._landed = asyncio.Event()  # there is room again
         self._answers = await bus.subscribe(REPLIES, mailbox.guarded(self._on_reply))
         self._verb_subscriptions: list[Subscription] = [
             await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
             await bus.subscribe(subjects.RESULT_ALL, self._answering(self._result), queue="keeper"),
+            await bus.subscribe(subjects.CANCEL_ALL, self._on_cancel, queue="keeper"),
         ]
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._pull()), loop.create_task(self._tick())]
@@ -152,36 +144,15 @@ class KeeperActor(Actor):
     # ---- the work queue --------------------------------------------------------------------------
 
     async def _pull(self) -> None:
-        """Pull for ever. Each pull is a request of its own with an end, so a restart of the server cannot
-        silence the loop; one without an end means that the consumer may be gone."""
+        """Pull for ever, after the streams have been made if they are missing."""
         while True:
             try:
-                puller = await self._opened()
+                for name, config in STREAMS.items():
+                    await self._streams.make_stream(name, config)
+                await self._queues.run()
             except HeadraceError as error:
                 self._away.warning("durable requests wait: %s", error.message)
                 await asyncio.sleep(OPEN_AGAIN_S)
-                continue
-            try:
-                while await puller.pull(min(await self._room(), PULL), PULL_S):
-                    pass
-            finally:
-                await puller.close()
-
-    async def _room(self) -> int:
-        """The room of the core, once it has any."""
-        while not self._core.room:
-            self._landed.clear()
-            await self._landed.wait()
-        return self._core.room
-
-    async def _opened(self) -> Puller:
-        """The puller, after the streams and the consumer have been made if they are missing."""
-        for name, config in STREAMS.items():
-            await self._streams.make_stream(name, config)
-        await self._streams.make_consumer(subjects.WORK_STREAM, CONSUMER, _CONSUMER_CONFIG)
-        return await Puller.open(
-            self._mailbox.bus, subjects.WORK_STREAM, CONSUMER, self._mailbox.guarded(self._on_work)
-        )
 
     def _on_work(self, delivery: Delivery) -> None:
         try:
@@ -219,8 +190,7 @@ class KeeperActor(Actor):
                     self._streams.nak(reply, delay_us)
                 case Progress(reply):
                     self._streams.progress(reply)
-        if self._core.room:
-            self._landed.set()
+        self._queues.has_room()
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -257,6 +227,20 @@ class KeeperActor(Actor):
         self._handle(Answered(key, outcome, len(delivery.data)))
 
     # ---- verbs -----------------------------------------------------------------------------------
+
+    def _on_cancel(self, delivery: Delivery) -> None:
+        if (names := subjects.names_in(delivery.subject)) is not None and self._asked < MAX_ASKED:
+            self._call(self._cancel(names))
+
+    async def _cancel(self, key: Key) -> None:
+        self._asked += 1
+        try:
+            if await self._verbs.cancel(*key):
+                self._run([Announce(key, CANCELLED)])
+        except HeadraceError as error:
+            self._away.warning("a request is not cancelled: %s", error.message)
+        finally:
+            self._asked -= 1
 
     async def _result(self, tenant: str, request: str, _: bytes) -> Body:
         return await self._verbs.result(tenant, request)

@@ -164,10 +164,13 @@ class KeeperCore:
     def __len__(self) -> int:
         return len(self._flights)
 
-    @property
-    def room(self) -> int:
-        """How many more requests may be delivered."""
-        return WINDOW - len(self._flights) if self._bytes < WINDOW_BYTES else 0
+    def room(self, tenant: str, tenants: int) -> int:
+        """How many more requests of a tenant may be delivered while so many have work: each has its equal
+        share of the window."""
+        if self._bytes >= WINDOW_BYTES:
+            return 0
+        own = sum(key[0] == tenant for key in self._flights)
+        return min(WINDOW - len(self._flights), max(1, WINDOW // tenants) - own)
 
     def runs(self, key: Key) -> bool:
         """True if a request has been sent to a tokenizer and has no record yet."""

@@ -1,4 +1,4 @@
-"""What users ask of a keeper: `submit` stores a request, `result` answers with its state.
+"""What users ask of a keeper: `submit` stores a request, `result` answers with its state, `cancel` ends it.
 
     client ──submit──▶ keeper ──check──▶ tokenizer: valid? its seed and class
                        keeper ──create-only──▶ stream WORK
@@ -16,12 +16,13 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from services.keeper.core import Key
+from services.keeper.core import KEPT_S, Key
+from services.keeper.queues import TenantQueues
 from services.keeper.records import QUEUED, RUNNING, Body, Work, body_to_store, digest_of, to_json, work_of
 from shared.api import REQUEST_ID
 from shared.client import error_of
 from shared.clock import Clock
-from shared.errors import BadRequest, DuplicateRequest, Unavailable, UnknownModel, UnknownRequest
+from shared.errors import BadRequest, Cancelled, DuplicateRequest, Unavailable, UnknownModel, UnknownRequest
 from shared.json_body import read_json
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, NoResponders, RequestTimeout
@@ -33,11 +34,11 @@ SUBMIT_TRIES = 10  # a stream whose leader has died has another after six second
 
 
 class Verbs:
-    """Answers `submit` and `result` for one keeper."""
+    """Serves `submit`, `result` and `cancel` for one keeper."""
 
-    def __init__(self, bus: Bus, clock: Clock, runs: Callable[[Key], bool]) -> None:
+    def __init__(self, bus: Bus, clock: Clock, queues: TenantQueues, runs: Callable[[Key], bool]) -> None:
         """`runs`: whether this keeper has sent a request to a tokenizer."""
-        self._bus, self._clock, self._runs = bus, clock, runs
+        self._bus, self._clock, self._queues, self._runs = bus, clock, queues, runs
         self._streams = JetStream(bus)
         self.submitted = 0
 
@@ -59,12 +60,14 @@ class Verbs:
         drawn = await self._checked(tenant, model, {**body, "request_id": request_id})
         stored = body_to_store(body, request_id, drawn)
         work = Work(tenant, request_id, model, stored, digest, self._clock.wall_us())
+        await self._queues.before(tenant)
         try:
             await self._create(subjects.work(tenant, request_id), work.pack())
         except Taken:  # by another submit, or by a try of this one whose answer was lost
             known = await self._known(tenant, request_id)
             return _same(known or {"id": request_id, "digest": digest, "status": QUEUED}, digest)
         self.submitted += 1
+        self._queues.stored(tenant)
         return {"id": request_id, "status": QUEUED}
 
     async def result(self, tenant: str, request_id: str) -> Body:
@@ -74,6 +77,19 @@ class Verbs:
         if known is None:
             raise UnknownRequest(f"no durable request {request_id!r:.140} of this tenant is kept", param="id")
         return {name: value for name, value in known.items() if name != "digest"}
+
+    async def cancel(self, tenant: str, request_id: str) -> bool:
+        """Store that a request was cancelled, if it waits or runs; services that run it end it themselves.
+        Returns whether this call has ended it. Raises Unavailable."""
+        waits = await self._streams.last(subjects.WORK_STREAM, subjects.work(tenant, request_id))
+        if waits is None:
+            return False
+        ended = work_of(waits).record(self._clock.wall_us(), Cancelled("cancelled by the client"))
+        try:
+            await self._streams.create(subjects.record(tenant, request_id), to_json(ended), ttl_s=KEPT_S)
+        except Taken:
+            return False
+        return True
 
     async def _known(self, tenant: str, request_id: str) -> Body | None:
         """The record of a request, or its state without one. The work is read first: it goes after the record

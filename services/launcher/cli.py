@@ -270,7 +270,9 @@ def _up(given: argparse.Namespace) -> int:
     from services.launcher.up import up
 
     given.model, *more = given.model or [None]
-    return up(_load(given).settings, given.auth, more, until_idle=given.until_idle)
+    loaded = _load(given)
+    must_be_durable = loaded.origins["durable"] != "default"
+    return up(loaded.settings, given.auth, more, until_idle=given.until_idle, must_be_durable=must_be_durable)
 
 
 def _run_model(given: argparse.Namespace) -> None:

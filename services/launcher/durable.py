@@ -25,8 +25,9 @@ def folder_of(fleet: str) -> Path:
     return state / "headrace" / fleet / "durable"
 
 
-def limits_of(fleet: str) -> ServerLimits:
-    """The limits of a server with JetStream in the folder of a fleet. Raises SetupError."""
+def limits_of(fleet: str, wait_s: float = HELD_S) -> ServerLimits:
+    """The limits of a server with JetStream in the folder of a fleet, which another server may hold for
+    `wait_s` more. Raises SetupError."""
     folder = folder_of(fleet)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are their writer's alone
@@ -36,13 +37,13 @@ def limits_of(fleet: str) -> ServerLimits:
             f"durable requests cannot be kept in {folder} ({error}): name another folder in XDG_STATE_HOME, "
             "or start with --no-durable"
         ) from None
-    _take(lock, folder)
+    _take(lock, folder, wait_s)
     store = str(folder)
     return replace(ServerLimits(), jetstream_memory=MEMORY, jetstream_file=FILE, store=store, lock=lock)
 
 
-def _take(lock: int, folder: Path) -> None:
-    deadline = time.monotonic() + HELD_S
+def _take(lock: int, folder: Path, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,7 +29,7 @@ from services.launcher.commands.logs import LogFiles
 from services.launcher.commands.status import ScrapeTargets
 from services.launcher.console import ServiceLines, print_line
 from services.launcher.heartbeats import HANGS_S, SilenceTimers, Watch, ticks_of
-from services.launcher.nats_server import NatsServer
+from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.own_folder import OwnFolder
 from services.launcher.serve import KINDS
 from services.launcher.session import RunState
@@ -75,12 +75,18 @@ ANSWER_S = 1.5  # a healthy nats-server answers its monitoring port within this 
 
 
 def up(
-    settings: Settings, users: Path | None = None, more: Sequence[str] = (), *, until_idle: bool = False
+    settings: Settings,
+    users: Path | None = None,
+    more: Sequence[str] = (),
+    *,
+    until_idle: bool = False,
+    must_be_durable: bool = True,
 ) -> int:
     """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
     `users`, a folder made by `headrace auth`, each service has its own credentials, and HTTP requires an API
-    key. `more` names models to serve in addition to that of the settings. With
-    `until_idle` it ends by itself (see background.py)."""
+    key. `more` names models to serve in addition to that of the settings. With `until_idle` it ends by itself
+    (see background.py). Unless it `must_be_durable`, it runs without durable requests where their folder
+    cannot be had, or with a server of others."""
     if users is not None and not settings.http_keys:
         settings = settings.model_copy(update={"http_keys": str(auth.keys_of(users))})
     models = served_models(settings, more)
@@ -100,14 +106,31 @@ def up(
         server = None
         if not settings.nats_url:
             extra = auth.authorization(users, settings.fleet) if users else ""
-            limits = durable.limits_of(settings.fleet) if settings.durable else None
+            limits = _durable_limits(settings, must_be_durable=must_be_durable)
+            settings = settings.model_copy(update={"durable": limits is not None})
             if port := settings.port:
                 server = nats_server.start(port, limits=limits, extra=extra)
             else:
                 server = nats_server.start_by_default(limits=limits, extra=extra)
             stack.callback(server.stop)
+        elif not must_be_durable:
+            settings = settings.model_copy(update={"durable": False})
         url = server.url if server else settings.nats_url
         return asyncio.run(_run(settings, models, server, _Logins(url, users), until_idle=until_idle))
+
+
+def _durable_limits(settings: Settings, *, must_be_durable: bool) -> ServerLimits | None:
+    """The limits of a server that keeps durable requests; None: it keeps none. Raises SetupError."""
+    if not settings.durable:
+        return None
+    runs = session.read(session.path_for(settings)) is not None  # and holds the folder for as long
+    try:
+        return durable.limits_of(settings.fleet, 0.0 if runs else durable.HELD_S)
+    except SetupError as error:
+        if must_be_durable:
+            raise
+        print_line(f"durable requests are off: {error.message}")
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,12 @@ from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, S
 
 CALL_US = 1_000_000  # a call takes less than a millisecond; one made while the server is away never ends
 FULL_RETRY_MS = 5_000  # a full stream has room again once answers have been stored
-LATE_S = 1.0  # from the end of a pull, by the server's clock, until this side gives it up
 
 _API = "$JS.API"
 _EXISTS = 10071  # wrong last sequence: another message has the subject
 _FULL = (10047, 10077)  # storage resources exceeded; maximum messages or bytes of the stream exceeded
 _NAME_IN_USE = 10058  # a stream of this name with other settings
-_NO_STREAM = 10059
+_NO_STREAM, _NO_CONSUMER = 10059, 10014
 
 Json = dict[str, Any]
 
@@ -36,6 +35,10 @@ class Taken(DuplicateRequest):
 
 class UnknownStream(EngineError):
     """There is no stream of this name."""
+
+
+class UnknownConsumer(EngineError):
+    """There is no consumer of this name."""
 
 
 class StreamFull(Overloaded):
@@ -60,7 +63,33 @@ class JetStream:
     async def make_consumer(self, stream: str, name: str, config: Mapping[str, Any]) -> None:
         """Make a durable pull consumer, or give one of this name these settings."""
         body = {"stream_name": stream, "config": {"durable_name": name, "name": name, **config}}
-        await self._call(f"{_API}.CONSUMER.CREATE.{stream}.{name}", _json(body))
+        below = f".{config['filter_subject']}" if "filter_subject" in config else ""
+        await self._call(f"{_API}.CONSUMER.CREATE.{stream}.{name}{below}", _json(body))
+
+    async def delete_consumer(self, stream: str, name: str) -> None:
+        """Delete a consumer, if there is one of this name."""
+        with contextlib.suppress(UnknownConsumer):
+            await self._call(f"{_API}.CONSUMER.DELETE.{stream}.{name}", b"")
+
+    async def consumers(self, stream: str) -> list[Json]:
+        """The state of each consumer of a stream (`ConsumerInfo` of ADR-1)."""
+        found: list[Json] = []
+        while True:
+            page = await self._call(f"{_API}.CONSUMER.LIST.{stream}", _json({"offset": len(found)}))
+            found += page["consumers"] or ()
+            if not page["consumers"] or len(found) >= page["total"]:
+                return found
+
+    async def subjects_of(self, stream: str, pattern: str) -> dict[str, int]:
+        """The subjects of a stream's messages that match, with the number of messages of each."""
+        found: dict[str, int] = {}
+        while True:
+            asked = _json({"subjects_filter": pattern, "offset": len(found)})
+            page = await self._call(f"{_API}.STREAM.INFO.{stream}", asked)
+            more = page["state"].get("subjects") or {}
+            found |= more
+            if not more or len(found) >= page.get("total", 0):
+                return found
 
     async def create(self, subject: str, data: bytes, ttl_s: int = 0) -> None:
         """Store a message, the only one of its subject. It goes after `ttl_s`; 0: never. Returns when the
@@ -111,21 +140,22 @@ class JetStream:
 
 
 class Puller:
-    """Pulls from one consumer; each message goes to `deliver`. Open with `await Puller.open(...)`."""
+    """Pulls from the consumers of work queues, one pull at a time; each message goes to `deliver`. Open with
+    `await Puller.open(...)`."""
 
-    def __init__(self, bus: Bus, subject: str, deliver: Callable[[Delivery], None]) -> None:
-        self._bus, self._subject, self._deliver = bus, subject, deliver
+    def __init__(self, bus: Bus, deliver: Callable[[Delivery], None]) -> None:
+        self._bus, self._deliver = bus, deliver
         self._inbox = bus.new_inbox()
-        self._pull = 0  # the number of the current one
-        self._left = 0  # messages that it may still bring
-        self._ended = asyncio.Event()
+        self._number = 0  # of the current pull
+        self._came, self._most = 0, 0
         self._heard = False
+        self._ended = asyncio.Event()
         self._subscription: Subscription
 
     @classmethod
-    async def open(cls, bus: Bus, stream: str, consumer: str, deliver: Callable[[Delivery], None]) -> Puller:
+    async def open(cls, bus: Bus, deliver: Callable[[Delivery], None]) -> Puller:
         """A puller whose inbox the server knows."""
-        puller = cls(bus, f"{_API}.CONSUMER.MSG.NEXT.{stream}.{consumer}", deliver)
+        puller = cls(bus, deliver)
         puller._subscription = await bus.subscribe(f"{puller._inbox}.*", puller._on_message)
         await bus.flush()
         return puller
@@ -134,17 +164,18 @@ class Puller:
         """Take no more messages: what still comes is delivered again to others."""
         await self._subscription.cancel()
 
-    async def pull(self, most: int, wait_s: float) -> bool:
-        """Have up to `most` messages delivered within `wait_s`. Returns when all have come or the time is
-        over; False if neither a message nor the end arrived: the consumer may be gone."""
-        self._pull, self._left, self._heard = self._pull + 1, most, False
+    async def pull(self, stream: str, consumer: str, most: int) -> int | None:
+        """Have up to `most` of the waiting messages delivered. Returns their number; None if neither a
+        message nor the end of the pull arrived: the consumer may be gone."""
+        self._number, self._came, self._most, self._heard = self._number + 1, 0, most, False
         self._ended.clear()
-        asked = {"batch": most, "expires": int(wait_s * 1e9)}
-        self._bus.publish(self._subject, _json(asked), reply=f"{self._inbox}.{self._pull}")
+        asked = _json({"batch": most, "no_wait": True})
+        subject = f"{_API}.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._bus.publish(subject, asked, reply=f"{self._inbox}.{self._number}")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s + LATE_S):  # wait_for of Python 3.11 may lose a cancellation
+            async with asyncio.timeout(CALL_US / 1e6):  # wait_for of Python 3.11 may lose a cancellation
                 await self._ended.wait()
-        return self._heard
+        return self._came if self._heard else None
 
     def _on_message(self, delivery: Delivery) -> None:
         """A message, also of an earlier pull, or the end of the pull, which has a status. A message has the
@@ -152,12 +183,13 @@ class Puller:
         status = delivery.headers.get("Status")
         if status is None and delivery.reply:
             self._heard = True
-            self._left -= 1
+            self._came += 1
             self._deliver(delivery)
-        elif delivery.subject == f"{self._inbox}.{self._pull}":
-            self._heard |= status in ("404", "408", "409")  # 503: no such consumer
-            self._left = 0
-        if self._left <= 0:
+            ended = self._came >= self._most
+        else:
+            ended = delivery.subject == f"{self._inbox}.{self._number}"
+            self._heard |= ended and status in ("404", "408", "409")  # 503: no such consumer
+        if ended:
             self._ended.set()
 
 
@@ -175,6 +207,8 @@ def _error(subject: str, error: Mapping[str, Any]) -> HeadraceError:
         return Taken(text)
     if number == _NO_STREAM:
         return UnknownStream(text)
+    if number == _NO_CONSUMER:
+        return UnknownConsumer(text)
     if number in _FULL:
         why = f"the store of durable requests is full ({text}): try again later"
         return StreamFull(why, retry_after_ms=FULL_RETRY_MS)

@@ -92,6 +92,11 @@ def work(tenant: str, request: str) -> str:
     return f"{STORE}.work.{token(tenant)}.{token(request)}"
 
 
+def work_of(tenant: str) -> str:
+    """The durable requests of a tenant that wait."""
+    return f"{STORE}.work.{token(tenant)}.*"
+
+
 def record(tenant: str, request: str) -> str:
     """How a durable request has ended, in stream HR_DONE."""
     return f"{STORE}.record.{token(tenant)}.{token(request)}"

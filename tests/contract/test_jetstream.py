@@ -95,44 +95,68 @@ async def test_pulled_messages_come_again_until_they_are_acked(bus: NatsBus) -> 
     js, got = await streams(bus), list[Delivery]()
     await js.create("w.1", b"one")
     await js.create("w.2", b"two")
-    puller = await Puller.open(bus, "W", "k", got.append)
-    assert await puller.pull(2, 5)
+    puller = await Puller.open(bus, got.append)
+    assert await puller.pull("W", "k", 2) == 2
     assert [(d.subject, d.data, deliveries(d.reply)) for d in got] == [("w.1", b"one", 1), ("w.2", b"two", 1)]
+    assert await puller.pull("W", "k", 1) == 0
     js.ack(got[0].reply)
     js.progress(got[1].reply)
     js.nak(got[1].reply, 1_000)
-    assert await puller.pull(1, 5)
+    async with asyncio.timeout(20):  # acks are handled some time after they were sent
+        while not await puller.pull("W", "k", 3):
+            pass
     assert [(d.subject, deliveries(d.reply)) for d in got[2:]] == [("w.2", 2)]
     js.ack(got[2].reply)
-    assert await puller.pull(1, 0.1), "the end of an empty pull was not received"
+    assert await puller.pull("W", "k", 1) == 0, "the end of an empty pull was not received"
     assert len(got) == 3
+    async with asyncio.timeout(20):
+        while await js.subjects_of("W", "w.>"):
+            pass
     assert await js.last("W", "w.1") is await js.last("W", "w.2") is None
     await js.create("w.1", b"an acked message leaves its subject free")
 
 
+async def test_consumers_and_subjects_are_listed_page_by_page(bus: NatsBus) -> None:
+    js = JetStream(bus)
+    await js.make_stream("P", {"subjects": ["p.>"], "retention": "workqueue", "storage": "memory"})
+    for number in range(300):  # the server lists 256 a page
+        await js.create(f"p.{number}", b"x")
+    assert await js.subjects_of("P", "p.>") == {f"p.{number}": 1 for number in range(300)}
+    assert await js.subjects_of("P", "p.x.>") == {}
+    await js.make_consumer("P", "k", CONSUMER)
+    for _ in range(2):
+        await js.delete_consumer("P", "k")
+    assert await js.consumers("P") == []
+    for number in range(300):
+        await js.make_consumer("P", f"k{number}", {**CONSUMER, "filter_subject": f"p.{number}"})
+    found = await js.consumers("P")
+    assert {(c["config"]["filter_subject"], c["num_pending"]) for c in found} == {
+        (f"p.{number}", 1) for number in range(300)
+    }
+
+
 async def test_a_pull_of_a_missing_consumer_is_noticed(bus: NatsBus) -> None:
     await streams(bus)
-    puller = await Puller.open(bus, "W", "gone", lambda _: None)
-    assert not await puller.pull(1, 0.1)
+    puller = await Puller.open(bus, lambda _: None)
+    assert await puller.pull("W", "gone", 1) is None
 
 
-async def test_a_pull_ends_after_the_server_was_killed_and_started_again(
+async def test_pulls_go_on_after_the_server_was_killed_and_started_again(
     server: NatsServer, bus: NatsBus
 ) -> None:
     js, got, back = await streams(bus), list[Delivery](), asyncio.Event()
     bus.on_fault(lambda fault: back.set() if fault.kind == "reconnected" else None)
     await js.create("w.1", b"one")
-    puller = await Puller.open(bus, "W", "k", got.append)
-    assert await puller.pull(1, 5)
-    pulling = asyncio.create_task(puller.pull(1, 1))
+    puller = await Puller.open(bus, got.append)
+    assert await puller.pull("W", "k", 1) == 1
     server.process.kill()
     server.process.wait()
+    assert await puller.pull("W", "k", 1) is None
     server.restart()
     await asyncio.wait_for(back.wait(), 20)
-    await pulling
     await js.create("w.2", b"two")
     assert await js.last("W", "w.1") == b"one"
-    assert await puller.pull(2, 2), "the server may have forgotten that it has delivered the first one"
+    assert await puller.pull("W", "k", 2), "the server may have forgotten that it has delivered the first one"
     assert got[-1].data == b"two"
 
 

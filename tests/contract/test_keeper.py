@@ -10,16 +10,25 @@ from typing import Any
 
 import pytest
 
-from services.keeper import actor
+from services.keeper import actor, queues
 from services.keeper.actor import KeeperActor
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.runtime import Runtime
 from shared.client import Client
-from shared.errors import BadRequest, DuplicateRequest, HeadraceError, Overloaded, Unavailable, UnknownModel
+from shared.errors import (
+    BadRequest,
+    Cancelled,
+    DuplicateRequest,
+    HeadraceError,
+    Overloaded,
+    Unavailable,
+    UnknownModel,
+)
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
+from shared.nats.jetstream import JetStream
 from shared.replies import error_reply, to_json
 
 BODY = {"prompt": "Hi", "request_id": "r"}
@@ -198,6 +207,84 @@ async def test_a_refused_request_is_tried_again(world: World) -> None:
     await world.until(world.news)
     assert len(world.asked) == 3
     assert (await world.result())["status"] == "completed"
+
+
+async def test_one_that_waits_is_cancelled_and_never_asked_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.keeper.core.WINDOW", 1)
+    await world.opened()
+    await world.keeper()
+    for name in ("first", "second", "third", "fourth"):  # two keepers have one each
+        await world.submit(request_id=name)
+    await world.until(world.asked, 2)
+    for name in ("fourth", "no such id"):
+        world.client.cancel(name)
+    await world.until(world.news)
+    assert world.news == [{"id": "fourth", "status": "cancelled"}]
+    with pytest.raises(Cancelled):
+        await world.result("fourth")
+    world.client.cancel("first")  # runs: the services end it, and what they answer changes nothing
+    await world.until(world.news, 2)
+    world.outcomes = [None]
+    for asked in world.asked[:2]:
+        world.answer(asked)
+    await world.until(world.news, 4)
+    assert {n["id"]: n["status"] for n in world.news} == {
+        "first": "cancelled", "second": "completed", "third": "completed", "fourth": "cancelled",
+    }  # fmt: skip
+    async with asyncio.timeout(20):
+        while await world.messages(subjects.WORK_STREAM):
+            await asyncio.sleep(0.05)
+    assert [json.loads(asked.data)["request_id"] for asked in world.asked].count("fourth") == 0
+
+
+async def test_a_tenant_with_many_requests_does_not_hold_up_another(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.keeper.core.WINDOW", 8)
+    await world.opened()
+    for number in range(40):
+        await world.submit(request_id=f"r{number}")
+    await world.until(world.asked, 8)
+    await world.client.request(subjects.submit("acme", "m"), {**BODY, "request_id": "acme"})
+    world.outcomes = [None] * 100
+    for asked in world.asked[:8]:
+        world.answer(asked)
+    await world.until(world.news, 41)
+    order = [json.loads(asked.data)["request_id"] for asked in world.asked]
+    assert order.index("acme") < 20
+
+
+async def test_above_half_a_stream_a_tenant_has_its_share(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.keeper.queues.SHARED_OUT", 4)
+    await world.opened()
+    for number in range(4):
+        await world.submit(request_id=f"r{number}")
+    with pytest.raises(Overloaded, match="4 durable requests wait, 4 of them yours") as caught:
+        await world.submit(request_id="r4")
+    assert caught.value.retry_after_ms > 0
+    for number in range(2):
+        await world.client.request(subjects.submit("acme", "m"), {**BODY, "request_id": f"r{number}"})
+    with pytest.raises(Overloaded):
+        await world.client.request(subjects.submit("acme", "m"), {**BODY, "request_id": "r2"})
+
+
+async def test_work_without_a_consumer_and_one_of_an_earlier_version_are_taken_over(world: World) -> None:
+    first = await world.opened()
+    await world.submit()
+    await world.until(world.asked)
+    await first.finish(5.0)
+    streams = JetStream(world.bus)
+    for consumer in await streams.consumers(subjects.WORK_STREAM):
+        await streams.delete_consumer(subjects.WORK_STREAM, consumer["name"])
+    await streams.make_consumer(subjects.WORK_STREAM, queues.EARLIER, {"ack_policy": "explicit"})
+    world.outcomes = [None]
+    await world.keeper()
+    await world.until(world.news)
+    assert world.news == [{"id": "r", "status": "completed"}]
 
 
 async def test_an_error_of_the_request_is_its_record(world: World) -> None:

@@ -199,7 +199,7 @@ def test_the_operators_commands_work_without_a_flag(guarded: Up, tmp_path: Path)
     assert answer["usage"]["completion_tokens"] == 3
     status = json.loads(run(guarded, "status", "--json").stdout)
     kinds = {s["kind"] for s in status["services"]}
-    assert kinds == {*access.SERVICES} - {"keeper"}  # it starts with `--durable` alone
+    assert kinds == {*access.SERVICES} - {"keeper"}  # `--no-durable`
     assert "@" not in json.dumps(status)  # no passwords
     traced = run(guarded, "trace", answer["id"])
     assert "tokenize" in traced.stdout

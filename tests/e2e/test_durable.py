@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running_up import StartUp, Up, wait_until_gone
+from support.running_up import BY_DEFAULT_DURABLE, StartUp, Up, end, starter, wait_until_gone
 
 from loadtest import faults
+from loadtest.durable import MODEL, all_records, kill_all, plain, record_of, simulated
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from shared.client import Client
-from shared.errors import DuplicateRequest, Unavailable, UnknownModel
+from shared.errors import DuplicateRequest, UnknownModel
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
-from shared.nats.interface import RequestTimeout
 
-MODEL = "smollm2-135m-instruct"
-TENANTS = ("public", "acme", "bob")
 REQUESTS = 200
 LOST_S = 120  # far above the 10 s after which deliveries come again: a guard against hanging
-
-
-def request_of(number: int) -> tuple[str, dict[str, Any]]:
-    """A tenant and its request; ids occur once a tenant only. Some have no seed of their own."""
-    body: dict[str, Any] = {
-        "request_id": f"r{number // 3}", "prompt": f"number {number}", "ignore_eos": True,
-        "max_tokens": 20 + 7 * number % 300,
-    }  # fmt: skip
-    return TENANTS[number % 3], {**body, "seed": number} if number % 2 else body
-
-
-async def record_of(client: Client, tenant: str, request_id: str) -> dict[str, Any]:
-    """Its record, once there is one."""
-    async with asyncio.timeout(LOST_S):
-        while True:
-            try:
-                found = await client.request(subjects.result(tenant, request_id))
-            except (Unavailable, RequestTimeout):
-                found = {"status": "away"}
-            if found["status"] not in ("queued", "running", "away"):
-                return found
-            await asyncio.sleep(0.2)
 
 
 async def submitted(up: Up, ended: int) -> None:
@@ -60,7 +35,7 @@ async def submitted(up: Up, ended: int) -> None:
             enough.set()
 
     await bus.subscribe("headrace.v1.done.*.*", on_news)
-    numbered = [request_of(i) for i in range(REQUESTS)]
+    numbered = [simulated(i) for i in range(REQUESTS)]
     asked = [client.request(subjects.submit(tenant, MODEL), body) for tenant, body in numbered]
     answers = await asyncio.gather(*asked)
     assert [a["id"] for a in answers] == [body["request_id"] for _, body in numbered]
@@ -70,26 +45,17 @@ async def submitted(up: Up, ended: int) -> None:
 
 async def outcome(up: Up) -> tuple[list[dict[str, Any]], list[str], Counter[str]]:
     """The records; the text of each request on this fleet without a keeper; messages of the two streams."""
-    bus = await NatsBus.connect(up.nats_url, timeout_s=5)
-    client = await Client.open(bus)
-    numbered = [request_of(i) for i in range(REQUESTS)]
-    records = [await record_of(client, tenant, body["request_id"]) for tenant, body in numbered]
-    counts = Counter[str]()
-    for stream in (subjects.WORK_STREAM, subjects.RECORD_STREAM):
-        info = await bus.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout_us=5_000_000)
-        counts[stream] = json.loads(info.data)["state"]["messages"]
-    seeded = [(tenant, body) for tenant, body in numbered if "seed" in body]
-    asked = [client.as_tenant(tenant).complete({**body, "model": MODEL}) for tenant, body in seeded]
-    plain = await asyncio.gather(*asked)
-    await bus.drain()
-    return records, [answer["choices"][0]["text"] for answer in plain], counts
+    numbered = [simulated(i) for i in range(REQUESTS)]
+    replies = {i: {"status": "queued"} for i in range(REQUESTS)}
+    records, counts = await all_records(up.nats_url, numbered, replies)
+    answers = await plain(up.nats_url, [(tenant, body) for tenant, body in numbered if "seed" in body])
+    return records, [answer["choices"][0]["text"] for answer in answers], counts
 
 
-def kill_all(up: Up) -> None:
+def kill(up: Up) -> None:
     """SIGKILL for `up`, each of its services and its nats-server."""
     pids = up.children()
-    for pid in (*pids, up.process.pid):  # it would start its services again half a second later
-        faults.kill(pid)
+    kill_all(up.process.pid)
     up.process.wait()
     wait_until_gone(pids)
 
@@ -101,13 +67,13 @@ def test_every_request_has_one_record_after_the_loss_of_every_process(
     first = start_up("--durable", **state)
     moment = random.Random().randrange(10, 150)
     asyncio.run(submitted(first, moment))
-    kill_all(first)
+    kill(first)
     second = start_up("--durable", **state)
     assert f"durable in: {tmp_path}/headrace/default/durable" in "\n".join(second.printed)
     records, plain, counts = asyncio.run(outcome(second))
     assert Counter(r["status"] for r in records) == {"completed": REQUESTS}, f"killed after {moment} records"
     assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: REQUESTS}
-    texts = [r["answer"]["choices"][0]["text"] for i, r in enumerate(records) if "seed" in request_of(i)[1]]
+    texts = [r["answer"]["choices"][0]["text"] for i, r in enumerate(records) if "seed" in simulated(i)[1]]
     assert texts == plain, f"killed after {moment} records"
 
 
@@ -132,12 +98,12 @@ def test_a_session_in_the_shell(start_up: StartUp) -> None:
     assert "error (request not found): no durable request 'second'" in unknown.stderr
 
 
-def test_without_a_keeper_a_submit_names_the_switch(up: Up) -> None:
+def test_without_a_keeper_a_submit_says_so(up: Up) -> None:
     for command in (("submit", "Hi"), ("result", "x")):
         refused = up.run(*command)
         assert refused.returncode == 1
         assert (
-            "error (unavailable): no keeper answers: start the fleet with `headrace up --durable`"
+            "error (unavailable): no keeper answers: is `headrace up` running, without `--no-durable`?"
             in refused.stderr
         )
 
@@ -147,6 +113,25 @@ def test_two_servers_cannot_keep_the_same_folder(start_up: StartUp, tmp_path: Pa
     second = start_up("--durable", wait=False, XDG_STATE_HOME=str(tmp_path))
     assert second.process.wait(60) == 1
     assert "keeps durable requests in" in second.log.read_text()
+
+
+def test_by_default_a_server_without_a_folder_runs_without_a_keeper(tmp_path: Path) -> None:
+    running: list[Up] = []
+    start = starter(tmp_path, running, BY_DEFAULT_DURABLE)
+    (tmp_path / "file").touch()
+    try:
+        first = start(XDG_STATE_HOME=str(tmp_path))
+        second = start(XDG_STATE_HOME=str(tmp_path))
+        third = start(XDG_STATE_HOME=str(tmp_path / "file"))
+        named = [len(faults.pids_of(up.process.pid, "keeper")) for up in running]
+        assert named == [1, 0, 0]
+        off = "durable requests are off: "
+        assert not [line for line in first.printed if off in line]
+        assert [line for line in second.printed if f"{off}another `headrace up` keeps" in line]
+        assert [line for line in third.printed if f"{off}durable requests cannot be kept in" in line]
+        assert first.run("submit", "Hi", "--max-tokens", "2").returncode == 0
+    finally:
+        end(running)
 
 
 def test_under_credentials_a_tenant_reads_only_its_own(start_up: StartUp, tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import shlex
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from support.running_up import HEADRACE, StartUp, Up, wait_until_gone
+from support.running_up import BY_DEFAULT_DURABLE, HEADRACE, StartUp, Up, end, starter, wait_until_gone
 from support.source_tree import ROOT
 
 from loadtest import faults
@@ -26,10 +27,18 @@ from shared.unix_socket import url_of
 SLOW = {"HEADRACE_SIM": "step=20000,token=20"}
 
 
+@pytest.fixture
+def start_up(tmp_path: Path) -> Iterator[StartUp]:
+    """Servers as they are by default: with durable requests."""
+    running: list[Up] = []
+    yield starter(tmp_path, running, BY_DEFAULT_DURABLE)
+    end(running)
+
+
 def test_sigterm_drains_and_ends_with_0(start_up: StartUp) -> None:
     up = start_up(**SLOW)
     children = up.children()
-    assert len(children) == 6
+    assert len(children) == 7
     asking = streaming(up, 50)
     assert up.stop(signal.SIGTERM) == 0
     frames = [json.loads(line) for line in asking.communicate(timeout=30)[0].splitlines()]
@@ -37,7 +46,7 @@ def test_sigterm_drains_and_ends_with_0(start_up: StartUp) -> None:
     assert frames[-1]["usage"]["completion_tokens"] == 50
     assert up.printed[-1] == "stopped"
     wait_until_gone(children)
-    assert list(Path(up.env["XDG_RUNTIME_DIR"]).glob("headrace/*")) == []
+    assert list(Path(up.env["XDG_RUNTIME_DIR"]).glob("headrace/*.json")) == []  # its note
 
 
 def streaming(up: Up, tokens: int) -> subprocess.Popen[str]:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.running_up import HEADRACE, QUICK, Terminal, ignoring, wait_until_gone
+from support.running_up import BY_DEFAULT_DURABLE, HEADRACE, Terminal, ignoring, wait_until_gone
 
 MODEL = "smollm2-135m-instruct"
 
@@ -22,7 +22,8 @@ class Shell:
     def __init__(self, home: Path) -> None:
         bare = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
         self.env = {
-            **bare, **QUICK, "XDG_RUNTIME_DIR": str(home), "XDG_STATE_HOME": str(home), "TMPDIR": str(home),
+            **bare, **BY_DEFAULT_DURABLE,
+            "XDG_RUNTIME_DIR": str(home), "XDG_STATE_HOME": str(home), "TMPDIR": str(home),
             "HEADRACE_BACKEND": "sim", "HEADRACE_KEEP_ALIVE_S": "300",
         }  # fmt: skip
         self.home, self.pids = home, list[int]()

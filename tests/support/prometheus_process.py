@@ -34,7 +34,7 @@ class Prometheus:
         config["global"] = {"scrape_interval": INTERVAL, "evaluation_interval": INTERVAL}
         (job,) = config["scrape_configs"]
         (names,) = job.pop("dns_sd_configs")
-        assert {*names["names"]} == {*addresses, "keeper"}  # which starts with `--durable` alone
+        assert {*names["names"]} == {*addresses, "keeper"}  # `--no-durable`
         job["static_configs"] = [
             {"targets": [address], "labels": {"__meta_dns_name": name}} for name, address in addresses.items()
         ]

@@ -40,7 +40,9 @@ QUICK = {
     "HEADRACE_L1_STORE": "plain",
     "HEADRACE_TOKENIZERS": "1",  # two of each by default
     "HEADRACE_DETOKENIZERS": "1",
+    "HEADRACE_DURABLE": "false",  # a keeper is a process more
 }
+BY_DEFAULT_DURABLE = {name: value for name, value in QUICK.items() if name != "HEADRACE_DURABLE"}
 SMALL_L1 = {"HEADRACE_L1": "64", "HEADRACE_L1_STORE": "plain"}  # many servers share this machine
 
 
@@ -211,14 +213,14 @@ def ignoring(*signals: int) -> Callable[[], None]:
     return ignore
 
 
-def starter(folder: Path, running: list[Up]) -> StartUp:
+def starter(folder: Path, running: list[Up], quick: Mapping[str, str] = QUICK) -> StartUp:
     def start(
         *args: str, wait: bool = True, ignored: Sequence[int] = (), cwd: Path | None = None, **env: str
     ) -> Up:
         home = folder / f"up{len(running)}"
         home.mkdir()
         full = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
-        full |= {"XDG_RUNTIME_DIR": str(home), "XDG_STATE_HOME": str(home), **QUICK, **SMALL_L1, **env}
+        full |= {"XDG_RUNTIME_DIR": str(home), "XDG_STATE_HOME": str(home), **quick, **SMALL_L1, **env}
         log = home / "stderr"
         process = subprocess.Popen(
             [*(INSTALLED if cwd else HEADRACE), "up", "--backend", "sim", *args],

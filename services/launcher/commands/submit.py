@@ -17,7 +17,10 @@ from shared.nats import subjects
 from shared.nats.interface import NoResponders, RequestTimeout
 
 LOOK_S = 2.0  # between two looks of `--wait`, for news that were missed
-NO_KEEPER = "no keeper answers: start the fleet with `headrace up --durable`, or see `headrace status`"
+TRIES, AGAIN_S = 13, 0.25  # three seconds: the keeper is the last service that `up` starts
+NO_KEEPER = (
+    "no keeper answers: is `headrace up` running, without `--no-durable`? `headrace status` shows what runs"
+)
 ENDED = (COMPLETED, FAILED, CANCELLED)
 
 Body = dict[str, Any]
@@ -62,10 +65,12 @@ async def result(target: Target, request_id: str, *, wait: bool, as_json: bool) 
 
 
 async def _asked(client: Client, subject: str, body: Mapping[str, Any] | None = None) -> Body:
-    try:
-        return await client.request(subject, body)
-    except NoResponders:
-        raise Unavailable(NO_KEEPER) from None
+    """The answer of a keeper, which may have started just now."""
+    for left in reversed(range(TRIES)):
+        with suppress(NoResponders):
+            return await client.request(subject, body)
+        await asyncio.sleep(AGAIN_S if left else 0)
+    raise Unavailable(NO_KEEPER)
 
 
 def _shown(found: Body, *, as_json: bool) -> int:

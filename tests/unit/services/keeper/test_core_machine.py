@@ -14,6 +14,7 @@ from services.keeper.core import (
     KEPT_S,
     PROGRESS_US,
     RETRY_US,
+    WINDOW,
     Ack,
     Announce,
     Answered,
@@ -137,7 +138,7 @@ class Keepers(RuleBasedStateMachine):
     def stops(self) -> None:
         replies = [command.reply for command in self.core.give_back() if isinstance(command, Nak)]
         assert len(replies) == len({self.acks[reply] for reply in replies})
-        assert (len(self.core), self.core.room > 0) == (0, True)
+        assert (len(self.core), self.core.room("a", 1) > 0) == (0, True)
         self.dies()
 
     @invariant()
@@ -265,11 +266,13 @@ def test_a_request_that_waits_for_more_than_a_day_gets_a_record_with_the_reason(
 
 def test_the_window_is_bounded_by_requests_and_by_bytes() -> None:
     core = KeeperCore()
-    room = core.room
+    assert core.room("a", 1) == WINDOW
     core.handle(Delivered(work(KEYS[0]), "ack", size=1), 0, 0)
-    assert core.room == room - 1
+    assert core.room("a", 1) == core.room("b", 1) == WINDOW - 1
+    assert (core.room("a", 2), core.room("b", 2)) == (WINDOW // 2 - 1, WINDOW // 2)
+    assert (core.room("a", 9 * WINDOW), core.room("b", 9 * WINDOW)) == (0, 1)
     core.handle(Delivered(work(KEYS[1]), "ack", size=1 << 30), 0, 0)
-    assert core.room == 0
+    assert core.room("a", 1) == core.room("b", 1) == 0
 
 
 def test_all_requests_in_flight_report_progress_in_time() -> None:

@@ -1,0 +1,226 @@
+"""Durable requests and the loss of everything: SIGKILL of `up`, every service and the nats-server.
+
+    python -m loadtest.durable --requests 1000 --kills 3 --out total_loss.json
+    python -m loadtest.durable --mix real --requests 24 --kills 1 -- --backend torch --dtype f32
+
+Requests of three tenants are submitted; at random moments, measured in records, every process is killed and
+a new `headrace up` starts on the same folder. A submit without a reply is repeated under its id. At the end
+each request must have one record, and the answers of those with a seed must be those of plain requests to a
+fleet that nobody disturbs. `--mix real` has two choices, JSON schemas, stop strings and log probabilities.
+Flags after `--` go to `headrace up` and replace the simulated engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from loadtest import faults
+from loadtest.running_up import running_up
+from shared.client import Client
+from shared.errors import HeadraceError, Unavailable
+from shared.nats import subjects
+from shared.nats.bus import NatsBus
+from shared.nats.interface import RequestTimeout
+
+MODEL = "smollm2-135m-instruct"
+TENANTS = ("public", "acme", "bob")
+SIM = ("--backend", "sim")
+OPEN = 64  # submits at a time
+LOST_S = 600  # far above what any request takes: a guard against hanging
+NOT_ENDED = ("queued", "running", "away")
+ROWS = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+Body = dict[str, Any]
+Numbered = list[tuple[str, Body]]  # tenant and body
+
+
+def simulated(number: int) -> tuple[str, Body]:
+    """A request of the simulated engine; ids occur once a tenant only. Every second one has a seed."""
+    body: Body = {
+        "request_id": f"r{number // 3}", "prompt": f"number {number}", "ignore_eos": True,
+        "max_tokens": 20 + 7 * number % 300,
+    }  # fmt: skip
+    return TENANTS[number % 3], {**body, "seed": number} if number % 2 else body
+
+
+def real(number: int) -> tuple[str, Body]:
+    """A request of a real model: sampled choices with stop strings, a JSON schema, or a greedy completion."""
+    asked = {"role": "user", "content": f"Tell me about river number {number} and the mill beside it."}
+    schema = {"type": "json_schema", "json_schema": {"name": "r", "schema": ROWS}}
+    kinds: list[Body] = [
+        {"messages": [asked], "n": 2, "temperature": 0.9, "stop": ["mill", "."], "max_tokens": 120},
+        {"messages": [asked], "response_format": schema, "temperature": 0.7, "max_tokens": 80},
+        {"prompt": f"{number}. The river", "temperature": 0, "max_tokens": 90, "logprobs": 2},
+    ]
+    return TENANTS[number % 3], {**kinds[number % len(kinds)], "request_id": f"r{number}", "seed": number}
+
+
+async def record_of(client: Client, tenant: str, request_id: str) -> Body:
+    """Its record, once there is one."""
+    async with asyncio.timeout(LOST_S):
+        while True:
+            try:
+                found = await client.request(subjects.result(tenant, request_id))
+            except (Unavailable, RequestTimeout):
+                found = {"status": "away"}
+            if found["status"] not in NOT_ENDED:
+                return found
+            await asyncio.sleep(0.2)
+
+
+async def submit_all(client: Client, numbered: Numbered, replies: dict[int, Body]) -> None:
+    """Submit what has no reply yet."""
+    left = iter([number for number in range(len(numbered)) if number not in replies])
+
+    async def one_by_one() -> None:
+        for number in left:
+            tenant, body = numbered[number]
+            while number not in replies:
+                try:
+                    replies[number] = await client.request(subjects.submit(tenant, MODEL), body)
+                except HeadraceError as error:
+                    if not error.retryable:
+                        raise
+                    await asyncio.sleep(0.2)
+
+    await asyncio.gather(*(one_by_one() for _ in range(OPEN)))
+
+
+async def until_records(url: str, numbered: Numbered, replies: dict[int, Body], ended: int) -> None:
+    """Submit; returns when stream HR_DONE has `ended` records."""
+    bus = await NatsBus.connect(url, timeout_s=5)
+    client = await Client.open(bus)
+    submitting = asyncio.create_task(submit_all(client, numbered, replies))
+    async with asyncio.timeout(LOST_S):
+        while (await messages(bus))[subjects.RECORD_STREAM] < ended:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0.02)
+    submitting.cancel()
+    await asyncio.gather(submitting, return_exceptions=True)
+    await bus.drain()
+
+
+async def messages(bus: NatsBus) -> Counter[str]:
+    """The messages of the two streams."""
+    counts = Counter[str]()
+    for stream in (subjects.WORK_STREAM, subjects.RECORD_STREAM):
+        try:
+            info = await bus.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout_us=5_000_000)
+        except HeadraceError:
+            continue
+        counts[stream] = json.loads(info.data).get("state", {}).get("messages", 0)
+    return counts
+
+
+async def all_records(
+    url: str, numbered: Numbered, replies: dict[int, Body]
+) -> tuple[list[Body], Counter[str]]:
+    """Submit the rest; the record of each request, and the messages of the streams at the end."""
+    bus = await NatsBus.connect(url, timeout_s=5)
+    client = await Client.open(bus)
+    await submit_all(client, numbered, replies)
+    records = [await record_of(client, tenant, body["request_id"]) for tenant, body in numbered]
+    counts = await messages(bus)
+    await bus.drain()
+    return records, counts
+
+
+async def plain(url: str, numbered: Numbered) -> list[Body]:
+    """The answers of a fleet without a keeper."""
+    bus = await NatsBus.connect(url, timeout_s=5)
+    client = await Client.open(bus)
+    room = asyncio.Semaphore(OPEN)
+
+    async def ask(tenant: str, body: Body) -> Body:
+        async with room:
+            asked = {**body, "model": MODEL}
+            return await client.as_tenant(tenant).complete(asked, timeout_s=LOST_S)
+
+    answers = await asyncio.gather(*(ask(tenant, body) for tenant, body in numbered))
+    await bus.drain()
+    return answers
+
+
+def kill_all(pid: int) -> None:
+    """SIGKILL for `up`, each of its services and its nats-server."""
+    for victim in (*faults.children(pid), pid):
+        faults.kill(victim)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.durable",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--mix", choices=("sim", "real"), default="sim")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("up", nargs="*", help="for `headrace up`")
+    given = parser.parse_args()
+    make: Callable[[int], tuple[str, Body]] = real if given.mix == "real" else simulated
+    report = total_loss([make(i) for i in range(given.requests)], given.kills, given.seed, given.up or SIM)
+    print(json.dumps(report, indent=1))
+    if given.out:
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if report["holds"] else 1
+
+
+def total_loss(numbered: Numbered, kills: int, seed: int, flags: list[str] | tuple[str, ...]) -> Body:
+    """Submit all, kill everything so often, compare. Moments are drawn from `seed`."""
+    moments = sorted(random.Random(seed).sample(range(1, len(numbered)), kills))
+    replies: dict[int, Body] = {}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as state:
+        env = {"XDG_STATE_HOME": state, "HEADRACE_SIM": "step=4000"}
+        for ended in moments:
+            print(f"until {ended} records", file=sys.stderr)
+            with running_up(("--durable", *flags), env) as (pid, url):
+                run(until_records(url, numbered, replies, ended))
+                kill_all(pid)
+        with running_up(("--durable", *flags), env) as (_, url):
+            records, counts = run(all_records(url, numbered, replies))
+    took_s = time.monotonic() - began
+    seeded = [i for i, (_, body) in enumerate(numbered) if "seed" in body]
+    with running_up(("--no-durable", *flags), {"HEADRACE_SIM": "step=4000"}) as (_, url):
+        answers = run(plain(url, [numbered[i] for i in seeded]))
+    equal = sum(
+        records[i].get("answer", {}).get("choices") == answer["choices"]
+        for i, answer in zip(seeded, answers, strict=True)
+    )
+    report = {
+        "requests": len(numbered), "killed_after_records": moments, "seed": seed, "up": list(flags),
+        "statuses": dict(Counter(record["status"] for record in records)),
+        "records": counts[subjects.RECORD_STREAM], "left_in_queue": counts[subjects.WORK_STREAM],
+        "compared": len(seeded), "equal": equal, "seconds": round(took_s, 1),
+    }  # fmt: skip
+    report["holds"] = (
+        report["statuses"] == {"completed": len(numbered)}
+        and report["records"] == len(numbered)
+        and equal == len(seeded)
+    )
+    return report
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

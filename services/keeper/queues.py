@@ -1,0 +1,150 @@
+"""`TenantQueues` pulls the durable requests of all tenants in turn, from a consumer for each tenant.
+
+    a submit, or a look at all consumers ──▶ tenants with work ──one pull each, in turn──▶ core
+
+One consumer for all would be first in, first out: a tenant with 50,000 requests would make the others wait
+for hours. The filters of a work queue must not overlap, so each tenant's consumer has its own subjects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from hashlib import sha256
+
+from services.keeper.core import KEPT_S
+from shared.errors import Overloaded, Unavailable
+from shared.fair_share import over_share
+from shared.nats import subjects
+from shared.nats.interface import Bus, Delivery
+from shared.nats.jetstream import FULL_RETRY_MS, JetStream, Puller, UnknownStream
+
+MAX_QUEUED = 100_000  # requests in stream WORK
+SHARED_OUT = MAX_QUEUED // 2  # above, a tenant with more than its equal share is refused
+ACK_WAIT_S = 10  # then a delivery of a dead keeper comes to another
+LOOK_S = 2.0  # between looks at all consumers: for work that other keepers stored, or that comes again
+PULL = 32  # requests of a pull
+UNUSED_S = 2 * KEPT_S  # without a pull a consumer goes, since clients may invent tenants; requests stay
+MAX_NAME_CHARS = 200  # a consumer's name is one of a folder, too
+EARLIER = "keeper"  # the consumer of all tenants, of an earlier version
+_CONFIG = {
+    "ack_policy": "explicit",
+    "ack_wait": ACK_WAIT_S * 1_000_000_000,
+    "max_deliver": -1,  # whole fleets may be killed any number of times
+    "max_ack_pending": MAX_QUEUED,  # requests of a model without an executor do not hold up the others
+    "inactive_threshold": UNUSED_S * 1_000_000_000,
+}
+
+
+class TenantQueues:
+    """The consumers, and whose work is pulled next."""
+
+    def __init__(
+        self, bus: Bus, deliver: Callable[[Delivery], None], room: Callable[[str, int], int]
+    ) -> None:
+        """`room`: how many requests of a tenant may be delivered now, while so many tenants have work."""
+        self._bus, self._deliver, self._room = bus, deliver, room
+        self._streams = JetStream(bus)
+        self._known: set[str] = set()  # tenants with a consumer
+        self._turns: dict[str, None] = {}  # tenants that may have work, the next one first
+        self._held = Counter[str]()  # messages in the stream, by tenant, at the last look and since
+        self._wake = asyncio.Event()
+
+    def has_room(self) -> None:
+        """There is room again."""
+        self._wake.set()
+
+    async def before(self, tenant: str) -> None:
+        """Prepare the storing of a request. Raises Overloaded for a tenant with more than its share of the
+        stream, Unavailable."""
+        held = self._held.total() + 1
+        if over_share(self._held[tenant] + 1, held, SHARED_OUT, len(+self._held)):
+            wait = f"{held - 1:,} durable requests wait, {self._held[tenant]:,} of them yours"
+            raise Overloaded(f"{wait}: submit more when some have ended", retry_after_ms=FULL_RETRY_MS)
+        if tenant not in self._known:
+            try:
+                await self._make(tenant)
+            except UnknownStream:
+                why = "the streams of durable requests are not made yet: try again"
+                raise Unavailable(why, retry_after_ms=1_000) from None
+
+    def stored(self, tenant: str) -> None:
+        """A request of this tenant is in the stream."""
+        self._held[tenant] += 1
+        self._turn(tenant)
+
+    async def run(self) -> None:
+        """Pull until an error. Each pull has an end, so a restart of the server cannot silence the loop.
+        Raises Unavailable."""
+        self._known.clear()
+        await self._adopt()
+        puller = await Puller.open(self._bus, self._deliver)
+        looks_at = 0.0
+        try:
+            while True:
+                now = asyncio.get_running_loop().time()
+                if now >= looks_at:
+                    looks_at = now + LOOK_S
+                    await self._look()
+                if not await self._pull(puller):
+                    self._wake.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout_at(looks_at):
+                            await self._wake.wait()
+        finally:
+            await puller.close()
+
+    async def _pull(self, puller: Puller) -> bool:
+        """Pull for the next tenant that has room; False if there is none."""
+        for tenant in self._turns:
+            if (room := self._room(tenant, len(self._turns))) > 0:
+                break
+        else:
+            return False
+        del self._turns[tenant]
+        most = min(room, PULL)
+        came = await puller.pull(subjects.WORK_STREAM, _name(tenant), most)
+        if came is None:  # the consumer may be gone
+            await self._make(tenant)
+        elif came == most:
+            self._turn(tenant)
+        return True
+
+    def _turn(self, tenant: str) -> None:
+        self._turns.setdefault(tenant)
+        self._wake.set()
+
+    async def _look(self) -> None:
+        """Take turns with all tenants that have work."""
+        held = Counter[str]()
+        for consumer in await self._streams.consumers(subjects.WORK_STREAM):
+            subject = consumer["config"].get("filter_subject", "")
+            if not subject.startswith(subjects.WORK_ALL.rstrip(">")):
+                continue  # not a keeper's
+            tenant = subjects.untoken(subject.split(".")[3])
+            self._known.add(tenant)
+            if count := consumer["num_pending"] + consumer["num_ack_pending"]:
+                held[tenant] = count
+                self._turns.setdefault(tenant)
+        self._held = held
+
+    async def _adopt(self) -> None:
+        """Make the consumers that the stored requests need."""
+        await self._streams.delete_consumer(subjects.WORK_STREAM, EARLIER)
+        stored = await self._streams.subjects_of(subjects.WORK_STREAM, subjects.WORK_ALL)
+        for name in {subject.split(".")[3] for subject in stored}:
+            await self._make(subjects.untoken(name))
+
+    async def _make(self, tenant: str) -> None:
+        config = {**_CONFIG, "filter_subject": subjects.work_of(tenant)}
+        await self._streams.make_consumer(subjects.WORK_STREAM, _name(tenant), config)
+        self._known.add(tenant)
+        self._turn(tenant)
+
+
+def _name(tenant: str) -> str:
+    """The name of a tenant's consumer."""
+    name = subjects.token(tenant)
+    return f"tenant-{name}" if len(name) <= MAX_NAME_CHARS else sha256(name.encode()).hexdigest()
