@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.errors import body_of, headers_of, status_of
@@ -25,6 +26,7 @@ from shared.telemetry import traces as c
 from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.traces import SpanRecord
 
+EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope
 ID_HEADER = "x-request-id"
 _ID_BYTES = 12
 _TIMED = rf"[a-z]+_([0-9a-f]{{8}})[0-9a-f]{{{2 * _ID_BYTES}}}"
@@ -60,6 +62,12 @@ class Exchange:
     body: Mapping[str, Any] | None = None  # fields of the request; only for an access log that wants them
     usages: list[dict[str, Any]] = field(default_factory=list)  # of each prompt that was answered
     error_body: Callable[[HeadraceError, str], dict[str, Any]] = body_of  # in the shape of its API
+
+
+def exchange_of(request: Request) -> Exchange:
+    """The Exchange of a request, made by the edge."""
+    exchange: Exchange = request.scope[EXCHANGE]
+    return exchange
 
 
 def given_id(header: str) -> str:

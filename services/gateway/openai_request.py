@@ -7,7 +7,7 @@ with usage only on request; the model may be left out if only one is served.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -41,13 +41,17 @@ class Call:
     n: int = 1  # choices of each prompt
     echo: bool = False  # the text starts with the prompt
     functions: Functions | None = None  # that its text may call
-    keep: Body = field(default_factory=dict)
+    keep: Body = field(default_factory=dict)  # what an answer needs later, beside the native request
 
     @property
     def prompt_only(self) -> bool:
         """The answer is the echoed prompt and no token."""
         limit = self.bodies[0].get("max_tokens")
         return self.echo and not self.stream and limit == 0 and type(limit) is int
+
+    def keeping(self, keep: Kept) -> Call:
+        """The same call, of which a keeper has `keep`."""
+        return replace(self, keep=keep)
 
     @property
     def model(self) -> str:

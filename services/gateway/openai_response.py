@@ -349,7 +349,11 @@ class EventStream(Response):
                             await send_body(_body(body))
                         self._counters.chunks += len(chunks)
             self._exchange.answered_us = self._clock.wall_us()
-            await send_body(_body(self._chunks.end(None), last=True))
+            if (
+                not started
+            ):  # a reader that came back has it all: after a 204 an EventSource does not come again
+                await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send_body(_body(self._chunks.end(None) if started else b"", last=True))
         except HeadraceError as error:
             self._exchange.error = error
             self._exchange.answered_us = self._clock.wall_us()

@@ -32,6 +32,7 @@ _WHY = {
     404: "no such model",
     408: "the body did not arrive in time",
     409: "a request with this id is running",
+    410: "it was kept for a day, which has passed",
     413: "the body is too large",
     415: "the content type of the body is not JSON",
     422: "the body is JSON, but not an object",
@@ -42,7 +43,26 @@ _WHY = {
     504: "the time limit of the request has passed",
 }
 _LISTING = (401, 500, 503, 504)
+_LOOKING = (400, 401, 404, 410, 500, 503, 504)
 _ASKING = (400, 401, 404, 408, 413, 415, 422, 500, 503, 504)
+
+_ID: Json = {"name": "id", "in": "path", "required": True, "schema": {**TEXT, "minLength": 1}}
+_PREFER: Json = {
+    "name": "Prefer",
+    "in": "header",
+    "schema": TEXT,
+    "description": "`respond-async`: answer 202 at once, and keep the request until it is answered",
+}
+_LAST_ID: Json = {
+    "name": "Last-Event-ID",
+    "in": "header",
+    "schema": {**TEXT, "pattern": r"^[0-9]{1,7}\.[0-9]{1,10}$"},
+    "description": "with `Accept: text/event-stream`: the events after this one",
+}
+_STREAMS: list[Json] = [
+    {"name": "stream", "in": "query", "schema": {"type": "boolean"}},
+    {"name": "starting_after", "in": "query", "schema": {**COUNT, "maximum": 10**16 - 1}},
+]
 
 
 def document(version: str) -> Json:
@@ -67,11 +87,28 @@ def document(version: str) -> Json:
 
 def _paths() -> Json:
     generating = (*_ASKING, 403, 409, 429, 499)
+    chat = _post("Chat", "answer a conversation", generating, stream=True)
+    completion = _post("Completion", "continue a prompt", generating, stream=True)
+    response = _post("Response", "answer a conversation (Responses API)", (*generating, 410), stream=True)
     return {
-        "/v1/chat/completions": {"post": _post("Chat", "answer a conversation", generating, stream=True)},
-        "/v1/completions": {"post": _post("Completion", "continue a prompt", generating, stream=True)},
-        "/v1/responses": {
-            "post": _post("Response", "answer a conversation (Responses API)", generating, stream=True)
+        "/v1/chat/completions": {"post": _later(chat)},
+        "/v1/chat/completions/{id}": {
+            "get": _stored("Chat", "the answer to a durable chat", failing=True),
+            "parameters": [_ID],
+        },
+        "/v1/completions": {"post": _later(completion)},
+        "/v1/completions/{id}": {
+            "get": _stored("Completion", "the answer to a durable completion", failing=True),
+            "parameters": [_ID],
+        },
+        "/v1/responses": {"post": response},
+        "/v1/responses/{id}": {"get": _stored("Response", "a stored response"), "parameters": [_ID]},
+        "/v1/responses/{id}/cancel": {
+            "post": {
+                **_get("ResponseAnswer", "cancel a response", _LOOKING),
+                "operationId": "cancelresponse",
+            },
+            "parameters": [_ID],
         },
         "/v1/messages": {
             "post": _post(
@@ -131,6 +168,24 @@ def _post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = Fa
         media_type = "application/x-ndjson" if api == "Ollama" else "text/event-stream"
         good["content"][media_type] = {"schema": {}}
     return asked
+
+
+def _later(post: Json) -> Json:
+    """A request that may be answered later."""
+    responses = {**post["responses"], "202": _json("Accepted", "`Location` will have the answer")}
+    return {**post, "parameters": [_PREFER], "responses": responses}
+
+
+def _stored(name: str, summary: str, *, failing: bool = False) -> Json:
+    """An answer that may be read later. `failing`: the error of the request is that of this path."""
+    errors = (*_LOOKING, 403, 408, 409, 413, 429, 499) if failing else _LOOKING
+    got = {**_get(f"{name}Answer", summary, errors), "operationId": f"stored{name.lower()}"}
+    got["parameters"] = [_LAST_ID, *([] if failing else _STREAMS)]
+    got["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
+    got["responses"]["204"] = {"description": "the reader has all events"}
+    if failing:
+        got["responses"]["202"] = _json("Accepted", "it waits or runs")
+    return got
 
 
 def _get(name: str, summary: str, errors: tuple[int, ...], api: str = "") -> Json:
@@ -332,6 +387,7 @@ COMPONENTS: dict[str, Schema] = {
     "ChatAnswer": _answer("chat.completion", message=_ASSISTANT),
     "CompletionAnswer": _answer("text_completion", text=TEXT),
     "ResponseAnswer": _response(),
+    "Accepted": _object(id=TEXT, object=_one_of("chat.completion", "text_completion"), status=TEXT),
     "MessagesAnswer": _object(
         id=TEXT,
         type=_one_of("message"),

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from services.gateway.openai_request import Call
 from services.gateway.openai_response import EVENTS, Api, changed
-from services.gateway.responses.output import Event, Output, ended, failed, output_of, response, whole
+from services.gateway.responses.output import Event, Output, ended, failure_of, output_of, response, whole
 from services.gateway.responses.request import read
 
 Body = dict[str, Any]
@@ -70,10 +70,14 @@ class ResponseEvents:
         self._before = ""  # the text of the earlier attempt, as long as this one repeats it
         self._again = 0  # characters that it has repeated
 
-    @property
-    def answer_format(self) -> str:
-        """The format of the text, from its first frame."""
-        return self._format
+    def native(self, done: Body) -> Body:
+        """The native answer of the whole text, as a plain request has it; `done`: the last frame."""
+        (ending,) = done["choices"]
+        message = {"role": "assistant", "content": "".join(self.text)}
+        reason = ending["finish_reason"]
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        about = {name: done[name] for name in ("created", "model", "usage")}
+        return {**about, "choices": [choice], "answer_format": self._format}
 
     def take(self, prompt: int, frame: Body) -> list[str]:
         """The events for a frame of the native stream. Raises EngineError. Streams of stored responses
@@ -95,7 +99,8 @@ class ResponseEvents:
             entries = (choice.get("logprobs") or {}).get("content") or ()
             return [*events, *self._feed(choice["delta"]["content"], entries)]
         if kind == "failed":
-            return [*events, *self._written(self._failing(frame))]
+            failure = None if frame["status"] == "cancelled" else failure_of(frame["error"])
+            return [*events, *self._written(self._failing(frame["status"], failure))]
         return [*events, *self._finish(frame)]
 
     def write(self, chunks: Sequence[str]) -> bytes:
@@ -113,7 +118,8 @@ class ResponseEvents:
             said = {name: fields[name] for name in ("code", "message", "param")}
             said = {"type": "error", **said, "sequence_number": place.sequence_number}
             return f"event: error\ndata: {_json(said)}\n\n".encode("utf-8", "replace")
-        return self.write([*self._held, *self._written(self._failing({"error": fields}))])
+        failure = {"code": "server_error", "message": fields["message"]}
+        return self.write([*self._held, *self._written(self._failing("failed", failure))])
 
     # ---- attempts --------------------------------------------------------------------------------
 
@@ -121,7 +127,8 @@ class ResponseEvents:
         """A new attempt, or the first one of this stream."""
         attempt, first = int(frame["attempt"]), not self.text and self._number < 0
         if first:
-            self._after = self._unproven = self._asked.number if self._asked.attempt == attempt else -1
+            same = self._asked.attempt == attempt or self._asked.number <= 1 + self._background  # no text yet
+            self._after = self._unproven = self._asked.number if same else -1
         elif self._number < self._unproven:
             self._before, self._after, self._unproven = "", -1, -1
         else:
@@ -159,15 +166,15 @@ class ResponseEvents:
         events.append(self._output.event(done["status"], response=done))
         return [*over, *self._written(events)]
 
-    def _failing(self, frame: Body) -> Iterator[Event]:
+    def _failing(self, status: str, failure: Body | None) -> Iterator[Event]:
         output = self._output
         if output is None:  # nothing is known of its text: what the reader has stays
             self._attempt, self._after = max(self._asked.attempt, 1), self._asked.number
             output = self._output = output_of(self._call, "")
             yield from self._opening()
         output.skip(self._after)  # it is new to the reader
-        status = frame.get("status", "failed")
-        yield output.event("failed", response=failed(self._call, frame["error"], output.items, status))
+        whole = response(self._call, status, output.items, error=failure)
+        yield output.event("failed", response=whole)
 
     # ---- events ----------------------------------------------------------------------------------
 

@@ -24,12 +24,14 @@ from services.gateway.errors import status_of
 from services.gateway.exchange import drawn_at
 from services.gateway.openai_request import Call
 from services.gateway.openai_response import answer
+from shared.client import error_of
 from shared.errors import BadRequest, HeadraceError
 
 Body = dict[str, Any]
 
 _FIRST_NUMBER = 0
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_STATUSES = {"running": "in_progress"}  # of the keeper; the others have the same name
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
 
 
@@ -229,16 +231,22 @@ def whole(call: Call, natives: Sequence[Body], echoed: Sequence[str] = ()) -> Bo
     return ended(call, output.items, reason, native["usage"])
 
 
-def failed(call: Call, error: Mapping[str, Any], output: Sequence[Body] = (), status: str = "failed") -> Body:
-    """The response object of a request that was not answered."""
-    return response(call, status, output, error={"code": error["code"], "message": error["message"]})
-
-
 def failure_of(error: HeadraceError) -> Body:
     """The `error` of a response."""
     status = status_of(error)
     word = "invalid_prompt" if isinstance(error, BadRequest) else "server_error"
     return {"code": "rate_limit_exceeded" if status == 429 else word, "message": error.message}
+
+
+def of_state(call: Call, state: Mapping[str, Any]) -> Body:
+    """The response object of a durable request, from the keeper's state."""
+    status = _STATUSES.get(state["status"], state["status"])
+    if status == "completed":
+        body = whole(call, [state["answer"]])
+        return {**body, "completed_at": state["ended_at"]} if body["status"] == status else body
+    if status == "failed":
+        return response(call, status, error=failure_of(error_of(state)))
+    return response(call, status)
 
 
 def said(call: Call, native: Body) -> Body:

@@ -295,9 +295,8 @@ def read(fields: Body) -> Body:
         asked = ResponseRequest.model_validate(fields)
     except ValidationError as error:
         raise bad_field(error) from error
-    for name in ("background", "previous_response_id"):
-        if getattr(asked, name):
-            raise BadRequest(f"`{name}` is {NOT_YET}; leave it out", param=name)
+    if asked.background and not asked.store:
+        raise BadRequest("`background: true` and `store: false` exclude each other", param="store")
     turns = _turns(asked.input)
     if not turns:
         raise BadRequest("`input` has no message: add one", param="input")

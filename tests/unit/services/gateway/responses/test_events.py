@@ -18,7 +18,7 @@ from services.gateway.openai_request import Call, read_call
 from services.gateway.responses.events import START, Place, ResponseEvents, place_of
 from services.gateway.responses.output import whole
 from services.gateway.responses.request import read
-from shared.errors import EngineError
+from shared.errors import Cancelled, EngineError
 
 ID = "resp_6b073829d5707f8dadaf2ca8884accf7"
 USAGE = {
@@ -180,7 +180,7 @@ def test_a_background_stream_says_that_it_waits() -> None:
 
 
 def test_a_stored_failure_is_an_event_that_every_reader_gets() -> None:
-    gone = {"type": "failed", "status": "cancelled", "error": {"code": "server_error", "message": "x"}}
+    gone = {"type": "failed", "status": "cancelled", "error": Cancelled("x")}
     assert [e["at"].number for e in sent([gone])] == [0, 1, 2]
     (last,) = sent([gone], Place(2, 500))
     assert (last["at"], last["type"], last["response"]["status"]) == (
@@ -188,8 +188,17 @@ def test_a_stored_failure_is_an_event_that_every_reader_gets() -> None:
         "response.failed",
         "cancelled",
     )
-    (late,) = sent([*frames(["Hello"], 1, None), gone], Place(1, 50))
-    assert late["at"] == (1, 51)
+    (late,) = sent([*frames(["Hello"], 1, None), {**gone, "status": "failed"}], Place(1, 50))
+    assert (late["at"], late["response"]["error"]) == (
+        (1, 51),
+        {"code": "server_error", "message": "x"},
+    )
+
+
+def test_a_reader_without_text_goes_on_with_any_attempt() -> None:
+    """It read that its response waits; the text came later, under another attempt."""
+    events = sent(frames(["Hi"], 300), Place(1, 1), background=True)
+    assert [e["type"] for e in events[:2]] == ["response.in_progress", "response.output_item.added"]
 
 
 def test_a_stored_response_outlives_the_error_of_its_stream() -> None:

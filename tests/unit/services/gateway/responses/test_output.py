@@ -7,9 +7,9 @@ from typing import Any
 from openai.types.responses import Response
 
 from services.gateway.openai_request import Call, read_call
-from services.gateway.responses.output import Event, failed, failure_of, output_of, said, whole
+from services.gateway.responses.output import Event, failure_of, of_state, output_of, said, whole
 from services.gateway.responses.request import read
-from shared.errors import BadRequest, EngineError, Overloaded
+from shared.errors import BadRequest, Overloaded
 
 ID = "resp_6b073829d5707f8dadaf2ca8884accf7"
 NAME = ID.removeprefix("resp_")
@@ -127,9 +127,21 @@ def test_log_probabilities_wait_for_their_text() -> None:
     assert output.items[0]["content"][0]["logprobs"] == delta["logprobs"]
 
 
-def test_a_failure() -> None:
-    body = failed(asked(), failure_of(EngineError("it broke")))
-    Response.model_validate(body, strict=True)
-    assert (body["status"], body["error"]) == ("failed", {"code": "server_error", "message": "it broke"})
+def test_the_state_of_a_durable_request() -> None:
+    call, ended = asked(background=True), {"ended_at": 0x6B07382A}
+    for status, shown in (("queued", "queued"), ("running", "in_progress")):
+        body = of_state(call, {"status": status})
+        Response.model_validate(body, strict=True)
+        assert (body["status"], body["output"]) == (shown, [])
+    done = of_state(call, {**ended, "status": "completed", "answer": native("Hello")})
+    assert (done["status"], done["completed_at"]) == ("completed", 0x6B07382A)
+    cut = of_state(call, {**ended, "status": "completed", "answer": native("Hello", "length")})
+    assert (cut["status"], "completed_at" in cut) == ("incomplete", False)
+    error = {"error": {"code": 500, "message": "it broke"}}
+    broken = of_state(call, {**ended, "status": "failed", **error})
+    Response.model_validate(broken, strict=True)
+    assert (broken["status"], broken["error"]) == ("failed", {"code": "server_error", "message": "it broke"})
+    gone = of_state(call, {**ended, "status": "cancelled", **error})
+    assert (gone["status"], gone["error"]) == ("cancelled", None)
     assert failure_of(BadRequest("x"))["code"] == "invalid_prompt"
     assert failure_of(Overloaded("x"))["code"] == "rate_limit_exceeded"

@@ -111,6 +111,7 @@ def test_a_conversation_with_calls_and_reasoning() -> None:
         ({"metadata": {"a": 1}}, "`metadata.a`"),
         ({"metadata": {str(i): "" for i in range(17)}}, "`metadata`"),
         ({"reasoning": {"effort": "a lot"}}, "`reasoning.effort`"),
+        ({"background": True, "store": False}, "exclude each other"),
         ({"keep": {}}, "`keep` is not a field of a request"),
     ],
 )
