@@ -125,13 +125,12 @@ class Durable:
     async def response(self, request: Request) -> Response:
         """`GET /v1/responses/{id}`."""
         store, state = await self._found(request, PATH)
-        call = call_of(state)
+        call, after = call_of(state), _place(request)
         streams = request.query_params.get("stream", "true" if _wants_events(request) else "false")
         if streams not in _YES_OR_NO:
             raise BadRequest("`stream`: true or false is expected", param="stream")
         if not _YES_OR_NO[streams]:
             return answer(output.of_state(call, state))
-        after = _place(request)
         frames = store.frames(call.request_id, after, waits=after == START, fails=True)
         return self._stream(request, frames, ResponseEvents(call, (), after, stored=True))
 
