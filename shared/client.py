@@ -159,10 +159,10 @@ class Client:
                             patience.frame_came(loop.time())
                             yield new
                     return
-                except (TimeoutError, SlowReader):
+                except TimeoutError:
                     if place.answered:
                         patience.known(loop.time())
-                except AttachAgain:
+                except (AttachAgain, SlowReader):
                     patience.known(loop.time())
                     await asyncio.sleep(patience.pause_s)
                 if not place.answered and patience.is_over(state, loop.time()):

@@ -22,6 +22,7 @@ Body = dict[str, Any]
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.02, 0.25  # until an attach without an answer is repeated
 FEW_TRIES = 4
 UNKNOWN_S = 2.0  # of these tries, for the detokenizer that has the request
+NO_KEEPER_S = 3.5  # the same without a keeper, which is the last service that `up` starts
 RESUME_S = 30.0  # for a stream to continue after a death or an outage: far longer than the services take
 LOST_S = 600.0  # without a sign of a durable request: its fleet should be back by then
 ENDED = ("completed", "failed", "cancelled")  # states of a durable request
@@ -209,10 +210,10 @@ class Patience:
             self._durable, self.sign_s = True, now_s
             return False
         unknown = bool(state) and state["error"].get("code") == UnknownRequest.code
-        if self._durable and not unknown:
-            limit_s = LOST_S
+        if self._durable:
+            limit_s = UNKNOWN_S if unknown else LOST_S
         else:
-            limit_s = RESUME_S if self._heard and not self._durable else UNKNOWN_S
+            limit_s = RESUME_S if self._heard else UNKNOWN_S if state else NO_KEEPER_S
         return self._tries >= FEW_TRIES and now_s - self.sign_s >= limit_s
 
 
