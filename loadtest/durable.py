@@ -71,13 +71,15 @@ def real(number: int) -> tuple[str, Body]:
 
 
 async def record_of(client: Client, tenant: str, request_id: str) -> Body:
-    """Its record, once there is one."""
+    """Its record, once there is one; of a failed request its code."""
     async with asyncio.timeout(LOST_S):
         while True:
             try:
                 found = await client.request(subjects.result(tenant, request_id))
             except (Unavailable, RequestTimeout):
                 found = {"status": "away"}
+            except HeadraceError as error:
+                return {"status": "failed", "code": error.code}
             if found["status"] not in NOT_ENDED:
                 return found
             await asyncio.sleep(0.2)

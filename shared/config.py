@@ -52,6 +52,9 @@ class Settings(BaseSettings):
     durable: bool = Field(
         True, description="`up` keeps durable requests on disk: a keeper, and JetStream in its server"
     )
+    durable_replicas: int = Field(
+        1, ge=1, le=5, description="servers of a cluster that store each durable request; 1, 3 or 5"
+    )
     backlog_limit_bytes: int = Field(8_388_608, ge=65_536, description="unsent bytes that make a client slow")
     # gateway
     http: str = Field(

@@ -79,6 +79,10 @@ class KeeperActor(Actor):
 
     kind = "keeper"
 
+    def __init__(self, replicas: int = 1) -> None:
+        """`replicas`: servers of a cluster that have each message."""
+        self._replicas = replicas
+
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox, bus = mailbox, mailbox.bus
         self._core = KeeperCore()
@@ -149,7 +153,7 @@ class KeeperActor(Actor):
         while True:
             try:
                 for name, config in STREAMS.items():
-                    await self._streams.make_stream(name, config)
+                    await self._streams.make_stream(name, {**config, "num_replicas": self._replicas})
                 await self._queues.run()
             except HeadraceError as error:
                 self._away.warning("durable requests wait: %s", error.message)
@@ -292,4 +296,4 @@ def outcome_of(delivery: Delivery, max_payload: int) -> Body | HeadraceError:
 
 def build(settings: Settings) -> KeeperActor:
     """The keeper for the configuration."""
-    return KeeperActor()
+    return KeeperActor(settings.durable_replicas)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -10,9 +12,19 @@ from typing import Any
 
 import pytest
 from support.running_up import BY_DEFAULT_DURABLE, StartUp, Up, end, starter, wait_until_gone
+from support.source_tree import ROOT
 
 from loadtest import faults
-from loadtest.durable import MODEL, all_records, kill_all, plain, record_of, simulated
+from loadtest.durable import (
+    MODEL,
+    all_records,
+    kill_all,
+    messages,
+    plain,
+    record_of,
+    simulated,
+    submit_all,
+)
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from shared.client import Client
@@ -159,3 +171,53 @@ def test_under_credentials_a_tenant_reads_only_its_own(start_up: StartUp, tmp_pa
 
     asyncio.run(meet())
     assert "ermissions" not in up.log.read_text()
+
+
+def test_a_request_that_kills_executors_fails_alone(start_up: StartUp, tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(
+        "import os\n"
+        "class Deadly:\n"
+        "    def __init__(self, args, prompt_tokens): pass\n"
+        "    def process(self, generated, logits): os._exit(3)\n"
+    )
+    up = start_up(
+        "--durable", "--logits-processors", "deadly=deadly:Deadly", HEADRACE_SIM="step=5000",
+        PYTHONPATH=os.pathsep.join((str(ROOT), str(tmp_path))),
+    )  # fmt: skip
+    numbered = [simulated(i) for i in range(39)]
+    numbered.insert(20, ("acme", {"prompt": "Hi", "request_id": "deadly", "logits_processors": ["deadly"]}))
+    records, counts = asyncio.run(all_records(up.nats_url, numbered, {}))
+    assert [i for i, record in enumerate(records) if record["status"] != "completed"] == [20]
+    assert records[20] == {"status": "failed", "code": 500}
+    assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: 40}
+
+
+def test_the_same_request_again_after_the_server_was_killed_is_not_computed_again(
+    start_up: StartUp,
+) -> None:
+    up = start_up("--durable")
+    tenant, body = simulated(1)
+
+    async def hundred_times() -> tuple[set[str], Counter[str]]:
+        bus = await NatsBus.connect(up.nats_url, timeout_s=20)
+        client = await Client.open(bus)
+        tries = [asyncio.create_task(submit_all(client, [(tenant, body)], {})) for _ in range(100)]
+        await asyncio.gather(*tries)
+        await record_of(client, tenant, body["request_id"])
+        answered = await client.request(subjects.submit(tenant, MODEL), body)
+        counts = await messages(bus)
+        await bus.drain()
+        return {answered["status"]}, counts
+
+    once = {"completed"}, Counter({subjects.RECORD_STREAM: 1})
+    assert asyncio.run(hundred_times()) == once
+    before = generated(up)
+    faults.kill(up.child("nats-server"))
+    assert asyncio.run(hundred_times()) == once
+    assert generated(up) == before
+
+
+def generated(up: Up) -> int:
+    """Tokens of the fleet since its start."""
+    said = json.loads(up.run("status", "--json").stdout)
+    return sum(service["tokens"] for service in said["services"] if service["kind"] == "detokenizer")
