@@ -148,7 +148,7 @@ class Endpoints:
     @property
     def durable(self) -> Durable:
         """The endpoints of durable requests."""
-        return Durable(self._client, self._echoed, self.counters, self.clock)
+        return Durable(self._client, self._enter, self._echoed, self.counters, self.clock)
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
@@ -242,15 +242,7 @@ class Endpoints:
         """`chat` None: a chat, if the API makes one of the request."""
         exchange = exchange_of(request)
         exchange.error_body = api.error
-        self._admit(request)
-        counters, tenant = self.counters, exchange.tenant
-        counters.enter(exchange)
-        own = counters.open[tenant]
-        if own > 1 and over_share(own, counters.active, MAX_ACTIVE, len(counters.open)):
-            full = (
-                f"{counters.active} requests are open at this gateway, {own} of them yours: try again later"
-            )
-            raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
+        self._enter(request)
         fields, client = await self._asked(request, api)
         if self.access_log is not None and self.access_log.prompts:
             exchange.body = fields
@@ -294,6 +286,19 @@ class Endpoints:
         if keeps:
             await Store(native.client).keep(call, natives[0])
         return answer(api.answer(call, natives, echoed))
+
+    def _enter(self, request: Request) -> None:
+        """Count a request for an answer. Raises NotAuthorized, and Overloaded for one over the share of its
+        tenant."""
+        self._admit(request)
+        exchange, counters = exchange_of(request), self.counters
+        counters.enter(exchange)
+        own = counters.open[exchange.tenant]
+        if own > 1 and over_share(own, counters.active, MAX_ACTIVE, len(counters.open)):
+            full = (
+                f"{counters.active} requests are open at this gateway, {own} of them yours: try again later"
+            )
+            raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
 
     def _admit(self, request: Request) -> str:
         """Find the tenant of the request's key. Raises NotAuthorized."""

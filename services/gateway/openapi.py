@@ -43,7 +43,7 @@ _WHY = {
     504: "the time limit of the request has passed",
 }
 _LISTING = (401, 500, 503, 504)
-_LOOKING = (400, 401, 404, 410, 500, 503, 504)
+_LOOKING = (400, 401, 404, 410, 429, 500, 503, 504)
 _ASKING = (400, 401, 404, 408, 413, 415, 422, 500, 503, 504)
 
 _ID: Json = {"name": "id", "in": "path", "required": True, "schema": {**TEXT, "minLength": 1}}
@@ -178,7 +178,7 @@ def _later(post: Json) -> Json:
 
 def _stored(name: str, summary: str, *, failing: bool = False) -> Json:
     """An answer that may be read later. `failing`: the error of the request is that of this path."""
-    errors = (*_LOOKING, 403, 408, 409, 413, 429, 499) if failing else _LOOKING
+    errors = (*_LOOKING, 403, 408, 409, 413, 499) if failing else _LOOKING
     got = {**_get(f"{name}Answer", summary, errors), "operationId": f"stored{name.lower()}"}
     got["parameters"] = [_LAST_ID, *([] if failing else _STREAMS)]
     got["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}

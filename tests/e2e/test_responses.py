@@ -11,10 +11,13 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from support.running_up import Up, running_up
+from support.running_up import StartUp, Up, running_up, wait_until_gone
 
+from loadtest.durable import kill_all
 from services.gateway.durable.store import KEPT_S
 from services.keeper import core
+from services.launcher.commands import auth
+from services.launcher.commands.auth import Plan
 
 MODEL = "smollm2-135m-instruct"
 MORE: Any = {"extra_body": {"seed": 5, "ignore_eos": True}}
@@ -259,6 +262,56 @@ def test_an_error_has_its_status_later(http: httpx.Client) -> None:
         time.sleep(0.05)
     assert (got.status_code, got.json()["error"]["code"]) == (504, "timeout")
     assert http.get(url, headers=EVENTS).status_code == 504
+
+
+def test_under_credentials_a_tenant_has_its_own(start_up: StartUp, tmp_path: Path) -> None:
+    users = tmp_path / "users"
+    auth.generate(users, Plan("nats://nats:4222", "default", ("acme", "bob")), print)
+    up = start_up("--durable", "--auth", str(users), HEADRACE_HTTP="127.0.0.1:0")
+    keys = {name: (users / "tenants" / name / "api_key").read_text().strip() for name in ("acme", "bob")}
+    acme, bob = [
+        OpenAI(base_url=up.http_url, api_key=keys[name], max_retries=0, timeout=LIMIT_S) for name in keys
+    ]
+    kept = acme.responses.create(**ASKED)
+    background = acme.responses.create(**ASKED, background=True)
+    assert ended(acme, background).output_text == kept.output_text
+    again = list(acme.responses.retrieve(background.id, stream=True))
+    assert text_of(again) == kept.output_text
+    for name in (kept.id, background.id):
+        assert acme.responses.retrieve(name).id == name
+        for call in (bob.responses.retrieve, bob.responses.cancel):
+            with pytest.raises(openai.NotFoundError):
+                call(name)
+        with pytest.raises(openai.NotFoundError):
+            bob.responses.retrieve(name, stream=True)
+        with pytest.raises(openai.NotFoundError):
+            bob.responses.create(**ASKED, previous_response_id=name)
+    assert "ermissions" not in up.log.read_text()
+
+
+def test_a_stream_starts_over_after_the_loss_of_every_process(start_up: StartUp, tmp_path: Path) -> None:
+    """The text is computed again: a reader that comes back has all of it, under a higher attempt."""
+    state = {"XDG_STATE_HOME": str(tmp_path), "HEADRACE_HTTP": "127.0.0.1:0", "HEADRACE_SIM": "step=10000"}
+    first = start_up("--durable", **state)
+    asked: Any = {**ASKED, "max_output_tokens": 300, "background": True}
+    with OpenAI(base_url=first.http_url, api_key="any", max_retries=0, timeout=LIMIT_S) as client:
+        stream = client.responses.create(**asked, stream=True)
+        had = [event for event, _ in zip(stream, range(20), strict=False)]
+        pids = first.children()
+        kill_all(first.process.pid)
+        first.process.wait()
+        wait_until_gone(pids)
+    response_id, last = had[0].response.id, had[-1].sequence_number  # type: ignore[union-attr]
+    second = start_up("--durable", **state)
+    with OpenAI(base_url=second.http_url, api_key="any", max_retries=0, timeout=LIMIT_S) as client:
+        events = list(client.responses.retrieve(response_id, stream=True, starting_after=last))
+        plain = client.responses.create(**{**asked, "background": False})
+        stored = client.responses.retrieve(response_id)
+    assert events[0].type == "response.created"
+    assert last < events[0].sequence_number
+    assert events[0].sequence_number >> 32 > 0
+    assert text_of(events) == stored.output_text == plain.output_text
+    assert plain.output_text.startswith(text_of(had))
 
 
 def test_without_a_keeper_responses_work_and_are_not_kept(tmp_path: Path) -> None:

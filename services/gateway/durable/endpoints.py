@@ -52,6 +52,7 @@ class Durable:
     """The endpoints, with what they share with the others."""
 
     client_of: Callable[[Request], Awaitable[Client]]
+    enter: Callable[[Request], None]
     echoed: Echo
     counters: ExchangeCounters
     clock: Clock
@@ -159,6 +160,7 @@ class Durable:
     # ---- internals ------------------------------------------------------------------------------
 
     async def _found(self, request: Request, path: str) -> tuple[Store, Body]:
+        self.enter(request)
         store = Store(await self.client_of(request))
         return store, await store.state(_id(request), path, self._now_s())
 
