@@ -245,7 +245,7 @@ class Endpoints:
         self._enter(request)
         fields, client = await self._asked(request, api)
         if self.access_log is not None and self.access_log.prompts:
-            exchange.body = fields
+            exchange.body = {name: value for name, value in fields.items() if name != "keep"}
         if (at_once := api.at_once(fields, self.clock.wall_us() // 1_000_000)) is not None:
             await _model(client, fields["model"])
             return answer(at_once)

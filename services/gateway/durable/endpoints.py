@@ -100,10 +100,10 @@ class Durable:
         if state["status"] != COMPLETED:
             why = f"`previous_response_id`: {previous} has no answer, its status is {state['status']}"
             raise BadRequest(why, param="previous_response_id")
-        before = state["request"]["messages"]
-        if state["keep"]["response"]["instructions"]:
+        call, own = call_of(state), fields["messages"]
+        before, said = call.bodies[0]["messages"], output.said(call, state["answer"])
+        if call.keep["response"].get("instructions"):
             before = before[1:]
-        said, own = output.said(call_of(state), state["answer"]), fields["messages"]
         system = 1 if repeated["instructions"] else 0
         return {**fields, "messages": [*own[:system], *before, said, *own[system:]]}
 

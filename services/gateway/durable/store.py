@@ -41,6 +41,8 @@ ENDED = (COMPLETED, *ENDED_BADLY)
 _STREAM = ("stream", "stream_options")
 _NO_KEEPER = "no keeper runs, so nothing is kept: start the fleet without `--no-durable`"
 
+_DAMAGED = "the stored request is damaged, or not from a gateway: send it again"
+
 _away = Rarely(log, SystemClock())
 
 
@@ -154,5 +156,7 @@ def call_of(state: Body) -> Call:
     try:
         call = read_call(fields, chat=keep.get("chat", True), request_id=state["id"])
     except (LookupError, TypeError, AttributeError):
-        raise BadRequest("the stored request is damaged: send it again") from None
-    return replace(call, keep=keep)
+        raise BadRequest(_DAMAGED) from None
+    if not isinstance(keep.get("response", {}), dict):
+        raise BadRequest(_DAMAGED)
+    return replace(call, keep={"response": {}, **keep})

@@ -191,7 +191,7 @@ class ResponseEvents:
 
     @property
     def _background(self) -> bool:
-        return bool(self._call.keep["response"]["background"])
+        return bool(self._call.keep["response"].get("background"))
 
     def _written(self, events: Iterable[Event]) -> Iterator[str]:
         """What of the events is not sent yet."""

@@ -148,6 +148,9 @@ def test_the_call_of_a_stored_request() -> None:
     keep = {"path": "/v1/completions", "chat": False, "echo": True}
     state = {"id": "r", "model": "m", "keep": keep, "request": {"prompt": "x", "n": 2}}
     call = call_of(state)
-    assert (call.chat, call.echo, call.n, call.request_id, call.keep) == (False, True, 2, "r", keep)
+    assert (call.chat, call.echo, call.n, call.request_id) == (False, True, 2, "r")
+    assert call.keep == {**keep, "response": {}}
     with pytest.raises(BadRequest):
         call_of({**state, "request": {}})
+    with pytest.raises(BadRequest, match="not from a gateway"):
+        call_of({**state, "keep": {**keep, "response": 3}})
