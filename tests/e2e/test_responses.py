@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,6 +191,27 @@ def test_an_event_source_goes_on_by_its_last_id(http: httpx.Client, api: str) ->
     assert text(had) == text(whole) != ""
     assert http.get(url, headers={**EVENTS, "Last-Event-ID": ids[-1]}).status_code == 204
     assert http.get(url, headers={**EVENTS, "Last-Event-ID": "x"}).status_code == 400
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_stream_goes_on_when_a_detokenizer_dies(up: Up, client: OpenAI, background: bool) -> None:
+    asked = {**ASKED, "max_output_tokens": 500}
+    plain = client.responses.create(**asked)
+    events = []
+    with client.responses.stream(**asked, background=background) as stream:
+        for number, event in enumerate(stream):
+            events.append(event)
+            if number == 30:
+                os.kill(up.child("detokenizer"), signal.SIGKILL)
+    assert text_of(events) == plain.output_text
+    numbers = [event.sequence_number for event in events]
+    assert numbers == sorted({*numbers})
+    assert [e.type for e in events].count("response.created") == 1
+    rest = client.responses.retrieve(events[0].response.id, stream=True, starting_after=numbers[20])  # type: ignore[union-attr]
+    again = list(rest)
+    if again[0].type != "response.created":
+        again = [*events[:21], *again]
+    assert text_of(again) == plain.output_text  # type: ignore[arg-type]
 
 
 def test_a_running_response_is_cancelled(client: OpenAI) -> None:
