@@ -108,7 +108,7 @@ class Followed:
     def of_record(self, record: Mapping[str, Any]) -> Iterator[Body]:
         """The frames of a stored answer, from where the reader is."""
         answer = record["answer"]
-        texts = {int(c["index"]): _text(c) for c in answer["choices"]}
+        texts = {int(c["index"]): text_of(c) for c in answer["choices"]}
         scored = any(choice.get("logprobs") for choice in answer["choices"])
         has = [index for index, had in self._had.items() if had.chars]
         if has and (scored or not all(self._begins(index, texts.get(index, "")) for index in has)):
@@ -163,7 +163,7 @@ class Followed:
             if choice["at"] != had.chars:
                 self.pin = None
                 raise AttachAgain
-            had.add(_text(choice))
+            had.add(text_of(choice))
 
     def _begins(self, index: int, text: str) -> bool:
         had = self._had[index]
@@ -217,7 +217,7 @@ class Patience:
         return self._tries >= FEW_TRIES and now_s - self.sign_s >= limit_s
 
 
-def _text(choice: Mapping[str, Any]) -> str:
+def text_of(choice: Mapping[str, Any]) -> str:
     """The text of a choice, of a frame or of an answer."""
     if "text" in choice:
         return str(choice["text"])
