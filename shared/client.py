@@ -13,7 +13,7 @@ import contextlib
 import json
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,9 +27,14 @@ from shared.errors import (
     DeadlineExceeded,
     EngineError,
     HeadraceError,
+    Moved,
+    Overloaded,
     Unavailable,
+    UnknownRequest,
+    error_body,
     from_code,
 )
+from shared.follow import ENDED, RESUME_S, AttachAgain, Followed, Patience
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery, NoResponders, RequestTimeout
 
@@ -37,14 +42,18 @@ END_HEADER = "Headrace-End"
 DEFAULT_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 10.0  # of `Client.request`
 PROBE_TIMEOUT_S = 60.0
-RESUME_S = 30.0  # after a reconnect, for a stream to continue: far longer than the services take
 AGAIN_S, TIMES_AGAIN = 1.0, 4  # after a reconnect, resends of a request without a reply
+SILENCE_S = 3.0  # of a followed request; then its detokenizer may be dead
+STATE_S = 2.0  # for a keeper's answer
+MOST_INBOXES = 8  # of one reader: late answers to its attaches are still read
 GAP_S = 3.0  # for a stream with a missing frame to start over, as streams do after an outage of the broker
 
 MAX_UNREAD_BYTES = 2_097_152  # of one request: some 10,000 frames, a hundred seconds of a fast stream
 MAX_TENANT_BYTES = 67_108_864  # of all requests of a tenant; above, those with more than their share end
 
 _CUT = "the connection to the nats-server was cut, and the answer did not continue: send it again"
+
+LEAVE = b'{"leave":true}'  # body of an attach: its reader wants no more
 
 Body = dict[str, Any]
 
@@ -116,6 +125,93 @@ class Client:
         """
         return self._exchange({**body, "stream": True}, timeout_s, trace)
 
+    async def follow(self, request_id: str, start: Mapping[int, str] | None = None) -> AsyncGenerator[Body]:
+        """The frames of any request of this tenant, for a reader that has the text `start` of each choice:
+        accepted, delta…, done, as of `stream`; each choice of a delta has `at`, the characters of the choice
+        before it. A durable request may wait, run, or have ended; any other must run. The reader survives the
+        deaths of services, of the broker, and of all of them. When the text starts over, `accepted` comes
+        again with a higher `attempt` (with `start`, the first one has 1 if the text goes on): drop what you
+        have.
+
+        Closing the generator early leaves the request alone. Raises the request's error; Moved, if another
+        reader follows it; UnknownRequest; Unavailable, if the fleet is gone for follow.LOST_S.
+        """
+        loop = asyncio.get_running_loop()
+        place, patience = Followed(request_id, start or {}), Patience(loop.time())
+        total = self._unread_totals.setdefault(self.tenant, UnreadTotal())
+        replies, inboxes = UnreadFrames(lambda: None, total), deque[str]()
+        try:
+            while True:
+                state = await self._state(request_id)
+                if state.get("status") in ENDED:
+                    for stored in _of_record(place, state):
+                        yield stored
+                    return
+                if replies.failure is not None:  # a slow reader: it gets the rest at once
+                    replies.close()
+                    replies = UnreadFrames(lambda: None, total)
+                    self._waiting.update(dict.fromkeys(inboxes, replies))
+                self._attach(place, replies, inboxes)
+                try:
+                    while not place.ended:
+                        wait_s = SILENCE_S if place.answered else patience.pause_s
+                        if (new := await self._next(place, replies, wait_s)) is not None:
+                            patience.frame_came(loop.time())
+                            yield new
+                    return
+                except TimeoutError:
+                    if place.answered:
+                        patience.known(loop.time())
+                except (AttachAgain, SlowReader):
+                    patience.known(loop.time())
+                    await asyncio.sleep(patience.pause_s)
+                if not place.answered and patience.is_over(state, loop.time()):
+                    raise _lost(request_id, state)
+        finally:
+            for inbox in inboxes:
+                self._waiting.pop(inbox, None)
+            replies.close()
+            if not total.streams:
+                self._unread_totals.pop(self.tenant, None)
+            if inboxes and not place.ended:
+                self.bus.publish(subjects.attach(self.tenant, request_id), LEAVE, reply=inboxes[-1])
+
+    def _attach(self, place: Followed, replies: UnreadFrames, inboxes: deque[str]) -> None:
+        """Ask for the frames in a fresh inbox: what comes in an older one may be of an older attach."""
+        inboxes.append(inbox := self._new_reply())
+        self._waiting[inbox] = replies
+        if len(inboxes) > MOST_INBOXES:
+            del self._waiting[inboxes.popleft()]
+        replies.lasting = True
+        subject = subjects.attach(self.tenant, place.request_id)
+        self.bus.publish(subject, _json(place.attach(inbox)), reply=inbox)
+
+    async def _next(self, place: Followed, replies: UnreadFrames, wait_s: float) -> Body | None:
+        """The next frame for the reader, None for one that is not. Raises the request's error, TimeoutError,
+        AttachAgain, SlowReader."""
+        delivery = await replies.get(wait_s)
+        if delivery.no_responders:
+            return None
+        frame = _message(delivery, "")
+        if "error" not in frame:
+            return place.take(delivery.subject, delivery.reply, frame)
+        if place.ignores(delivery.subject, delivery.reply, frame):
+            return None
+        error = error_of(frame)
+        if isinstance(error, Overloaded) and "attempt" not in frame:
+            raise AttachAgain
+        place.ended = True
+        raise error
+
+    async def _state(self, request_id: str) -> Body:
+        """The state of a request at its keeper, or an error; empty without a keeper."""
+        try:
+            return await self._asked(subjects.result(self.tenant, request_id), None, STATE_S)
+        except NoResponders:
+            return {}
+        except RequestTimeout as error:
+            return dict(error_body(error))
+
     @property
     def waiting(self) -> int:
         """The number of running requests."""
@@ -141,22 +237,34 @@ class Client:
     async def request(self, subject: str, body: Mapping[str, Any] | None = None) -> Body:
         """The answer to a request with one reply, such as `tokenize`, for this tenant. Raises the service's
         error, NoResponders, RequestTimeout."""
+        answer = await self._asked(subject, body, REQUEST_TIMEOUT_S)
+        if "error" in answer:
+            raise error_of(answer)
+        return answer
+
+    async def state(self, request_id: str) -> Body:
+        """The state of a durable request of this tenant at its keeper, with its answer or its error. Raises
+        the keeper's error, NoResponders, RequestTimeout."""
+        found = await self._asked(subjects.result(self.tenant, request_id), None, REQUEST_TIMEOUT_S)
+        if "status" not in found:
+            raise error_of(found)
+        return found
+
+    async def _asked(self, subject: str, body: Mapping[str, Any] | None, timeout_s: float) -> Body:
+        """The same with an error as it is sent."""
         data = b"" if body is None else _json(body)
         reply = self._new_reply()
         replies = self._waiting[reply] = UnreadFrames(lambda: None)
         try:
             self.bus.publish(subject, data, reply=reply)
-            delivery = await replies.get(REQUEST_TIMEOUT_S)
+            delivery = await replies.get(timeout_s)
         except TimeoutError:
-            raise RequestTimeout(f"no answer on {subject} within {REQUEST_TIMEOUT_S:g} s") from None
+            raise RequestTimeout(f"no answer on {subject} within {timeout_s:g} s") from None
         finally:
             self._waiting.pop(reply).close()
         if delivery.no_responders:
             raise NoResponders(f"no service answers on {subject}")
-        answer = _message(delivery, "")
-        if "error" in answer:
-            raise error_of(answer)
-        return answer
+        return _message(delivery, "")
 
     async def _exchange(self, body: Body, timeout_s: float, trace: str) -> AsyncGenerator[Body]:
         """Send `body` and yield the messages of the reply up to the last one."""
@@ -212,7 +320,8 @@ class Client:
         request may be lost, and a service that has it ignores the repetition."""
         if fault.kind == "reconnected":
             loop = asyncio.get_running_loop()
-            running = {reply: each.count for reply, each in self._waiting.items() if each.count > 1}
+            waiting = self._waiting.items()
+            running = {reply: each.count for reply, each in waiting if each.count > 1 and not each.lasting}
             loop.call_later(RESUME_S, self._end_silent, running)
             for reply, each in self._waiting.items():
                 if not each.count:
@@ -303,11 +412,30 @@ def error_of(body: Mapping[str, Any]) -> HeadraceError:
     """The error of a public error body, with its parameter."""
     fields = body["error"]
     try:
+        if fields.get("type") == Moved.type:  # its code is also that of another error
+            return Moved(str(fields["message"]))
         error = from_code(int(fields["code"]), str(fields["message"]), int(fields.get("retry_after_ms") or 0))
         error.param = fields.get("param")
     except (KeyError, TypeError, ValueError, AttributeError):
         return EngineError(f"the service answered with an error of another form: {fields!r:.200}")
     return error
+
+
+def _of_record(place: Followed, record: Body) -> Iterator[Body]:
+    place.ended = True  # no detokenizer sends frames to this reader
+    if "error" in record:
+        raise error_of(record)
+    yield from place.of_record(record)
+
+
+def _lost(request_id: str, state: Body) -> HeadraceError:
+    """Why a request cannot be followed: `state` is the keeper's last answer."""
+    if state and (error := error_of(state)).code != UnknownRequest.code:
+        return error
+    what = (
+        "it runs nowhere, and no record of it is kept" if state else "it runs nowhere, and no keeper answers"
+    )
+    return UnknownRequest(f"no request {request_id!r:.140} of this tenant is known: {what}", param="id")
 
 
 async def request_all(
@@ -384,7 +512,7 @@ class UnreadFrames:
 
     __slots__ = (
         "_bytes", "_deliveries", "_due_s", "_failure", "_loop", "_on_full", "_reader", "_timer", "_total",
-        "count", "resends", "send", "subject",
+        "count", "lasting", "resends", "send", "subject",
     )  # fmt: skip
 
     def __init__(self, on_full: Callable[[], None], total: UnreadTotal | None = None) -> None:
@@ -402,6 +530,7 @@ class UnreadFrames:
         self.send: Callable[[], None] = lambda: None  # publishes the request
         self.subject = ""  # to this subject
         self.resends = 0  # left after a reconnect
+        self.lasting = False  # its reader itself notices a silence
 
     def put(self, delivery: Delivery) -> None:
         """Keep a message for the reader."""
@@ -432,6 +561,11 @@ class UnreadFrames:
         """End the queue: the reader gets this error after the waiting messages."""
         self._failure = error
         self._wake()
+
+    @property
+    def failure(self) -> HeadraceError | None:
+        """The error that ended the queue."""
+        return self._failure
 
     async def get(self, timeout_s: float) -> Delivery:
         """The oldest message. Raises TimeoutError, and the error of `fail`."""

@@ -55,6 +55,12 @@ class DuplicateRequest(HeadraceError):
     code, type = 409, "duplicate_request"
 
 
+class Moved(HeadraceError):
+    """Another reader has attached to this request, and reads on."""
+
+    code, type = 409, "moved"
+
+
 class PayloadTooLarge(HeadraceError):
     """A message over the limit of the nats-server, or of Headrace."""
 

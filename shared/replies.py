@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 from shared.errors import HeadraceError, error_body, error_headers
@@ -15,11 +16,17 @@ from shared.telemetry.traces import HEADER, trace_id
 
 END_HEADER = "Headrace-End"
 MAX_HEADER_CHARS = 512
+HASH_DIGITS = 16  # of a text's SHA-256: 64 bits, so two texts of a request never look equal by chance
 
 
 def to_json(body: Mapping[str, Any]) -> bytes:
     """Compact UTF-8 JSON. A lone surrogate in an echoed string becomes `?`."""
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def text_hash(text: str) -> str:
+    """The hash of a text by which a reader shows what it has: the first digits of its SHA-256, as hex."""
+    return sha256(text.encode("utf-8", "replace")).hexdigest()[:HASH_DIGITS]
 
 
 def end_headers(error: HeadraceError | None = None, trace: str = "") -> dict[str, str]:

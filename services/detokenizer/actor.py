@@ -80,6 +80,7 @@ class DetokenizerActor(Actor):
         self._endings = Completions(mailbox, lambda: self._run([]))
         self._client_events = ClientEvents(mailbox, self._core, self._run)
         await self._client_events.listen()
+        await mailbox.bus.subscribe(subjects.ATTACH_ALL, mailbox.guarded(self._on_attach))
         for name in self._names:
             reply = partial(answer, mailbox.bus, name, self._vocabulary)
             await mailbox.bus.subscribe(subjects.detokenize_any_tenant(name), reply, queue="detokenize")
@@ -139,6 +140,12 @@ class DetokenizerActor(Actor):
             self._send_claims()
 
     # ---- internals ------------------------------------------------------------------------------
+
+    def _on_attach(self, asked: Delivery) -> None:
+        bus, names = self._mailbox.bus, subjects.names_in(asked.subject)
+        if names is not None and access.answerable(bus, asked):
+            full = bus.backlog_bytes > self._backlog_limit_bytes
+            self._run(self._core.attach(*names, asked.reply, asked.data, full=full))
 
     def _lives(self, source: str) -> bool:
         return self._mailbox.peers.get(source) is not None
@@ -257,7 +264,7 @@ class ClientEvents:
         if online:
             self._core.reconnect.broker_back(self._core.streams)
         else:
-            self._core.reconnect.broker_lost()
+            self._core.broker_lost()
         self._run([])  # updates the idle event
         if online and not self._reconnecting:
             self._reconnecting = True

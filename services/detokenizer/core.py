@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.detokenizer.attach import Attachments
 from services.detokenizer.backups import Backups
 from services.detokenizer.failover import Failover
 from services.detokenizer.open_requests import (
@@ -23,7 +24,7 @@ from services.detokenizer.open_requests import (
     detached,
 )
 from services.detokenizer.reconnect import Reconnect
-from services.detokenizer.response import ResponseText
+from services.detokenizer.response import Reader, ResponseText
 from services.detokenizer.text import ScoreReader, TokenGap
 from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
 from shared.messages import (
@@ -55,6 +56,7 @@ class DetokenizerCore:
         self.reconnect = Reconnect()
         self.failover = Failover(self._table, self._fail, self._forget)
         self.backups = Backups()
+        self.attachments = Attachments(self._table, self.reconnect)
         self.frames = 0
         self.tokens = 0
         self._torn: set[str] = set()  # schedulers with requests that missed messages at the last heartbeat
@@ -87,17 +89,30 @@ class DetokenizerCore:
         return [Fault(f"{type(message).__name__} of {scheduler} is not for a detokenizer")]
 
     def flush(self, wall_us: int = 0, now_us: int = 0) -> list[Command]:
-        """One frame for each stream with waiting text."""
+        """One frame for each reader with waiting text."""
         waiting, self._table.waiting = self._table.waiting, {}
         held = self.reconnect.holds
+        commands = list[Command]()
         for request in waiting.values():
             request.begins(now_us, wall_us)
-        deltas = [(r, r.delta()) for r in waiting.values() if not held(r.number)]
-        return [self._publish(r, delta) for r, delta in deltas if delta]  # a reconnect may have sent it
+            if not request.opened.stream:
+                commands += self._copies(request)
+            elif not held(request.number) and (delta := request.delta()):  # a reconnect may have sent it
+                commands.append(self._publish(request, delta))
+        return commands
+
+    def attach(self, tenant: str, request: str, inbox: str, body: bytes, *, full: bool) -> list[Command]:
+        """A reader asks for the rest of a request's text; `full`: too much waits to leave this process."""
+        commands = self.attachments.attach(tenant, request, inbox, body, full=full)
+        self.frames += len(commands)
+        return commands
 
     def client_gone(self, number: int) -> list[Command]:
         """The client of request `number` has gone. Its text is still built: the scheduler decides whether the
         request continues."""
+        if number in self._table.readers:
+            self._table.read_by(self._table.readers[number], None)
+            return []
         key = self._table.key_of(number)
         request = None if key is None else self._table.requests[key]
         if self.reconnect.absent(number, request) or key is None or request is None:
@@ -107,6 +122,11 @@ class DetokenizerCore:
         elif not request.seqs:
             return []  # a new scheduler will finish it
         return [detached(key, request)]
+
+    def broker_lost(self) -> None:
+        """The connection is cut."""
+        self.reconnect.broker_lost()
+        self.attachments.forget()
 
     @property
     def streams(self) -> list[ResponseText]:
@@ -228,7 +248,7 @@ class DetokenizerCore:
                 continue
             if not request.opened.stream:
                 request.begins(self._now_us, self._wall_us)
-            elif stream.waiting:
+            if stream.waiting and (request.opened.stream or request.reader is not None):
                 self._table.waiting[request.number] = request
         return commands
 
@@ -255,7 +275,7 @@ class DetokenizerCore:
         except TokenGap as gap:
             return [*self._gap(scheduler, request, gap), _ended(scheduler, close, close.final, "error")]
         del self._table.sequences[scheduler, close.seq]
-        if request.opened.stream and stream.waiting:
+        if stream.waiting and (request.opened.stream or request.reader is not None):
             self._table.waiting[request.number] = request
         commands: list[Command] = []
         if request.complete:
@@ -282,22 +302,35 @@ class DetokenizerCore:
         """Send the waiting text and the last message; an unsure client gets both when it is back."""
         request = self._table.requests[key]
         waits = self._table.waiting.pop(request.number, None) is not None
-        rest = request.delta() if waits else b""
+        copies = self._copies(request)  # before `build` drains the text
+        rest = request.delta() if waits and request.opened.stream else b""
         last = build()
+        if (reader := request.reader) is not None:
+            copies.append(self._copy(reader, request.last_frame(reader.frames), headers))
         self._table.forget(key)
         self.backups.answered(request.opened, self._now_us)
         held = self.reconnect.holds(request.number)
         self.reconnect.ended(request)
         if held:
-            return [Finished(request)]
+            return [*copies, Finished(request)]
         if rest:
             request.begins(self._now_us, self._wall_us)
         commands = [self._publish(request, rest)] if rest else []
-        return [*commands, self._publish(request, last, headers), Finished(request)]
+        return [*copies, *commands, self._publish(request, last, headers), Finished(request)]
 
     def _publish(self, request: ResponseText, data: bytes, headers: dict[str, str] | None = None) -> Command:
         self.frames += 1
-        return Publish(request.opened.inbox, data, request.number, headers or {})
+        return Publish(request.inbox, data, request.number, headers or {})
+
+    def _copies(self, request: ResponseText) -> list[Command]:
+        """The text that is new to the attached reader of a plain request."""
+        reader = request.reader
+        delta = reader.delta(request.choices) if reader is not None else b""
+        return [self._copy(reader, delta)] if reader is not None and delta else []
+
+    def _copy(self, reader: Reader, data: bytes, headers: dict[str, str] | None = None) -> Command:
+        self.frames += 1
+        return Publish(reader.inbox, data, reader.number, headers or {})
 
 
 def _key(scheduler: str, request: ResponseText) -> RequestKey:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.detokenizer.response import ResponseText
+from services.detokenizer.response import Reader, ResponseText
 from services.detokenizer.text import SequenceStream
 from shared.messages import MOVED, Cancel, Detached, Ended, Open, StopFound, Tokenized
 from shared.vocab.vocabulary import Vocabulary
@@ -23,7 +23,8 @@ class OpenRequests:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.sequences: dict[tuple[str, int], tuple[SequenceStream, ResponseText]] = {}
         self.requests: dict[RequestKey, ResponseText] = {}
-        self.waiting: dict[int, ResponseText] = {}  # streams with text to send, by number
+        self.waiting: dict[int, ResponseText] = {}  # those with text to send, by number
+        self.readers: dict[int, ResponseText] = {}  # plain requests, by the number of their attached reader
         self._vocabulary = vocabulary
         self._numbers: dict[int, RequestKey] = {}
         self._named: dict[tuple[str, str], list[RequestKey]] = {}
@@ -39,8 +40,7 @@ class OpenRequests:
             request = None
         fresh = request is None
         if request is None:
-            self._last_number += 1
-            request = self.requests[key] = ResponseText(opened, self._last_number, trace)
+            request = self.requests[key] = ResponseText(opened, self.next_number(), trace)
             self._list(key, request)
         elif opened.attempt < request.opened.attempt:
             return None, False
@@ -57,14 +57,35 @@ class OpenRequests:
     def adopt(self, scheduler: str, tokenized: Tokenized, trace: str) -> ResponseText:
         """Add a request from its backup, without tokens, as a lost request of its scheduler."""
         choices = [opened_of(tokenized, choice) for choice in range(tokenized.n)]
-        self._last_number += 1
         key = (scheduler, tokenized.tenant, tokenized.request)
-        request = self.requests[key] = ResponseText(choices[0], self._last_number, trace)
+        request = self.requests[key] = ResponseText(choices[0], self.next_number(), trace)
         request.kept = dataclasses.replace(tokenized, shard="")
         self._list(key, request)
         for opened in choices:
             request.add(opened, self._vocabulary)
         return request
+
+    def next_number(self) -> int:
+        """A number that no request has had: the server's 503s for an earlier client do not concern it."""
+        self._last_number += 1
+        return self._last_number
+
+    def renumber(self, key: RequestKey) -> None:
+        """Another client has the request."""
+        request = self.requests[key]
+        self.waiting.pop(request.number, None)
+        del self._numbers[request.number]
+        request.number = self.next_number()
+        self._numbers[request.number] = key
+
+    def read_by(self, request: ResponseText, reader: Reader | None) -> None:
+        """Set the attached reader of a plain request; None: it has gone."""
+        if request.reader is not None:
+            self.waiting.pop(request.number, None)
+            self.readers.pop(request.reader.number, None)
+        request.reader = reader
+        if reader is not None:
+            self.readers[reader.number] = request
 
     def key_of(self, number: int) -> RequestKey | None:
         """The key of the request with this number, None if it has ended."""
@@ -100,12 +121,16 @@ class OpenRequests:
         if not named:
             del self._named[key[1:]]
         self.waiting.pop(request.number, None)
+        if request.reader is not None:
+            self.readers.pop(request.reader.number, None)
         for seq in request.seqs:
             self.sequences.pop((key[0], seq), None)
         return request
 
     def _list(self, key: RequestKey, request: ResponseText) -> None:
         self._numbers[request.number] = key
+        if request.reader is not None:
+            self.readers[request.reader.number] = request
         self._named.setdefault(key[1:], []).append(key)
 
 

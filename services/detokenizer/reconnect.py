@@ -57,6 +57,11 @@ class Reconnect:
         """True while clients may still be reconnecting."""
         return self._turns_left > 0
 
+    @property
+    def away(self) -> bool:
+        """True while the connection is cut."""
+        return self._away
+
     def holds(self, number: int) -> bool:
         """True if nothing may be sent for request `number` now: its client will get the whole text."""
         return self._away or number in self._unsure
@@ -85,7 +90,7 @@ class Reconnect:
             self._unsure[request.number] = _Client(request)
 
     def forget(self, number: int) -> None:
-        """Another shard answers request `number` now."""
+        """Another shard answers request `number` now, or another client reads it."""
         self._unsure.pop(number, None)
 
     def absent(self, number: int, request: ResponseText | None) -> bool:
@@ -127,16 +132,16 @@ class Reconnect:
 def _probe(request: ResponseText) -> Publish:
     """The first frame of a new attempt; a plain request gets its one reply."""
     if request.opened.stream:
-        return Publish(request.opened.inbox, request.start_over(), request.number)
+        return Publish(request.inbox, request.start_over(), request.number)
     return _last(request)
 
 
 def _whole(request: ResponseText) -> list[Publish]:
     text = request.all_text()
-    frames = [Publish(request.opened.inbox, text, request.number)] if text else []
+    frames = [Publish(request.inbox, text, request.number)] if text else []
     return [*frames, _last(request)] if request.ended else frames
 
 
 def _last(request: ResponseText) -> Publish:
     headers = end_headers(request.error, request.trace)
-    return Publish(request.opened.inbox, request.last_again(), request.number, headers)
+    return Publish(request.inbox, request.last_again(), request.number, headers)

@@ -13,23 +13,27 @@ The shapes follow the OpenAI API; the frames of a stream are numbered:
 A completion has `"text"` in place of `"delta"`, and `"logprobs"` on request. `stop_reason` is the stop string
 that ended a choice. The concatenated texts of a choice are its whole answer. `done` and `error` carry the
 header `Headrace-End: 1`. Deltas are the hot path: their JSON is formatted by hand around the escaped text.
+
+An attached reader (attach.py) gets the same frames, numbered from 0. Each choice of a delta also has `"at"`,
+the characters of the choice before this text, and the first delta counts all tokens so far.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring as quote
 from typing import Any
 
-from services.detokenizer.text import Delta, SequenceStream, merged
-from shared.errors import HeadraceError
+from services.detokenizer.text import Delta, Mark, SequenceStream, merged
+from shared.errors import HeadraceError, Moved
 from shared.messages import Close, Open, Timings, Tokenized
 from shared.replies import error_reply, to_json
 from shared.vocab.vocabulary import Vocabulary
 
 MAX_SENT = 256  # deltas kept for a reconnect, then merged into one: each takes 200 bytes
+MOVED = "another reader has attached to this request: it gets the rest of the answer"
 MAX_RESENDS = 1_000  # attempts of one detokenizer; the next detokenizer starts above them
 
 
@@ -47,11 +51,13 @@ class ResponseText:
 
     __slots__ = (
         "_frames", "_reply", "_sent", "began_us", "choices", "closed", "deaths", "ended", "error", "first_us",
-        "kept", "number", "opened", "opened_us", "since_us", "torn", "trace", "unwanted",
+        "inbox", "kept", "number", "opened", "opened_us", "reader", "since_us", "torn", "trace", "unwanted",
     )  # fmt: skip
 
     def __init__(self, opened: Open, number: int, trace: str) -> None:
         self.opened = opened
+        self.inbox = opened.inbox  # of its client: the one that asked for it, or for its stream by an attach
+        self.reader: Reader | None = None  # attached to a plain request
         self.number = number
         self.trace = trace
         self.kept: Tokenized | None = None  # the request, for another scheduler
@@ -108,9 +114,34 @@ class ResponseText:
     def all_text(self) -> bytes:
         """The frame after `accepted`, with the whole text so far; empty if there is none."""
         self._frames.rewind()
+        return self.rest({})
+
+    def rest(self, has: Mapping[int, int]) -> bytes:
+        """The frame after `accepted` for a client that has so many characters of each choice."""
         self._sent += [(i, s.drain()) for i, s in self.choices.items() if s.waiting]
-        whole = self._sent = self._merged_sent()
-        return self._frames.delta(whole) if whole else b""
+        self._sent = self._merged_sent()
+        cut = [(i, replace(d, text=d.text[has.get(i, 0) :])) for i, d in self._sent]
+        new = [(i, delta) for i, delta in cut if delta.text]
+        return self._frames.delta(new) if new else b""
+
+    def text(self, choice: int) -> str:
+        """The text of a choice so far."""
+        sent = "".join(delta.text for i, delta in self._sent if i == choice)
+        return sent + self.choices[choice].unsent if choice in self.choices else ""
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of its frames."""
+        return self._frames.attempt
+
+    def move(self, inbox: str, has: Mapping[int, int], attempt: int) -> bytes:
+        """Another reader is the client of this stream. Returns its first frame."""
+        self.inbox = inbox
+        return self._frames.attach(has, attempt)
+
+    def moved(self) -> bytes:
+        """The last frame for the client before `move`."""
+        return self._frames.error(Moved(MOVED), self.trace)
 
     def _merged_sent(self) -> list[tuple[int, Delta]]:
         """The sent text, one delta for each choice."""
@@ -121,9 +152,7 @@ class ResponseText:
 
     def last_again(self) -> bytes:
         """The last message once more, after `end` or `failure`."""
-        if not self.opened.stream:
-            return self._reply
-        return self._frames.error(self.error, self.trace) if self.error is not None else self.end()
+        return self.last_frame(self._frames) if self.opened.stream else self._reply
 
     def close(self, stream: SequenceStream, message: Close) -> int:
         """End one choice. Returns its true number of tokens. Raises TokenGap."""
@@ -142,17 +171,22 @@ class ResponseText:
 
     def end(self) -> bytes:
         """The last frame of a stream, or the plain reply."""
-        facts = self._facts()
         self.ended = True
-        if not self.opened.stream:
-            whole = [(self.choices[i].drain(), self._ending(i)) for i in sorted(self.closed)]
-            self._reply = answer(self.opened, whole, facts)
-            return self._reply
+        if self.opened.stream:
+            return self.last_frame(self._frames)
+        whole = [(self.choices[i].drain(), self._ending(i)) for i in sorted(self.closed)]
+        self._reply = answer(self.opened, whole, self._facts())
+        return self._reply
+
+    def last_frame(self, frames: FrameBuilder) -> bytes:
+        """The last frame of a stream, after `end` or `failure`."""
+        if self.error is not None:
+            return frames.error(self.error, self.trace)
         choices: list[dict[str, Any]] = [
             {"index": i, "tokens": closed.tokens, **self._ending(i)}
             for i, closed in sorted(self.closed.items())
         ]
-        return self._frames.done(choices, facts)
+        return frames.done(choices, self._facts())
 
     def _ending(self, choice: int) -> dict[str, str]:
         """Why a closed choice ended, as fields of its JSON."""
@@ -163,7 +197,7 @@ class ResponseText:
         """The last frame, or the plain reply, of a failed request."""
         self.ended, self.error = True, error
         if self.opened.stream:
-            return self._frames.error(error, self.trace)
+            return self.last_frame(self._frames)
         self._reply = error_reply(error, self.opened.request, self.trace)
         return self._reply
 
@@ -181,6 +215,30 @@ class ResponseText:
         return facts
 
 
+class Reader:
+    """An attached reader of a plain request: it gets frames of the text that the answer is collected from.
+    `number` is a request's number for the frames alone."""
+
+    __slots__ = ("_marks", "frames", "inbox", "number")
+
+    def __init__(self, opened: Open, inbox: str, number: int) -> None:
+        self.inbox = inbox
+        self.number = number
+        self.frames = FrameBuilder(opened)
+        self._marks: dict[int, Mark] = {}
+
+    def begin(self, has: Mapping[int, int], attempt: int) -> bytes:
+        """The first frame, for a reader that has so many characters of each choice."""
+        self._marks = {choice: Mark(chars) for choice, chars in has.items()}
+        return self.frames.attach(has, attempt)
+
+    def delta(self, choices: Mapping[int, SequenceStream]) -> bytes:
+        """A frame with all text that is new to it; empty if there is none."""
+        found = [(i, s.since(self._marks.setdefault(i, Mark()))) for i, s in sorted(choices.items())]
+        new = [(i, delta) for i, delta in found if delta is not None]
+        return self.frames.delta(new) if new else b""
+
+
 def slowest(timings: Iterable[Timings]) -> Timings:
     """The timings of the slowest choice."""
     return max(timings, key=lambda t: t.queue_us + t.prefill_us + t.decode_us)
@@ -192,27 +250,37 @@ class FrameBuilder:
     __slots__ = (
         "_about",
         "_accepted",
-        "_attempt",
+        "_at",
         "_chat",
         "_frame",
         "_prefix",
         "_request",
         "_role_sent",
+        "attempt",
     )
 
     def __init__(self, opened: Open) -> None:
         self._request = opened.request
-        self._attempt = (opened.attempt - 1) * MAX_RESENDS + 1
+        self.attempt = (opened.attempt - 1) * MAX_RESENDS + 1
         self._about = {"model": opened.model, "created": opened.received_wall_us // 1_000_000}
         self._accepted = {"prompt_tokens": opened.prompt_tokens, **_format_of(opened)}
         self._chat = opened.format == "chat"
         self._frame = 0
         self._role_sent: set[int] = set()
+        self._at: dict[int, int] | None = None  # characters sent of each choice, to an attached reader
         self._prefix = self._delta_prefix()
+
+    def attach(self, has: Mapping[int, int], attempt: int) -> bytes:
+        """Another reader gets the frames from now on; it has so many characters of each choice. Returns its
+        first frame."""
+        self.attempt, self._frame, self._at = attempt, 0, dict(has)
+        self._role_sent = {choice for choice, chars in has.items() if chars}
+        self._prefix = self._delta_prefix()
+        return self.accepted()
 
     def start_over(self) -> None:
         """Start a new attempt."""
-        self._attempt += 1
+        self.attempt += 1
         self._frame = 0
         self._prefix = self._delta_prefix()
 
@@ -220,9 +288,11 @@ class FrameBuilder:
         """Restart the numbers after `accepted`: the frames built since then were not sent."""
         self._frame = 1
         self._role_sent.clear()
+        if self._at is not None:
+            self._at.clear()
 
     def _delta_prefix(self) -> str:
-        head = f'"request_id":{quote(self._request)},"attempt":{self._attempt},"frame":'
+        head = f'"request_id":{quote(self._request)},"attempt":{self.attempt},"frame":'
         return f'{{"type":"delta",{head}'
 
     def accepted(self) -> bytes:
@@ -246,6 +316,10 @@ class FrameBuilder:
             body = f'"delta":{{"role":"assistant","content":{text}}}'
         if delta.logprobs is not None:
             body = f'{body},"logprobs":{to_json(delta.logprobs).decode()}'
+        if self._at is not None:
+            at = self._at.get(index, 0)
+            self._at[index] = at + len(delta.text)
+            body = f'"at":{at},{body}'
         return f'{{"index":{index},"first":{delta.first},"count":{delta.count},{body},"finish_reason":null}}'
 
     def done(self, choices: list[dict[str, Any]], facts: Mapping[str, Any]) -> bytes:
@@ -258,7 +332,7 @@ class FrameBuilder:
 
     def _head(self, kind: str) -> dict[str, Any]:
         number, self._frame = self._frame, self._frame + 1
-        return {"type": kind, "request_id": self._request, "attempt": self._attempt, "frame": number}
+        return {"type": kind, "request_id": self._request, "attempt": self.attempt, "frame": number}
 
 
 def answer(opened: Open, whole: list[tuple[Delta, dict[str, str]]], facts: Mapping[str, Any]) -> bytes:

@@ -33,6 +33,17 @@ class Delta:
     logprobs: dict[str, Any] | None = field(default=None)
 
 
+@dataclass(slots=True)
+class Mark:
+    """How far a second reader has read the undrained text of a sequence. It is not sent `skip` characters."""
+
+    skip: int = 0
+    pieces: int = 0
+    tokens: int = 0
+    scores: int = 0
+    shape: LogprobShape | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """The natural log probability of one generated token, and its likeliest alternatives."""
@@ -127,6 +138,24 @@ class SequenceStream:
             delta.logprobs, self._scores = self._shape.body(self._scores), []
         self._sent = self.taken
         self._pieces.clear()
+        return delta
+
+    @property
+    def unsent(self) -> str:
+        """The text that `drain` would return."""
+        return "".join(self._pieces)
+
+    def since(self, mark: Mark) -> Delta | None:
+        """The text after `mark`, which moves to its end; None if there is none. Nothing is drained."""
+        text = "".join(self._pieces[mark.pieces :])[mark.skip :]
+        if not text:
+            return None
+        delta = Delta(mark.tokens, self.taken - mark.tokens, text)
+        if self._shape is not None:
+            mark.shape = mark.shape or self._shape.anew()
+            delta.logprobs = mark.shape.body(self._scores[mark.scores :])
+        mark.skip, mark.pieces = 0, len(self._pieces)
+        mark.tokens, mark.scores = self.taken, len(self._scores)
         return delta
 
     def close(self, final: int, reason: str) -> int:
@@ -293,6 +322,10 @@ class LogprobShape:
         self._vocabulary = vocabulary
         self._chat = chat
         self._offset = 0  # characters, of the token texts so far
+
+    def anew(self) -> LogprobShape:
+        """The same shape for a reader that has nothing yet."""
+        return LogprobShape(self._vocabulary, self._chat)
 
     def body(self, scores: list[Score]) -> dict[str, Any]:
         """`logprobs` of the tokens that follow those of the previous call."""

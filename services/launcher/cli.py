@@ -33,6 +33,7 @@ _SETTINGS = {
             "backend", "device", "dtype"),
     "stop": ("fleet", "cache_dir"), "logs": ("fleet", "cache_dir"),
     "chat": _REQUEST, "request": _REQUEST, "batch": _REQUEST, "submit": _REQUEST, "result": _FLEET,
+    "attach": _FLEET,
     "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "usage": _FLEET, "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
@@ -165,6 +166,8 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> No
     result.add_argument("id", help="the id that `submit` has printed")
     result.add_argument("--wait", action="store_true", help="wait until it has ended")
     result.add_argument("--json", action="store_true", help="everything, as JSON")
+    attach = add("attach", "print the answer of a request while it is made", _attach)
+    attach.add_argument("id", help="of a durable request, or of any that runs")
     for sub in (run, chat, submit):
         sub.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
         sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
@@ -360,6 +363,13 @@ def _result(given: argparse.Namespace) -> int:
 
     target = find_target(_load(given))
     return _run(result(target, given.id, wait=given.wait, as_json=given.json))
+
+
+def _attach(given: argparse.Namespace) -> None:
+    from services.launcher.commands.attach import attach
+    from services.launcher.session import find_target
+
+    _run(attach(find_target(_load(given)), given.id))
 
 
 def _pull(given: argparse.Namespace) -> None:

@@ -53,12 +53,12 @@ ONE_PATH = (
 )  # fmt: skip
 HANGING = (
     "services/scheduler/kv_tiers/", "services/scheduler/reports/",
-    "services/detokenizer/backups.py", "services/detokenizer/failover.py",
+    "services/detokenizer/attach.py", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 20_708
-PRODUCT_FILES, PRODUCT_LINES = 206, 50_438
+PATH_FILES, PATH_LINES = 73, 20_900
+PRODUCT_FILES, PRODUCT_LINES = 215, 52_826
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -1,0 +1,143 @@
+"""`Attachments` gives a running request another reader, from the character on that it has not got. Pure.
+
+    plain request ──attach──▶ the reader is a further one; the reply to its client stays as it is
+    stream        ──attach──▶ the reader is its client from now on; the one before gets the error `moved`
+
+A reader sends how many characters of each choice it has, and their hash. If the text does not start with
+them it is sent from its start, under a higher attempt. A request has one attached reader: a newer one
+replaces it. Ended requests are not known here. Readers of plain requests are dropped when the broker is lost,
+and attach again. Two detokenizers may have a request for a moment; one that opens it anew knows only its
+first client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.detokenizer.open_requests import Command, OpenRequests, Publish, RequestKey
+from services.detokenizer.reconnect import Reconnect
+from services.detokenizer.response import MOVED, Reader, ResponseText
+from shared.errors import BadRequest, HeadraceError, Moved, Overloaded, PayloadTooLarge
+from shared.json_body import read_json
+from shared.replies import HASH_DIGITS, end_headers, error_reply, text_hash
+
+MAX_BYTES = 65_536  # of a question: 64 choices take 4,000
+MOST = 2**53  # of a number, as in JavaScript
+BUSY_MS = 250  # to try again: a backlog leaves within this time, or the broker is away
+FORM = 'send {"choices": {"0": {"chars": 5, "hash": "…"}}, "attempt": 1}, or nothing if you have no text'
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a reader has: characters and their hash by choice, and the attempt of its last frame (0: none).
+    `leaves`: it wants no more."""
+
+    choices: Mapping[int, tuple[int, str]]
+    attempt: int = 0
+    leaves: bool = False
+
+    @classmethod
+    def read(cls, body: bytes) -> Start:
+        """The body of an attach. Raises BadRequest, PayloadTooLarge."""
+        if len(body) > MAX_BYTES:
+            raise PayloadTooLarge(f"{len(body)} bytes to attach are over {MAX_BYTES}: {FORM}")
+        try:
+            fields: Any = read_json(body) if body.strip() else {}
+            choices = {int(index): _had(had) for index, had in fields.get("choices", {}).items()}
+            return cls(choices, _count(fields.get("attempt", 0)), fields.get("leave") is True)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise BadRequest(f"the place to go on from is not clear: {FORM}", param="choices") from None
+
+
+def _had(had: Mapping[str, Any]) -> tuple[int, str]:
+    chars, digest = _count(had["chars"]), had.get("hash", "")
+    if not isinstance(digest, str) or (chars and len(digest) != HASH_DIGITS):
+        raise ValueError
+    return chars, digest
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MOST:
+        raise ValueError
+    return value
+
+
+class Attachments:
+    """The attached readers of one shard."""
+
+    def __init__(self, table: OpenRequests, reconnect: Reconnect) -> None:
+        self._table = table
+        self._reconnect = reconnect
+
+    def attach(self, tenant: str, name: str, inbox: str, body: bytes, *, full: bool) -> list[Command]:
+        """The answer to an attach: `accepted` and the text so far; nothing for a request that is not open
+        here. `full`: too much waits to leave this process."""
+        found = self._table.named(tenant, name)
+        if not found or self._reconnect.away:
+            return []
+        key, request = max(found, key=lambda each: each[1].opened.attempt)
+        try:
+            start = Start.read(body)
+            if full and not start.leaves:
+                raise Overloaded("this detokenizer has a backlog: attach again", retry_after_ms=BUSY_MS)
+        except HeadraceError as error:
+            return [Publish(inbox, error_reply(error, name, request.trace), 0, end_headers(error))]
+        if start.leaves:
+            if request.reader is not None and request.reader.inbox == inbox:
+                self._table.read_by(request, None)
+            return []
+        return (
+            self._moved(key, request, inbox, start)
+            if request.opened.stream
+            else self._copied(request, inbox, start)
+        )
+
+    def forget(self) -> None:
+        """The broker is lost: what was sent to the readers of plain requests may be lost, too."""
+        for request in [*self._table.readers.values()]:
+            self._table.read_by(request, None)
+
+    def _moved(self, key: RequestKey, request: ResponseText, inbox: str, start: Start) -> list[Command]:
+        has, attempt = _place(request, start)
+        commands: list[Command] = []
+        if request.inbox != inbox:
+            headers = end_headers(Moved(MOVED), request.trace)
+            commands.append(Publish(request.inbox, request.moved(), request.number, headers))
+        self._reconnect.forget(request.number)
+        self._table.renumber(key)
+        commands.append(Publish(inbox, request.move(inbox, has, attempt), request.number))
+        if rest := request.rest(has):
+            commands.append(Publish(inbox, rest, request.number))
+        return commands
+
+    def _copied(self, request: ResponseText, inbox: str, start: Start) -> list[Command]:
+        has, attempt = _place(request, start)
+        commands: list[Command] = []
+        if (before := request.reader) is not None and before.inbox != inbox:
+            error = Moved(MOVED)
+            data = before.frames.error(error, request.trace)
+            commands.append(Publish(before.inbox, data, before.number, end_headers(error, request.trace)))
+        reader = Reader(request.opened, inbox, self._table.next_number())
+        self._table.read_by(request, reader)
+        commands.append(Publish(inbox, reader.begin(has, attempt), reader.number))
+        if rest := reader.delta(request.choices):
+            commands.append(Publish(inbox, rest, reader.number))
+        return commands
+
+
+def _place(request: ResponseText, start: Start) -> tuple[dict[int, int], int]:
+    """How many characters of each choice the reader has, and the attempt of the frames. A text with log
+    probabilities is sent from its start: the token of a character is not known."""
+    has = {choice: chars for choice, (chars, _) in start.choices.items() if chars}
+    fits = not (has and request.opened.logprobs) and all(
+        _begins(request.text(choice), *start.choices[choice]) for choice in has
+    )
+    if fits:
+        return has, start.attempt or request.attempt
+    return {}, max(start.attempt, request.attempt) + 1
+
+
+def _begins(text: str, chars: int, digest: str) -> bool:
+    return len(text) >= chars and text_hash(text[:chars]) == digest
