@@ -242,6 +242,14 @@ class Client:
             raise error_of(answer)
         return answer
 
+    async def state(self, request_id: str) -> Body:
+        """The state of a durable request of this tenant at its keeper, with its answer or its error. Raises
+        the keeper's error, NoResponders, RequestTimeout."""
+        found = await self._asked(subjects.result(self.tenant, request_id), None, REQUEST_TIMEOUT_S)
+        if "status" not in found:
+            raise error_of(found)
+        return found
+
     async def _asked(self, subject: str, body: Mapping[str, Any] | None, timeout_s: float) -> Body:
         """The same with an error as it is sent."""
         data = b"" if body is None else _json(body)

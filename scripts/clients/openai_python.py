@@ -1,10 +1,12 @@
 # pip: openai
-"""openai: chat, stream, tools, schema, embeddings of errors."""
+"""openai: chat, stream, tools, schema, errors; responses: plain, stream, background, cancel, go on."""
 
 import json
 import os
+import time
 
 import openai
+from pydantic import BaseModel, Field
 
 client = openai.OpenAI(max_retries=0)
 model = os.environ["MODEL"]
@@ -69,3 +71,48 @@ except openai.NotFoundError as error:
     assert error.code == "model_not_found"
 else:
     raise AssertionError("an unknown model was accepted")
+
+plain = client.responses.create(model=model, input="What is the capital of France?", temperature=0)
+assert "Paris" in plain.output_text
+asked = {"model": model, "input": "What is the capital of France?", "temperature": 0}
+with client.responses.stream(**asked) as stream:
+    assert sum(event.type == "response.completed" for event in stream) == 1
+    assert stream.get_final_response().output_text == plain.output_text
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str = Field(max_length=20)
+
+
+assert client.responses.parse(**asked, text_format=City, max_output_tokens=60).output_parsed.name
+weather = {"type": "function", "name": "weather", "parameters": tool["function"]["parameters"]}
+used = client.responses.create(**asked, tools=[weather], tool_choice="required", parallel_tool_calls=False)
+result = {"type": "function_call_output", "call_id": used.output[0].call_id, "output": "rain"}
+told = client.responses.create(
+    model=model, input=[{"role": "user", "content": "Weather?"}, *used.output, result], max_output_tokens=20
+)
+assert told.output_text
+more = client.responses.create(
+    model=model, input="And of Italy?", previous_response_id=plain.id, max_output_tokens=20, temperature=0
+)
+assert more.usage.input_tokens > plain.usage.input_tokens
+later = client.responses.create(**asked, background=True)
+assert later.status == "queued"
+while later.status in ("queued", "in_progress"):
+    time.sleep(0.1)
+    later = client.responses.retrieve(later.id)
+assert later.output_text == plain.output_text
+had = []
+with client.responses.create(**asked, background=True, stream=True) as stream:
+    for event in stream:
+        had.append(event)
+        if len(had) == 8:
+            break
+had += client.responses.retrieve(had[0].response.id, stream=True, starting_after=had[-1].sequence_number)
+assert "".join(e.delta for e in had if e.type == "response.output_text.delta") == plain.output_text
+long = client.responses.create(
+    model=model, input="Count.", background=True, extra_body={"ignore_eos": True, "min_tokens": 1000}
+)
+assert client.responses.cancel(long.id).status == "cancelled"

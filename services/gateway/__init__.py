@@ -9,6 +9,8 @@ native_call.py       the native requests of one HTTP request, the connections of
 openai_response.py   native answers and frames -> OpenAI's
 anthropic.py         Anthropic's Messages API, from and to OpenAI's shapes
 ollama.py            ollama's API, from and to OpenAI's shapes
+responses/           OpenAI's Responses API
+durable/             requests that are answered now and read later
 openapi.py           the OpenAPI document
 errors.py            typed errors in the shape of the OpenAI API
 """

@@ -31,8 +31,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway import anthropic, ollama
 from services.gateway import exchange as exchanges
 from services.gateway.access_log import AccessLog, line_of
+from services.gateway.durable.endpoints import PREFIXES, Durable, prefers_async
+from services.gateway.durable.store import Store
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
-from services.gateway.exchange import Exchange, ExchangeCounters, answer, given_id, refusal
+from services.gateway.exchange import Exchange, ExchangeCounters, answer, exchange_of, given_id, refusal
 from services.gateway.fleet import Fleet
 from services.gateway.native_call import (
     HEADROOM_BYTES,
@@ -46,6 +48,7 @@ from services.gateway.openai_request import Call, fields_of, model_of, read_call
 from services.gateway.openai_response import BODY_SEND, OPENAI, Api, EventStream
 from services.gateway.openapi import document
 from services.gateway.page import Page
+from services.gateway.responses.events import RESPONSES, ResponseEvents
 from shared.client import Client
 from shared.clock import Clock, SystemClock
 from shared.config import WatchedFile
@@ -69,8 +72,6 @@ log = logging.getLogger("headrace.gateway")
 
 MAX_ACTIVE = 8_192  # requests of one gateway
 RETRY_AFTER_MS = 1_000
-EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope
-
 OTHER = "other"  # the route of unknown paths in metrics
 MET_503 = "a request was answered with 503"
 
@@ -88,6 +89,9 @@ def _version() -> str:
 
 VERSION = _version()
 _DOCUMENT = document(VERSION)
+_WITH_ID = {
+    route: re.compile(route.replace("{id}", "[^/]+")) for route in _DOCUMENT["paths"] if "{id}" in route
+}
 
 
 def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
@@ -96,6 +100,8 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
     routes = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.complete, methods=["POST"]),
+        Route("/v1/responses", endpoints.responses, methods=["POST"]),
+        *endpoints.durable.routes(),
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{model:path}", endpoints.model, methods=["GET"]),
         Route("/v1/messages", endpoints.messages, methods=["POST"]),
@@ -117,7 +123,7 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
     ]
     handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
     cors = Middleware(
-        CORSMiddleware, origins, ["*"], ["*"], expose_headers=[exchanges.ID_HEADER, "Retry-After"]
+        CORSMiddleware, origins, ["*"], ["*"], expose_headers=[exchanges.ID_HEADER, "Retry-After", "Location"]
     )
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=[cors] if origins else [])  # type: ignore[arg-type]  # its handlers are typed for Exception alone
     return Edge(app, endpoints)
@@ -139,6 +145,11 @@ class Endpoints:
     counters: ExchangeCounters = field(default_factory=ExchangeCounters)
     clock: Clock = field(default_factory=SystemClock)
 
+    @property
+    def durable(self) -> Durable:
+        """The endpoints of durable requests."""
+        return Durable(self._client, self._enter, self._echoed, self.counters, self.clock)
+
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         return await self._generate(request, chat=True)
@@ -146,6 +157,10 @@ class Endpoints:
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
         return await self._generate(request, chat=False)
+
+    async def responses(self, request: Request) -> Response:
+        """`POST /v1/responses`."""
+        return await self._generate(request, api=RESPONSES)
 
     async def messages(self, request: Request) -> Response:
         """`POST /v1/messages`, of Anthropic's API."""
@@ -166,12 +181,12 @@ class Endpoints:
 
     async def ollama_tags(self, request: Request) -> Response:
         """`GET /api/tags`, and `GET /api/ps`: every model is loaded."""
-        _exchange(request).error_body = ollama.error_body
+        exchange_of(request).error_body = ollama.error_body
         return answer(ollama.tags((await _models(await self._client(request)))["data"]))
 
     async def ollama_show(self, request: Request) -> Response:
         """`POST /api/show`."""
-        _exchange(request).error_body = ollama.error_body
+        exchange_of(request).error_body = ollama.error_body
         fields, client = await self._asked(request, ollama.SHOW)
         return answer(ollama.shown(await _model(client, fields["model"])))
 
@@ -225,43 +240,69 @@ class Endpoints:
 
     async def _generate(self, request: Request, *, chat: bool | None = None, api: Api = OPENAI) -> Response:
         """`chat` None: a chat, if the API makes one of the request."""
-        exchange = _exchange(request)
+        exchange = exchange_of(request)
         exchange.error_body = api.error
+        self._enter(request)
+        fields, client = await self._asked(request, api)
+        if self.access_log is not None and self.access_log.prompts:
+            exchange.body = {name: value for name, value in fields.items() if name != "keep"}
+        if (at_once := api.at_once(fields, self.clock.wall_us() // 1_000_000)) is not None:
+            await _model(client, fields["model"])
+            return answer(at_once)
+        chat = "messages" in fields if chat is None else chat
+        later = api is OPENAI and prefers_async(request)
+        prefix = PREFIXES[request.url.path] if later else api.prefix
+        if prefix:
+            exchange.request_id = exchanges.timed_id(prefix, self.clock.wall_us() // 1_000_000)
+        if api is RESPONSES:
+            fields = await self.durable.continued(fields, client)
+        call = read_call(fields, chat=chat, request_id=exchange.request_id)
+        exchange.stream = call.stream
+        if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
+            exchange.request_id = call.request_id
+        exchange.requested_us = self.clock.wall_us()
+        if later:
+            return await self.durable.later(call, client, request.url.path)
+        if api is RESPONSES and call.keep["response"]["background"]:
+            return await self.durable.background(call, client, request)
+        echoed = await self._echoed(call, client) if call.echo else ()
+        return await self._answered(
+            request, NativeCall(client, self.timeout_s, exchange.trace), call, echoed, api
+        )
+
+    async def _answered(
+        self, request: Request, native: NativeCall, call: Call, echoed: tuple[str, ...], api: Api
+    ) -> Response:
+        """The answer of the models to a call."""
+        exchange, keeps = exchange_of(request), api is RESPONSES and call.keep["response"]["store"]
+        if call.stream:
+            frames, chunks = native.frames(call), api.chunks(call, echoed)
+            if keeps and isinstance(chunks, ResponseEvents):
+                frames = self.durable.keeping(frames, chunks, call, native.client)
+            return EventStream(frames, chunks, exchange, self.counters, self.clock)
+        natives = await unless_gone(request.receive, native.responses(call))
+        exchange.answered_us = self.clock.wall_us()
+        exchange.usages += [each["usage"] for each in natives]
+        if keeps:
+            await Store(native.client).keep(call, natives[0])
+        return answer(api.answer(call, natives, echoed))
+
+    def _enter(self, request: Request) -> None:
+        """Count a request for an answer. Raises NotAuthorized, and Overloaded for one over the share of its
+        tenant."""
         self._admit(request)
-        counters, tenant = self.counters, exchange.tenant
+        exchange, counters = exchange_of(request), self.counters
         counters.enter(exchange)
-        own = counters.open[tenant]
+        own = counters.open[exchange.tenant]
         if own > 1 and over_share(own, counters.active, MAX_ACTIVE, len(counters.open)):
             full = (
                 f"{counters.active} requests are open at this gateway, {own} of them yours: try again later"
             )
             raise Overloaded(full, retry_after_ms=RETRY_AFTER_MS)
-        fields, client = await self._asked(request, api)
-        if self.access_log is not None and self.access_log.prompts:
-            exchange.body = fields
-        if (at_once := api.at_once(fields, self.clock.wall_us() // 1_000_000)) is not None:
-            await _model(client, fields["model"])
-            return answer(at_once)
-        chat = "messages" in fields if chat is None else chat
-        call = read_call(fields, chat=chat, request_id=exchange.request_id)
-        exchange.stream = call.stream
-        if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
-            exchange.request_id = call.request_id
-        native = NativeCall(client, self.timeout_s, exchange.trace)
-        echoed = await self._echoed(call, client) if call.echo else ()
-        exchange.requested_us = self.clock.wall_us()
-        if call.stream:
-            return EventStream(
-                native.frames(call), api.chunks(call, echoed), exchange, self.counters, self.clock
-            )
-        natives = await unless_gone(request.receive, native.responses(call))
-        exchange.answered_us = self.clock.wall_us()
-        exchange.usages += [each["usage"] for each in natives]
-        return answer(api.answer(call, natives, echoed))
 
     def _admit(self, request: Request) -> str:
         """Find the tenant of the request's key. Raises NotAuthorized."""
-        tenant = _exchange(request).tenant = self.keys.tenant_of(_credential(request))
+        tenant = exchange_of(request).tenant = self.keys.tenant_of(_credential(request))
         return tenant
 
     async def _client(self, request: Request) -> Client:
@@ -273,12 +314,12 @@ class Endpoints:
         client = await self._client(request)
         fields = api.read(fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES)))
         served = [] if fields.get("model") else await _roots(client)
-        model = _exchange(request).model = model_of(fields, served)
+        model = exchange_of(request).model = model_of(fields, served)
         return {**fields, "model": model}, client
 
     async def _tokenized(self, request: Request, api: Api = OPENAI) -> dict[str, Any]:
         """The native answer with the token ids of a prompt."""
-        _exchange(request).error_body = api.error
+        exchange_of(request).error_body = api.error
         fields, client = await self._asked(request, api)
         return await self._request_native(client, subjects.tokenize(client.tenant, fields["model"]), fields)
 
@@ -302,12 +343,6 @@ class Endpoints:
             return str((await client.request(subject, {"tokens": body["prompt"]}))["text"])
 
         return tuple(await asyncio.gather(*map(text, call.bodies)))
-
-
-def _exchange(request: Request) -> Exchange:
-    """The Exchange of a request, made by the edge."""
-    exchange: Exchange = request.scope[EXCHANGE]
-    return exchange
 
 
 def _credential(request: Request) -> str:
@@ -351,7 +386,7 @@ def _unknown(model: str, served: list[str]) -> UnknownModel:
 
 
 async def _refused(request: Request, error: HeadraceError) -> Response:
-    exchange = _exchange(request)
+    exchange = exchange_of(request)
     exchange.error = error
     return refusal(error, exchange)
 
@@ -384,7 +419,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         endpoints = self._endpoints
-        exchange = scope[EXCHANGE] = self._begin(scope)
+        exchange = scope[exchanges.EXCHANGE] = self._begin(scope)
         scope[BODY_SEND] = send
 
         async def marked(message: Message) -> None:
@@ -442,7 +477,9 @@ class Edge:
 def _route(path: str) -> str:
     if path.startswith("/v1/models/"):
         return "/v1/models/{model}"
-    return path if path in _DOCUMENT["paths"] else OTHER
+    if path in _DOCUMENT["paths"]:
+        return path
+    return next((route for route in _WITH_ID if _WITH_ID[route].fullmatch(path)), OTHER)
 
 
 def read_keys(text: str) -> dict[str, str]:

@@ -33,6 +33,25 @@ class NoRoute(HeadraceError):
     code, type = 404, "not_found"
 
 
+class Gone(HeadraceError):
+    """A durable request that was kept for its time."""
+
+    code, type = 410, "request_expired"
+
+
+class NoKeeper(HeadraceError):
+    """A request that must be kept, and no keeper. Not Unavailable, after which `/health` tries the services:
+    other requests work."""
+
+    code, type, retryable = 503, "unavailable", True
+
+
+class StoreAway(HeadraceError):
+    """The keeper or its store does not answer now. Other requests work, as above."""
+
+    code, type, retryable = 503, "unavailable", True
+
+
 class WrongMethod(HeadraceError):
     """A known path, with another method."""
 

@@ -7,7 +7,7 @@ with usage only on request; the model may be left out if only one is served.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -24,6 +24,10 @@ _LONG_CHARS, _DIGEST_CHARS = 96, 24  # of a long id and its digest, when prompts
 Body = dict[str, Any]
 
 
+class Kept(Body):
+    """What an answer repeats of its request. A class of its own: no JSON of a client can be one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One HTTP request: a native body for each prompt, and the form of its answer."""
@@ -37,12 +41,17 @@ class Call:
     n: int = 1  # choices of each prompt
     echo: bool = False  # the text starts with the prompt
     functions: Functions | None = None  # that its text may call
+    keep: Body = field(default_factory=dict)  # what an answer needs later, beside the native request
 
     @property
     def prompt_only(self) -> bool:
         """The answer is the echoed prompt and no token."""
         limit = self.bodies[0].get("max_tokens")
         return self.echo and not self.stream and limit == 0 and type(limit) is int
+
+    def keeping(self, keep: Kept) -> Call:
+        """The same call, of which a keeper has `keep`."""
+        return replace(self, keep=keep)
 
     @property
     def model(self) -> str:
@@ -96,6 +105,7 @@ def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
     if "stream_options" in fields and not stream:
         raise BadRequest("`stream_options` is for `stream: true` alone", param="stream_options")
     usage, native = _usage(fields, stream=stream)
+    keep = native.pop("keep") if isinstance(native.get("keep"), Kept) else {}
     echo = not chat and native.get("echo") is True and not native.get("logprobs")
     if echo:
         native.pop("echo")
@@ -110,6 +120,7 @@ def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
         n=n if type(n) is int else 1,  # the tokenizer will refuse any other
         echo=echo,
         functions=functions_of(fields) if chat else None,
+        keep=keep,
     )
 
 

@@ -74,7 +74,7 @@ class _Sent:
             self.again += len(known)
             self.again_checksum = _checksum(known, self.again_checksum)
             if not self.behind and self.again_checksum != self.checksum:
-                raise _changed()
+                raise changed()
             piece = piece[len(known) :]
         if piece:
             self.again = self.chars = self.chars + len(piece)
@@ -219,7 +219,7 @@ class ChunkBuilder:
     def _last(self, index: int, choice: Body) -> list[Body]:
         sent, reason = self._sent[index], choice["finish_reason"]
         if sent.behind:
-            raise _changed()
+            raise changed()
         chunks: list[Body] = []
         if sent.reader is not None:
             deltas = sent.reader.finish()
@@ -250,7 +250,8 @@ def _unsent(logprobs: Body, end: int, sent: int) -> Body | None:
     return cut if any(cut.values()) else None
 
 
-def _changed() -> EngineError:
+def changed() -> EngineError:
+    """The error of a stream whose repeated text differs."""
     return EngineError("a service died and the answer was not the same again: send the request once more")
 
 
@@ -348,7 +349,11 @@ class EventStream(Response):
                             await send_body(_body(body))
                         self._counters.chunks += len(chunks)
             self._exchange.answered_us = self._clock.wall_us()
-            await send_body(_body(self._chunks.end(None), last=True))
+            if (
+                not started
+            ):  # a reader that came back has it all: after a 204 an EventSource does not come again
+                await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send_body(_body(self._chunks.end(None) if started else b"", last=True))
         except HeadraceError as error:
             self._exchange.error = error
             self._exchange.answered_us = self._clock.wall_us()
@@ -372,6 +377,7 @@ class Api:
     error: Callable[[HeadraceError, str], Body] = body_of
     read: Callable[[Body], Body] = dict  # raises BadRequest
     at_once: Callable[[Body, int], Body | None] = lambda fields, created: None  # an answer without the model
+    prefix: str = ""  # of the ids that the gateway draws, which then have the time in them
 
 
 OPENAI = Api()

@@ -14,6 +14,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from services.gateway.anthropic import CountTokensRequest, MessagesRequest
 from services.gateway.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from services.gateway.openai_request import MAX_PROMPTS
+from services.gateway.responses.request import ResponseRequest
 from shared.api import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
@@ -31,6 +32,7 @@ _WHY = {
     404: "no such model",
     408: "the body did not arrive in time",
     409: "a request with this id is running",
+    410: "it was kept for a day, which has passed",
     413: "the body is too large",
     415: "the content type of the body is not JSON",
     422: "the body is JSON, but not an object",
@@ -41,7 +43,26 @@ _WHY = {
     504: "the time limit of the request has passed",
 }
 _LISTING = (401, 500, 503, 504)
+_LOOKING = (400, 401, 404, 410, 429, 500, 503, 504)
 _ASKING = (400, 401, 404, 408, 413, 415, 422, 500, 503, 504)
+
+_ID: Json = {"name": "id", "in": "path", "required": True, "schema": {**TEXT, "minLength": 1}}
+_PREFER: Json = {
+    "name": "Prefer",
+    "in": "header",
+    "schema": TEXT,
+    "description": "`respond-async`: answer 202 at once, and keep the request until it is answered",
+}
+_LAST_ID: Json = {
+    "name": "Last-Event-ID",
+    "in": "header",
+    "schema": TEXT,
+    "description": "the `id` of an event: a stream has those after it",
+}
+_STREAMS: list[Json] = [
+    {"name": "stream", "in": "query", "schema": {"type": "boolean"}},
+    {"name": "starting_after", "in": "query", "schema": {**COUNT, "maximum": 10**16 - 1}},
+]
 
 
 def document(version: str) -> Json:
@@ -66,9 +87,29 @@ def document(version: str) -> Json:
 
 def _paths() -> Json:
     generating = (*_ASKING, 403, 409, 429, 499)
+    chat = _post("Chat", "answer a conversation", generating, stream=True)
+    completion = _post("Completion", "continue a prompt", generating, stream=True)
+    response = _post("Response", "answer a conversation (Responses API)", (*generating, 410), stream=True)
     return {
-        "/v1/chat/completions": {"post": _post("Chat", "answer a conversation", generating, stream=True)},
-        "/v1/completions": {"post": _post("Completion", "continue a prompt", generating, stream=True)},
+        "/v1/chat/completions": {"post": _later(chat)},
+        "/v1/chat/completions/{id}": {
+            "get": _stored("Chat", "the answer to a durable chat", failing=True),
+            "parameters": [_ID],
+        },
+        "/v1/completions": {"post": _later(completion)},
+        "/v1/completions/{id}": {
+            "get": _stored("Completion", "the answer to a durable completion", failing=True),
+            "parameters": [_ID],
+        },
+        "/v1/responses": {"post": response},
+        "/v1/responses/{id}": {"get": _stored("Response", "a stored response"), "parameters": [_ID]},
+        "/v1/responses/{id}/cancel": {
+            "post": {
+                **_get("ResponseAnswer", "cancel a response", _LOOKING),
+                "operationId": "cancelresponse",
+            },
+            "parameters": [_ID],
+        },
         "/v1/messages": {
             "post": _post(
                 "Messages", "answer a conversation (Anthropic)", generating, stream=True, api="Anthropic"
@@ -127,6 +168,24 @@ def _post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = Fa
         media_type = "application/x-ndjson" if api == "Ollama" else "text/event-stream"
         good["content"][media_type] = {"schema": {}}
     return asked
+
+
+def _later(post: Json) -> Json:
+    """A request that may be answered later."""
+    responses = {**post["responses"], "202": _json("Accepted", "`Location` will have the answer")}
+    return {**post, "parameters": [_PREFER], "responses": responses}
+
+
+def _stored(name: str, summary: str, *, failing: bool = False) -> Json:
+    """An answer that may be read later. `failing`: the error of the request is that of this path."""
+    errors = (*_LOOKING, 403, 408, 409, 413, 499) if failing else _LOOKING
+    got = {**_get(f"{name}Answer", summary, errors), "operationId": f"stored{name.lower()}"}
+    got["parameters"] = [_LAST_ID, *([] if failing else _STREAMS)]
+    got["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
+    got["responses"]["204"] = {"description": "the reader has all events"}
+    if failing:
+        got["responses"]["202"] = _json("Accepted", "it waits or runs")
+    return got
 
 
 def _get(name: str, summary: str, errors: tuple[int, ...], api: str = "") -> Json:
@@ -192,7 +251,7 @@ def _requests() -> dict[str, Schema]:
         (kind, "validation")
         for kind in (
             ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest, OllamaChatRequest,
-            OllamaGenerateRequest, OllamaShowRequest,
+            OllamaGenerateRequest, OllamaShowRequest, ResponseRequest,
         )
     ]  # fmt: skip
     schemas: dict[str, Schema]
@@ -272,6 +331,43 @@ def _ollama_answer(*optional: str, **content: Schema) -> Schema:
     )
 
 
+def _response() -> Schema:
+    listed: Schema = {"type": "array", "items": {"type": "object"}}
+    some: Schema = {"type": "object"}
+    yes_or_no: Schema = {"type": "boolean"}
+    number: Schema = {"type": "number"}
+    usage = _object(
+        **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), COUNT),
+        input_tokens_details=_object(cached_tokens=COUNT, cache_write_tokens=COUNT),
+        output_tokens_details=_object(reasoning_tokens=COUNT),
+    )
+    repeated = {
+        **dict.fromkeys(("background", "parallel_tool_calls", "store"), yes_or_no),
+        **dict.fromkeys(("instructions", "previous_response_id", "user"), _WORD),
+        **dict.fromkeys(("metadata", "reasoning", "text"), some),
+        **dict.fromkeys(("service_tier", "truncation"), TEXT),
+        **dict.fromkeys(("temperature", "top_p"), number),
+        "max_output_tokens": _or_null(COUNT),
+        "top_logprobs": COUNT,
+        "tool_choice": {"type": ["string", "object"]},
+        "tools": listed,
+    }
+    return _object(
+        "completed_at",
+        id=TEXT,
+        object=_one_of("response"),
+        created_at=COUNT,
+        completed_at=COUNT,
+        status=_one_of("queued", "in_progress", "completed", "incomplete", "failed", "cancelled"),
+        error=_or_null(_object(code=TEXT, message=TEXT)),
+        incomplete_details=_or_null(_object(reason=TEXT)),
+        model=TEXT,
+        output=listed,
+        usage=_or_null(usage),
+        **repeated,
+    )
+
+
 _ASSISTANT = _object(
     "refusal",
     "reasoning_content",
@@ -290,6 +386,8 @@ COMPONENTS: dict[str, Schema] = {
     **_requests(),
     "ChatAnswer": _answer("chat.completion", message=_ASSISTANT),
     "CompletionAnswer": _answer("text_completion", text=TEXT),
+    "ResponseAnswer": _response(),
+    "Accepted": _object(id=TEXT, object=_one_of("chat.completion", "text_completion"), status=TEXT),
     "MessagesAnswer": _object(
         id=TEXT,
         type=_one_of("message"),

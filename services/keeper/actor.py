@@ -36,7 +36,7 @@ from services.keeper.core import (
 )
 from services.keeper.queues import MAX_QUEUED, TenantQueues
 from services.keeper.records import CANCELLED, Body, Work, to_json, work_of
-from services.keeper.verbs import REPLIES, Verbs, reply_subject
+from services.keeper.verbs import RECORD_ROOM, REPLIES, Verbs, reply_subject
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.client import error_of
@@ -72,7 +72,6 @@ STREAMS: dict[str, Body] = {
 OPEN_AGAIN_S = 1.0
 TICK_S = 0.5
 MAX_ASKED = 1_024  # submits and results in work at a time
-RECORD_ROOM = 4_096  # bytes of a record beside its answer
 
 
 class KeeperActor(Actor):
@@ -98,6 +97,7 @@ class KeeperActor(Actor):
             await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
             await bus.subscribe(subjects.RESULT_ALL, self._answering(self._result), queue="keeper"),
             await bus.subscribe(subjects.CANCEL_ALL, self._on_cancel, queue="keeper"),
+            await bus.subscribe(subjects.KEEP_ALL, self._answering(self._verbs.keep), queue="keeper"),
         ]
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._pull()), loop.create_task(self._tick())]
@@ -120,6 +120,7 @@ class KeeperActor(Actor):
         return (
             MetricPoint("headrace.keeper.in_flight", len(core), "{request}"),
             MetricPoint("headrace.keeper.submitted", self._verbs.submitted, "{request}", is_counter=True),
+            MetricPoint("headrace.keeper.kept", self._verbs.kept, "{response}", is_counter=True),
             MetricPoint("headrace.keeper.stored", core.stored, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.refused", core.refused, "{request}", is_counter=True),
         )
@@ -226,8 +227,8 @@ class KeeperActor(Actor):
 
     def _on_reply(self, delivery: Delivery) -> None:
         _, tenant, _, request = delivery.subject.split(".")
-        outcome = outcome_of(delivery, self._mailbox.bus.max_payload)
         key = subjects.untoken(tenant), subjects.untoken(request)
+        outcome = outcome_of(delivery, self._mailbox.bus.max_payload - self._core.kept_bytes(key))
         self._handle(Answered(key, outcome, len(delivery.data)))
 
     # ---- verbs -----------------------------------------------------------------------------------

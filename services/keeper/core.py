@@ -194,6 +194,11 @@ class KeeperCore:
             case Stored():
                 return self._stored(event, flight)
 
+    def kept_bytes(self, key: Key) -> int:
+        """The bytes of a request in flight that its record has, too."""
+        flight = self._flights.get(key)
+        return flight.size if flight is not None and flight.work.keep else 0
+
     def reconnected(self, now_us: int) -> None:
         """The nats-server was away: an answer may be lost."""
         for flight in self._flights.values():

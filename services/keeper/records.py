@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
@@ -29,6 +29,12 @@ class Work:
     body: Body  # of the request to the tokenizer
     digest: str  # of the body as it was submitted
     submitted_us: int  # wall clock
+    keep: Body = field(default_factory=dict)  # what the gateway needs to answer for it over HTTP
+
+    @property
+    def kept(self) -> Body:
+        """For states and the record of a request that came over HTTP."""
+        return {"keep": self.keep, "request": self.body} if self.keep else {}
 
     def pack(self) -> bytes:
         """The message in stream WORK."""
@@ -42,6 +48,7 @@ class Work:
             "digest": self.digest,
             "submitted_at": self.submitted_us // 1_000_000,
             "ended_at": now_wall_us // 1_000_000,
+            **self.kept,
         }
         if isinstance(outcome, HeadraceError):
             status = CANCELLED if isinstance(outcome, Cancelled) else FAILED

@@ -18,18 +18,38 @@ from typing import Any
 
 from services.keeper.core import KEPT_S, Key
 from services.keeper.queues import TenantQueues
-from services.keeper.records import QUEUED, RUNNING, Body, Work, body_to_store, digest_of, to_json, work_of
+from services.keeper.records import (
+    COMPLETED,
+    QUEUED,
+    RUNNING,
+    Body,
+    Work,
+    body_to_store,
+    digest_of,
+    to_json,
+    work_of,
+)
 from shared.api import REQUEST_ID
 from shared.client import error_of
 from shared.clock import Clock
-from shared.errors import BadRequest, Cancelled, DuplicateRequest, Unavailable, UnknownModel, UnknownRequest
+from shared.errors import (
+    BadRequest,
+    Cancelled,
+    DuplicateRequest,
+    PayloadTooLarge,
+    Unavailable,
+    UnknownModel,
+    UnknownRequest,
+)
 from shared.json_body import read_json
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, NoResponders, RequestTimeout
-from shared.nats.jetstream import JetStream, StreamFull, Taken
+from shared.nats.jetstream import FULL_RETRY_MS, JetStream, StreamFull, Taken
 
 CHECK_US = 10_000_000  # a tokenizer takes up to three seconds for a megabyte
 REPLIES = f"{access.INBOX}.*.{access.user_of('keeper')}.*"  # answers to the requests of all keepers
+LOOK_US = 5_000_000  # between two looks at the size of the stream; it fills in minutes
+RECORD_ROOM = 4_096  # bytes of a record beside its request and its answer
 SUBMIT_TRIES = 10  # a stream whose leader has died has another after six seconds
 
 
@@ -40,7 +60,8 @@ class Verbs:
         """`runs`: whether this keeper has sent a request to a tokenizer."""
         self._bus, self._clock, self._queues, self._runs = bus, clock, queues, runs
         self._streams = JetStream(bus)
-        self.submitted = 0
+        self.submitted = self.kept = 0
+        self._looked_us, self._half_full = 0, False
 
     async def submit(self, tenant: str, model: str, data: bytes) -> Body:
         """Store a request; returns when the stream has it. Raises the error that `generate` would give,
@@ -54,15 +75,19 @@ class Verbs:
             )
         if len(reply_subject(tenant, request_id)) > subjects.MAX_INBOX_CHARS:
             raise BadRequest("`request_id` is too long beside the name of this tenant", param="request_id")
-        digest = digest_of(model, body)
+        digest, keep = digest_of(model, body), _kept(body)
         if (known := await self._known(tenant, request_id)) is not None:
             return _same(known, digest)
         drawn = await self._checked(tenant, model, {**body, "request_id": request_id})
         stored = body_to_store(body, request_id, drawn)
-        work = Work(tenant, request_id, model, stored, digest, self._clock.wall_us())
+        work = Work(tenant, request_id, model, stored, digest, self._clock.wall_us(), keep)
+        packed = work.pack()
+        if keep and len(packed) + RECORD_ROOM > self._bus.max_payload:  # its record has them, too
+            size = f"a request of {len(packed)} bytes leaves no room for its record"
+            raise PayloadTooLarge(f"{size}: the server's max_payload is {self._bus.max_payload}; send less")
         await self._queues.before(tenant)
         try:
-            await self._create(subjects.work(tenant, request_id), work.pack())
+            await self._create(subjects.work(tenant, request_id), packed)
         except Taken:  # by another submit, or by a try of this one whose answer was lost
             known = await self._known(tenant, request_id)
             return _same(known or {"id": request_id, "digest": digest, "status": QUEUED}, digest)
@@ -91,6 +116,30 @@ class Verbs:
             return False
         return True
 
+    async def keep(self, tenant: str, request_id: str, data: bytes) -> Body:
+        """Store a request that was answered already: its fields `request`, `keep` and `answer`. Raises
+        BadRequest, DuplicateRequest for an id with a record, StreamFull, PayloadTooLarge, Unavailable."""
+        body = _read(data)
+        if not all(isinstance(body.get(name), dict) for name in ("request", "keep", "answer")):
+            raise BadRequest("`request`, `keep` and `answer` are expected, each an object")
+        now_us, model = self._clock.wall_us(), str(body.get("model", ""))
+        if not await self._room_to_keep(now_us):
+            full = "the store is half full: the rest is for the answers of durable requests"
+            raise StreamFull(full, retry_after_ms=FULL_RETRY_MS)
+        work = Work(tenant, request_id, model, body["request"], digest_of(model, body), now_us, body["keep"])
+        record = to_json(work.record(now_us, body["answer"]))
+        await self._streams.create(subjects.record(tenant, request_id), record, ttl_s=KEPT_S)
+        self.kept += 1
+        return {"id": request_id, "status": COMPLETED}
+
+    async def _room_to_keep(self, now_us: int) -> bool:
+        """True while the records take at most half of their stream."""
+        if now_us >= self._looked_us + LOOK_US:
+            self._looked_us = now_us
+            used, most = await self._streams.room(subjects.RECORD_STREAM)
+            self._half_full = most > 0 and 2 * used > most
+        return not self._half_full
+
     async def _known(self, tenant: str, request_id: str) -> Body | None:
         """The record of a request, or its state without one. The work is read first: it goes after the record
         has come."""
@@ -111,6 +160,7 @@ class Verbs:
             "digest": work.digest,
             "submitted_at": at,
             "status": status,
+            **work.kept,
         }
 
     async def _create(self, subject: str, data: bytes) -> None:
@@ -173,6 +223,14 @@ def _read(data: bytes) -> Body:
     if body.get("stream") or "stream_options" in body:
         raise BadRequest("a durable request has one answer, no stream: leave `stream` out", param="stream")
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _kept(body: Body) -> Body:
+    """Take `keep` out of a body: it is for the record, not for the tokenizer. Raises BadRequest."""
+    keep = body.pop("keep", {})
+    if not isinstance(keep, dict):
+        raise BadRequest("`keep` is not an object", param="keep")
+    return keep
 
 
 def _same(known: Body, digest: str) -> Body:

@@ -58,7 +58,7 @@ _READS = {
     ),
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
     "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.attach.*.*", "_R.*.*"),
-    "keeper": (f"{PUBLIC}.submit.*.*", f"{PUBLIC}.result.*.*", f"{PUBLIC}.cancel.*.*"),
+    "keeper": (f"{PUBLIC}.submit.*.*", f"{PUBLIC}.result.*.*", f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.keep.*.*"),
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
 _WRITES = {
@@ -80,9 +80,11 @@ _WRITES = {
         f"$JS.ACK.{WORK_STREAM}.>",
     ),
 }
+# The gateway alone may have an answer stored: a tenant has `submit`, and needs no way to fill the store.
+_KEEPS = f"{PUBLIC}.keep.*.*"
 _VERBS = ("generate", "cancel", "tokenize", "detokenize", "submit", "result", "attach")
 _ASKS = (*(f"{PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{PUBLIC}.models.*")
-_IN_A_NAME = frozenset((*_VERBS, "models"))  # the tenant follows the verb
+_IN_A_NAME = frozenset((*_VERBS, "models", "keep"))  # the tenant follows the verb
 _LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")
 
 
@@ -181,7 +183,7 @@ class Permissions:
 def of_service(kind: str, fleet: str) -> Permissions:
     """The permissions of a service `kind`, one of SERVICES."""
     f, name = token(fleet), SERVICE_PREFIX + kind
-    asks = (*_ASKS, *_LOOKS, f"hr.{f}.metrics") if kind == "gateway" else ()
+    asks = (*_ASKS, _KEEPS, *_LOOKS, f"hr.{f}.metrics") if kind == "gateway" else ()
     publish = (
         *(f"hr.{f}.{other}.*.in.*" for other in _MAILBOXES[kind]),
         *_WRITES.get(kind, ()),

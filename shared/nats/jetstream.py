@@ -91,6 +91,11 @@ class JetStream:
             if not more or len(found) >= page.get("total", 0):
                 return found
 
+    async def room(self, stream: str) -> tuple[int, int]:
+        """The bytes that a stream has, and the most that it may have; -1: no limit."""
+        info = await self._call(f"{_API}.STREAM.INFO.{stream}", b"")
+        return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
+
     async def create(self, subject: str, data: bytes, ttl_s: int = 0) -> None:
         """Store a message, the only one of its subject. It goes after `ttl_s`; 0: never. Returns when the
         stream has it. Raises Taken if there is one, StreamFull, PayloadTooLarge."""

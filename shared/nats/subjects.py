@@ -55,6 +55,7 @@ STATUS = f"{PUBLIC}.status"
 TRACE_ALL = f"{PUBLIC}.trace.*"
 SUBMIT_ALL = f"{PUBLIC}.submit.*.*"
 RESULT_ALL = f"{PUBLIC}.result.*.*"
+KEEP_ALL = f"{PUBLIC}.keep.*.*"
 ATTACH_ALL = f"{PUBLIC}.attach.*.*"
 WORK_STREAM, RECORD_STREAM = "HR_WORK", "HR_DONE"
 WORK_ALL = f"{STORE}.work.>"
@@ -80,6 +81,11 @@ def result(tenant: str, request: str) -> str:
 def attach(tenant: str, request: str) -> str:
     """Request with many replies: the text of a running request, from a character on."""
     return f"{PUBLIC}.attach.{token(tenant)}.{token(request)}"
+
+
+def keep(tenant: str, request: str) -> str:
+    """Request-reply: the gateway has a keeper store a response that it has answered."""
+    return f"{PUBLIC}.keep.{token(tenant)}.{token(request)}"
 
 
 def done(tenant: str, request: str) -> str:

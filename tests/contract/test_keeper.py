@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -22,6 +23,7 @@ from shared.errors import (
     DuplicateRequest,
     HeadraceError,
     Overloaded,
+    PayloadTooLarge,
     Unavailable,
     UnknownModel,
 )
@@ -155,6 +157,68 @@ async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: 
     assert await world.messages(subjects.RECORD_STREAM) == 1
     with pytest.raises(UnknownModel):
         await world.client.request(subjects.result("acme", "r"))
+
+
+KEEP = {"path": "/v1/responses", "response": {"metadata": {"a": "b"}}}
+
+
+async def test_what_http_needs_is_kept_and_not_sent(world: World) -> None:
+    await world.opened()
+    await world.submit(keep=KEEP)
+    await world.until(world.asked)
+    sent = json.loads(world.asked[0].data)
+    assert "keep" not in sent
+    waiting = await world.client.state("r")
+    assert (waiting["status"], waiting["keep"], waiting["request"]) == ("running", KEEP, sent)
+    world.answer(world.asked[0])
+    await world.until(world.news)
+    ended = await world.client.state("r")
+    assert (ended["status"], ended["keep"], ended["request"]) == ("completed", KEEP, sent)
+    assert (await world.submit(keep=KEEP))["status"] == "completed"
+    with pytest.raises(DuplicateRequest):
+        await world.submit(keep={**KEEP, "path": "other"})
+    with pytest.raises(BadRequest, match="`keep` is not an object"):
+        await world.submit(keep=[1], request_id="other")
+
+
+async def test_a_record_with_its_request_fits_into_a_message(world: World) -> None:
+    await world.opened()
+    most = world.bus.max_payload
+    with pytest.raises(PayloadTooLarge, match="no room for its record"):
+        await world.submit(keep=KEEP, prompt="x" * (most - 3_000))
+    await world.submit(keep=KEEP, prompt="x" * (most // 2 + 3_000))  # the answer repeats it
+    await world.until(world.asked)
+    world.answer(world.asked[0])
+    await world.until(world.news)
+    state = await world.client.state("r")
+    assert (state["status"], state["error"]["code"], state["keep"]) == ("failed", 413, KEEP)
+
+
+async def test_an_answered_response_is_kept_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.opened()
+    answered = {"model": "m", "request": BODY, "keep": KEEP, "answer": {"choices": [{"text": "Hi"}]}}
+
+    async def keep(request_id: str, **more: Any) -> dict[str, Any]:
+        return await world.client.request(subjects.keep("public", request_id), {**answered, **more})
+
+    assert await keep("k") == {"id": "k", "status": "completed"}
+    state = await world.client.state("k")
+    assert {name: state[name] for name in answered} == answered
+    with pytest.raises(DuplicateRequest):
+        await keep("k", answer={"choices": []})
+    wrongs: list[dict[str, Any]] = [{"answer": None}, {"keep": []}, {"request": 1}]
+    for wrong in wrongs:
+        with pytest.raises(BadRequest):
+            await keep("other", **wrong)
+    with pytest.raises(UnknownModel):
+        await world.client.as_tenant("acme").state("k")
+    monkeypatch.setattr("services.keeper.verbs.LOOK_US", -1_000_000)  # at each call
+    monkeypatch.setattr(JetStream, "room", room := AsyncMock(return_value=(51, 100)))
+    with pytest.raises(Overloaded, match="half full") as full:
+        await keep("late")
+    assert full.value.retry_after_ms > 0
+    room.return_value = (50, 100)
+    assert (await keep("late"))["status"] == "completed"
 
 
 async def test_an_invalid_request_is_refused_before_it_is_stored(world: World) -> None:

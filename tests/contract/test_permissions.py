@@ -99,7 +99,8 @@ FORBIDDEN_WRITING = [
     "headrace.v1.generate.acme2.m", "headrace.v1.generate.public.m", "_INBOX.bob.1.2", "_INBOX.acme.1.2",
     "headrace.v1.status", "headrace.v1.trace.r", "headrace.v1.events.s.snapshot", "hr.beat_ask",
     "headrace.v1.models", "headrace.v1.models.bob",
-    "headrace.v1.submit.bob.m", "headrace.v1.result.bob.r", "headrace.v1.attach.bob.r",
+    "headrace.v1.submit.bob.m", "headrace.v1.result.bob.r", "headrace.v1.keep.bob.r",
+    "headrace.v1.keep.acme.r", "headrace.v1.attach.bob.r",
     "headrace.v1.done.acme.r",
     "headrace.store.work.acme.r", "headrace.store.record.acme.r", "headrace.store.check.acme.m",
     "$JS.API.DIRECT.GET.HR_DONE.headrace.store.record.acme.r", "$JS.ACK.HR_WORK.keeper.1.1.1.1.1",
@@ -170,6 +171,7 @@ async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsSe
         assert await may_write(nc, refused, "_INBOX.acme.1.2") == (kind in ("tokenizer", "detokenizer"))
         assert await may_write(nc, refused, "headrace.v1.generate.acme.m") == (kind in ("gateway", "keeper"))
         assert await may_write(nc, refused, "headrace.v1.attach.acme.r") == (kind == "gateway")
+        assert await may_write(nc, refused, "headrace.v1.keep.acme.r") == (kind == "gateway")
         assert await may_write(nc, refused, "headrace.store.record.acme.r") == (kind == "keeper")
         assert await may_write(nc, refused, "$JS.API.STREAM.DELETE.HR_DONE") is False
         assert await may_write(nc, refused, "$JS.API.DIRECT.GET.HR_DONE.headrace.store.record.acme.r") == (
@@ -188,6 +190,7 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
         requests = await may_read(nc, refused, "headrace.v1.generate.*.m")
         assert requests == (kind == "tokenizer")
         assert await may_read(nc, refused, "headrace.v1.attach.*.*") == (kind == "detokenizer")
+        assert await may_read(nc, refused, "headrace.v1.keep.*.*") == (kind == "keeper")
 
 
 async def test_a_service_answers_whoever_asks_it_once(server: NatsServer, users: Path) -> None:

@@ -17,13 +17,16 @@ import schemathesis
 MODEL = "smollm2-135m-instruct"
 TOKENS = 49_152
 OLLAMA = ("/api/chat", "/api/generate")
-MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n_predict": 4, "min_tokens": 4, "n": 3}
+RESPONSES = "/v1/responses"
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict", "min_tokens")
+MOST = {**dict.fromkeys(_LIMITS, 4), "n": 3}
 BUSY = (404, 409, 413, 429)  # no such model, the same id, too large, too many
 REASONS = re.compile(
     "context_length_exceeded|no executor of this model can follow a grammar|cannot be followed"
     "|is not a schema|`tools` has no such function|of one of `tools` is expected|an answer has at most"
     "|two functions have the same name|takes no templates from requests|exclude each other"
-    "|is not one of this fleet|ids from 0 to"
+    "|is not one of this fleet|ids from 0 to|`input` has no message"
+    "|an id of this stream is expected"
 )
 
 
@@ -36,6 +39,8 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwar
         body["options"] = options = {"num_predict": 4, **(body.get("options") or {})}
         if options["num_predict"] in (-1, -2):
             options["num_predict"] = 4
+    if case.path == RESPONSES and isinstance(body, dict) and body.get("max_output_tokens") is None:
+        body["max_output_tokens"] = 4
     if not isinstance(body, dict) or case.meta is None or not case.meta.generation.mode.is_positive:
         return
     model, limit_s = body.get("model"), body.get("timeout_s")

@@ -57,8 +57,8 @@ HANGING = (
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 20_892
-PRODUCT_FILES, PRODUCT_LINES = 209, 51_186
+PATH_FILES, PATH_LINES = 73, 20_900
+PRODUCT_FILES, PRODUCT_LINES = 215, 52_826
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

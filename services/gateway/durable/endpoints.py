@@ -1,0 +1,206 @@
+"""The endpoints of durable requests. Each finds the keeper's state of its id, then answers from it.
+
+POST with `background`, or `Prefer: respond-async`      the response `queued`, or 202 and `Location`
+GET  /v1/responses/{id}, /v1/chat/completions/{id}      JSON, or a stream from the place of its reader on
+POST /v1/responses/{id}/cancel                          the response
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.gateway.durable.numbered import NumberedChunks, read_last_id
+from services.gateway.durable.store import COMPLETED, ENDED, Store, call_of
+from services.gateway.exchange import ExchangeCounters, answer, exchange_of
+from services.gateway.openai_request import Body, Call, Kept
+from services.gateway.openai_response import Chunks, EventStream
+from services.gateway.openai_response import answer as openai_answer
+from services.gateway.responses import output
+from services.gateway.responses.events import START, Place, ResponseEvents, place_of
+from services.gateway.responses.request import PATH
+from shared.api import REQUEST_ID
+from shared.client import Client, error_of
+from shared.clock import Clock
+from shared.errors import BadRequest, UnknownRequest
+
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PREFIXES = {CHATS: "chatcmpl_", COMPLETIONS: "cmpl_"}  # of the ids that the gateway draws
+LATER = {"Retry-After": "1"}
+_PREFERS = re.compile(r"(?:^|,)\s*respond-async\s*(?:;|,|$)", re.IGNORECASE)
+_EVENT_ID = re.compile(r"([0-9]{1,7})\.([0-9]{1,10})")
+_NUMBER = re.compile(r"[0-9]{1,16}")
+_YES_OR_NO = {"true": True, "false": False}
+
+Echo = Callable[[Call, Client], Awaitable[tuple[str, ...]]]
+
+
+def prefers_async(request: Request) -> bool:
+    """Whether the client wants its answer later (RFC 7240)."""
+    return any(_PREFERS.search(value) for value in request.headers.getlist("prefer"))
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """The endpoints, with what they share with the others."""
+
+    client_of: Callable[[Request], Awaitable[Client]]
+    enter: Callable[[Request], None]
+    echoed: Echo
+    counters: ExchangeCounters
+    clock: Clock
+
+    def routes(self) -> list[Route]:
+        """The paths with an id."""
+        return [
+            Route(f"{PATH}/{{id}}", self.response, methods=["GET"]),
+            Route(f"{PATH}/{{id}}/cancel", self.cancel, methods=["POST"]),
+            Route(f"{CHATS}/{{id}}", self.completion, methods=["GET"]),
+            Route(f"{COMPLETIONS}/{{id}}", self.completion, methods=["GET"]),
+        ]
+
+    # ---- POST -----------------------------------------------------------------------------------
+
+    async def later(self, call: Call, client: Client, path: str) -> Response:
+        """Have a chat or a completion answered later."""
+        if call.stream:
+            raise BadRequest(
+                "`stream: true` and `Prefer: respond-async` exclude each other: leave `stream` out, and GET "
+                "the answer with `Accept: text/event-stream`",
+                param="stream",
+            )
+        if len(call.bodies) > 1:
+            raise BadRequest("`prompt`: with `Prefer: respond-async` one prompt is expected", param="prompt")
+        keep = Kept({"path": path, "chat": call.chat, "echo": call.echo})
+        stored = await Store(client).submit(call.keeping(keep))
+        return _accepted(path, stored["id"], stored["status"])
+
+    async def background(self, call: Call, client: Client, request: Request) -> Response:
+        """Have a response made in the background."""
+        store, stored = Store(client), await Store(client).submit(call)
+        if call.stream:
+            frames = store.frames(call.request_id, waits=True, fails=True)
+            return self._stream(request, frames, ResponseEvents(call, stored=True))
+        return answer(output.response(call, stored["status"]))
+
+    async def continued(self, fields: Body, client: Client) -> Body:
+        """The fields of a response with the conversation of `previous_response_id` before its own messages.
+        Raises UnknownRequest, Gone, BadRequest."""
+        repeated = fields["keep"]["response"]
+        if (previous := repeated["previous_response_id"]) is None:
+            return fields
+        state = await Store(client).state(previous, PATH, self._now_s())
+        if state["status"] != COMPLETED:
+            why = f"`previous_response_id`: {previous} has no answer, its status is {state['status']}"
+            raise BadRequest(why, param="previous_response_id")
+        call, own = call_of(state), fields["messages"]
+        before, said = call.bodies[0]["messages"], output.said(call, state["answer"])
+        if call.keep["response"].get("instructions"):
+            before = before[1:]
+        system = 1 if repeated["instructions"] else 0
+        return {**fields, "messages": [*own[:system], *before, said, *own[system:]]}
+
+    def keeping(
+        self, frames: AsyncGenerator[Body], events: ResponseEvents, call: Call, client: Client
+    ) -> AsyncGenerator[Body]:
+        """The frames of a plain stream, whose response is kept before its end is sent."""
+
+        async def kept() -> AsyncGenerator[Body]:
+            async with aclosing(frames) as each:
+                async for frame in each:
+                    if frame["type"] == "done":
+                        await Store(client).keep(call, events.native(frame))
+                    yield frame
+
+        return kept()
+
+    # ---- GET ------------------------------------------------------------------------------------
+
+    async def response(self, request: Request) -> Response:
+        """`GET /v1/responses/{id}`."""
+        store, state = await self._found(request, PATH)
+        call, after = call_of(state), _place(request)
+        streams = request.query_params.get("stream", "true" if _wants_events(request) else "false")
+        if streams not in _YES_OR_NO:
+            raise BadRequest("`stream`: true or false is expected", param="stream")
+        if not _YES_OR_NO[streams]:
+            return answer(output.of_state(call, state))
+        frames = store.frames(call.request_id, after, waits=after == START, fails=True)
+        return self._stream(request, frames, ResponseEvents(call, (), after, stored=True))
+
+    async def cancel(self, request: Request) -> Response:
+        """`POST /v1/responses/{id}/cancel`."""
+        store = Store(await self.client_of(request))
+        state = await store.cancel(_id(request), PATH, self._now_s())
+        return answer(output.of_state(call_of(state), state))
+
+    async def completion(self, request: Request) -> Response:
+        """`GET /v1/chat/completions/{id}` and `GET /v1/completions/{id}`."""
+        path = request.url.path.rpartition("/")[0]
+        store, state = await self._found(request, path)
+        call = call_of(state)
+        echoed = await self.echoed(call, store.client) if call.echo else ()
+        if _wants_events(request):
+            last = read_last_id(request.headers.get("last-event-id", ""))
+            frames = store.frames(call.request_id, (last.attempt, max(last.numbers, default=-1)))
+            return self._stream(request, frames, NumberedChunks(call, echoed, last))
+        if state["status"] not in ENDED:
+            return _accepted(path, call.request_id, state["status"])
+        if state["status"] != COMPLETED:
+            raise error_of(state)
+        return answer(openai_answer(call, [state["answer"]], echoed))
+
+    # ---- internals ------------------------------------------------------------------------------
+
+    async def _found(self, request: Request, path: str) -> tuple[Store, Body]:
+        self.enter(request)
+        store = Store(await self.client_of(request))
+        return store, await store.state(_id(request), path, self._now_s())
+
+    def _stream(self, request: Request, frames: AsyncGenerator[Body], chunks: Chunks) -> EventStream:
+        return EventStream(frames, chunks, exchange_of(request), self.counters, self.clock)
+
+    def _now_s(self) -> float:
+        return self.clock.wall_us() / 1e6
+
+
+def _id(request: Request) -> str:
+    """The id in the path. Raises UnknownRequest."""
+    given = str(request.path_params["id"])
+    if not re.fullmatch(REQUEST_ID, given):
+        raise UnknownRequest(f"{given!r:.140} is no id of a request", param="id")
+    return given
+
+
+def _accepted(path: str, request_id: str, status: str) -> Response:
+    kind = "chat.completion" if path == CHATS else "text_completion"
+    body: dict[str, Any] = {"id": request_id, "object": kind, "status": status}
+    return answer(body, 202, {**LATER, "Location": f"{path}/{request_id}"})
+
+
+def _wants_events(request: Request) -> bool:
+    return "text/event-stream" in request.headers.get("accept", "")
+
+
+def _place(request: Request) -> Place:
+    """What the reader of a response has: by `Last-Event-ID`, which a browser sends when it comes back to the
+    same URL, else by `starting_after`. Raises BadRequest."""
+    if last := request.headers.get("last-event-id", ""):
+        if (found := _EVENT_ID.fullmatch(last)) is None:
+            raise BadRequest(f"`Last-Event-ID`: an id of this stream is expected, not {last!r:.80}")
+        return Place(int(found[1]), int(found[2]))
+    given = request.query_params.get("starting_after")
+    if given is None:
+        return START
+    if not _NUMBER.fullmatch(given):
+        raise BadRequest(
+            "`starting_after`: the `sequence_number` of an event is expected", param="starting_after"
+        )
+    return place_of(int(given))

@@ -1,0 +1,388 @@
+"""Requests of the Responses API as chats of the OpenAI API. Pure.
+
+https://platform.openai.com/docs/api-reference/responses/create defines the fields. Items of `input` become
+messages: calls of functions belong to the assistant's message before them, reasoning to the one after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict
+
+from services.gateway.openai_request import Kept, thinking
+from shared.api import (
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_TIMEOUT_S,
+    MAX_TOOLS,
+    MAX_TOP_K,
+    NO_EFFECT,
+    NOT_YET,
+    REQUEST_ID,
+    Extensible,
+    Penalty,
+    Repetition,
+    SloClass,
+    Stop,
+    bad_field,
+    only,
+    whole_numbers,
+)
+from shared.errors import BadRequest
+
+Body = dict[str, Any]
+
+PATH = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks for them
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # as in OpenAI's API
+# Fields that the chat has under the same name.
+_SAME = (
+    "temperature", "top_p", "parallel_tool_calls", "user", "stream",
+    "seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs",
+)  # fmt: skip
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_OPEN = ConfigDict(extra="ignore", strict=True)  # clients send items back with fields that are not for us
+_IDLE = Field(None, description=NO_EFFECT)
+_REFUSED = Field(None, description=NOT_YET)
+
+
+def _listed(what: str, kinds: Sequence[str], text: Callable[[str], Body], untyped: str = "") -> Any:
+    """A validator of a list: a text becomes one entry, an entry without a type gets `untyped`, and one of
+    another type is refused by its name."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str):
+            return [text(value)]
+        if not isinstance(value, list):
+            return value
+        found = []
+        for entry in value:
+            if untyped and isinstance(entry, dict) and "type" not in entry:
+                entry = {**entry, "type": untyped}
+            kind = entry.get("type") if isinstance(entry, dict) else None
+            if isinstance(kind, str) and kind not in kinds:
+                raise ValueError(
+                    f"{what} of type `{kind:.40}` are not supported here: send {', '.join(kinds)}"
+                )
+            found.append(entry)
+        return found
+
+    return check
+
+
+@Extensible
+class Text(TypedDict):
+    """A text of the user or of an earlier answer."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+@Extensible
+class Refusal(TypedDict):
+    """A text, too."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+_Part = Annotated[Text | Refusal, Field(discriminator="type")]
+_parts = _listed(
+    "parts",
+    ("input_text", "output_text", "text", "refusal"),
+    lambda text: {"type": "input_text", "text": text},
+)
+Content = Annotated[list[_Part], BeforeValidator(_parts, str | list[_Part])]
+
+
+class Message(BaseModel):
+    """One message of the conversation."""
+
+    model_config = _OPEN
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class FunctionCall(BaseModel):
+    """A call that the model has made."""
+
+    model_config = _OPEN
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(BaseModel):
+    """What a call has returned."""
+
+    model_config = _OPEN
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+@Extensible
+class ReasoningText(TypedDict):
+    """A part of the reasoning of an answer."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(BaseModel):
+    """The reasoning of an earlier answer; the chat template decides whether the model sees it."""
+
+    model_config = _OPEN
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+
+
+_Item = Annotated[Message | FunctionCall | FunctionCallOutput | ReasoningItem, Field(discriminator="type")]
+_items = _listed(
+    "items",
+    ("message", "function_call", "function_call_output", "reasoning"),
+    lambda text: {"type": "message", "role": "user", "content": text},
+    untyped="message",
+)
+
+
+class FunctionTool(BaseModel):
+    """A function that the model may call. Its arguments always follow `parameters`."""
+
+    model_config = _OPEN
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+_tools = _listed("tools", ("function",), lambda text: {"type": text})
+
+
+@Extensible
+class NamedFunction(TypedDict):
+    """This function."""
+
+    type: Literal["function"]
+    name: str
+
+
+@Extensible
+class PlainForm(TypedDict):
+    """Any text, or a JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+@Extensible
+class SchemaForm(TypedDict):
+    """JSON that follows the schema."""
+
+    type: Literal["json_schema"]
+    name: NotRequired[str]
+    schema: dict[str, Any]
+
+
+class TextConfig(BaseModel):
+    """The form of the answer."""
+
+    model_config = _STRICT
+
+    format: Annotated[PlainForm | SchemaForm, Field(discriminator="type")] | None = None
+    verbosity: Any = _IDLE
+
+
+class Reasoning(BaseModel):
+    """Variables for the chat template."""
+
+    model_config = _STRICT
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Any = _IDLE
+    generate_summary: Any = _IDLE
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=MAX_KEY_CHARS)], Annotated[str, Field(max_length=MAX_VALUE_CHARS)]],
+    Field(max_length=MAX_METADATA),
+]
+
+
+class ResponseRequest(BaseModel):
+    """A conversation to answer."""
+
+    model_config = _STRICT
+    _whole = whole_numbers()
+
+    model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
+    input: Annotated[
+        Annotated[list[_Item], Field(min_length=1, max_length=MAX_MESSAGES)],
+        BeforeValidator(_items, str | Annotated[list[_Item], Field(min_length=1, max_length=MAX_MESSAGES)]),
+    ] = Field(description="a text of the user, or the items of the conversation")
+    instructions: str | None = Field(None, description="a system message, of this answer alone")
+    previous_response_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(
+        None, description="the conversation continues that of a stored response"
+    )
+    max_output_tokens: int | None = Field(None, ge=1, description="most tokens of the answer")
+    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
+    tools: Annotated[
+        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)],
+        BeforeValidator(_tools, Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]),
+    ] = Field(default_factory=list, description="functions that the model may call")
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = Field(
+        "auto", description="calls: none, any number, at least one, or this function"
+    )
+    parallel_tool_calls: bool = Field(True, description="false: at most one call")
+    text: TextConfig = Field(default_factory=TextConfig, description="the form of the answer")
+    reasoning: Reasoning = Field(
+        default_factory=Reasoning, description="reasoning, if the chat template can turn it on and off"
+    )
+    include: list[str] = Field(
+        default_factory=list, description=f"`{LOGPROBS}`: log probabilities; others are without effect"
+    )
+    top_logprobs: int = Field(
+        0, ge=0, le=MAX_LOGPROBS, description="number of likeliest alternatives for each token"
+    )
+    stream: bool = Field(False, description="send the answer as events")
+    background: bool = Field(False, description="answer at once, and keep the request until it is answered")
+    store: bool = Field(True, description="keep the response for a day, where a keeper runs")
+    metadata: Metadata = Field(default_factory=dict, description="returned as it is")
+    user: str = Field("", description=NO_EFFECT)
+    truncation: Literal["auto", "disabled"] = Field("disabled", description=NO_EFFECT)
+    service_tier: Any = _IDLE
+    safety_identifier: Any = _IDLE
+    prompt_cache_key: Any = _IDLE
+    prompt_cache_retention: Any = _IDLE
+    prompt_cache_options: Any = _IDLE
+    max_tool_calls: Any = _IDLE
+    stream_options: Any = _IDLE
+    conversation: Annotated[Any, only()] = _REFUSED
+    prompt: Annotated[Any, only()] = _REFUSED
+    context_management: Annotated[Any, only([])] = _REFUSED
+    # of Headrace, as in a chat
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="random if absent")
+    stop: Stop = Field(default_factory=list, description="texts that end an answer")
+    top_k: int = Field(0, ge=-1, le=MAX_TOP_K, description="tokens to draw from; 0 and -1: all")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the greatest")
+    presence_penalty: Penalty = Field(0.0, description="for each token that occurs in the answer so far")
+    frequency_penalty: Penalty = Field(0.0, description="the same, times the number of occurrences")
+    repetition_penalty: Repetition = Field(1.0, description="divides logits of tokens in prompt and answer")
+    ignore_eos: bool = Field(False, description="do not stop at the model's own end tokens")
+    min_tokens: int = Field(0, ge=0, description="least tokens of an answer: until then nothing ends it")
+    slo_class: SloClass = Field("standard", description="latency class: docs/design/scheduler.md")
+    timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="time limit, seconds")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables for the template"
+    )
+
+
+def read(fields: Body) -> Body:
+    """The fields of a chat of the OpenAI API, with `keep`: what the answer repeats. Raises BadRequest."""
+    try:
+        asked = ResponseRequest.model_validate(fields)
+    except ValidationError as error:
+        raise bad_field(error) from error
+    if asked.background and not asked.store:
+        raise BadRequest("`background: true` and `store: false` exclude each other", param="store")
+    turns = _turns(asked.input)
+    if not turns:
+        raise BadRequest("`input` has no message: add one", param="input")
+    system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    body: Body = {"messages": [*system, *turns]}
+    body |= {name: fields[name] for name in _SAME if name in fields}
+    if asked.model:
+        body["model"] = asked.model
+    if asked.max_output_tokens is not None:
+        body["max_completion_tokens"] = asked.max_output_tokens
+    if asked.tools:
+        body |= {"tools": [_tool(tool) for tool in asked.tools], "tool_choice": asked.tool_choice}
+        if isinstance(asked.tool_choice, dict):
+            body["tool_choice"] = {"type": "function", "function": {"name": asked.tool_choice["name"]}}
+    elif isinstance(asked.tool_choice, dict) or asked.tool_choice == "required":
+        raise BadRequest("`tool_choice`: a function of one of `tools` is expected", param="tool_choice")
+    if asked.top_logprobs or LOGPROBS in asked.include:
+        body |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
+    if (form := asked.text.format) is not None and form["type"] == "json_schema":
+        named = {"name": "answer", "schema": form["schema"]}
+        body["response_format"] = {"type": "json_schema", "json_schema": named}
+    elif form is not None and form["type"] == "json_object":
+        body["response_format"] = {"type": "json_object"}
+    if (effort := asked.reasoning.effort) is not None:
+        variables = {**thinking(effort != "none")["chat_template_kwargs"], **asked.chat_template_kwargs}
+        body |= {"reasoning_effort": effort, "chat_template_kwargs": variables}
+    if asked.stream:
+        body["stream_options"] = {"include_usage": True}
+    return {**body, "keep": Kept({"path": PATH, "response": _repeated(asked, fields)})}
+
+
+def _repeated(asked: ResponseRequest, fields: Body) -> Body:
+    """The fields of the request that its answer has, too."""
+    return {
+        "background": asked.background,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata,
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "previous_response_id": asked.previous_response_id,
+        "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": asked.store,
+        "temperature": asked.temperature,
+        "text": {"format": asked.text.format or {"type": "text"}},
+        "tool_choice": asked.tool_choice,
+        "tools": [tool.model_dump() for tool in asked.tools],
+        "top_logprobs": asked.top_logprobs,
+        "top_p": asked.top_p,
+        "truncation": asked.truncation,
+        "user": fields.get("user"),
+    }
+
+
+def _turns(items: Sequence[BaseModel]) -> list[Body]:
+    turns: list[Body] = []
+    reasoning: list[str] = []
+
+    def assistant(**said: Any) -> None:
+        thought = {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
+        turns.append({"role": "assistant", **said, **thought})
+        reasoning.clear()
+
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            reasoning += [part["text"] for part in item.content or ()]
+        elif isinstance(item, FunctionCall):
+            if not turns or turns[-1]["role"] != "assistant" or reasoning:
+                assistant(content="")
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            turns[-1].setdefault("tool_calls", []).append(call)
+        elif isinstance(item, FunctionCallOutput):
+            turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif isinstance(item, Message) and item.role == "assistant":
+            assistant(content=_text(item.content))
+        elif isinstance(item, Message):
+            turns.append({"role": item.role, "content": _text(item.content)})
+    return turns
+
+
+def _text(content: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(part.get("text") or part.get("refusal", "") for part in content)
+
+
+def _tool(tool: FunctionTool) -> Body:
+    about = {"description": tool.description} if tool.description else {}
+    schema = {"parameters": tool.parameters} if tool.parameters is not None else {}
+    return {"type": "function", "function": {"name": tool.name, **about, **schema}}

@@ -1,0 +1,156 @@
+"""What a keeper has, as HTTP shows it: errors, and the attempts of frames."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import pytest
+
+from services.gateway.durable.store import Store, call_of
+from services.gateway.errors import Gone, NoKeeper, StoreAway
+from services.gateway.exchange import drawn_at, timed_id
+from services.gateway.openai_request import read_call
+from shared.errors import (
+    BadRequest,
+    EngineError,
+    HeadraceError,
+    Overloaded,
+    Unavailable,
+    UnknownModel,
+    UnknownRequest,
+    error_body,
+)
+from shared.nats.interface import NoResponders
+
+PATH = "/v1/responses"
+DRAWN_S = 1_795_000_000
+ID = timed_id("resp_", DRAWN_S)
+CALL = read_call({"model": "m", "messages": [], "stream": True}, chat=True, request_id=ID)
+
+
+class Keeper:
+    """The client of a tenant, with a keeper that answers `answer`."""
+
+    tenant = "acme"
+
+    def __init__(self, answer: Any = None, frames: Sequence[Any] = ()) -> None:
+        self.answer, self.frames = answer, frames
+        self.asked: list[Any] = []
+
+    async def request(self, subject: str, body: Any = None) -> Any:
+        self.asked.append((subject, body))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def state(self, request_id: str) -> Any:
+        return await self.request(request_id)
+
+    async def follow(self, request_id: str) -> AsyncGenerator[Any]:
+        for frame in self.frames:
+            if isinstance(frame, Exception):
+                raise frame
+            yield frame
+
+
+def store(*given: Any, **more: Any) -> Store:
+    keeper: Any = Keeper(*given, **more)
+    return Store(keeper)
+
+
+def test_an_id_has_its_time() -> None:
+    assert drawn_at(ID) == DRAWN_S
+    for other in ("resp_", "r", ID + "0", ID.replace("resp_", ""), ID.upper()):
+        assert drawn_at(other) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "age_s", "error"),
+    [
+        (UnknownModel("x"), 60, UnknownRequest),
+        (UnknownRequest("x"), 86_500, Gone),
+        (NoResponders("x"), 86_500, UnknownRequest),
+        (Unavailable("JetStream is off"), 0, StoreAway),
+        ({"status": "queued"}, 0, UnknownRequest),  # sent over NATS
+        ({"status": "queued", "keep": {"path": "/v1/completions"}}, 0, UnknownRequest),
+    ],
+)
+async def test_what_is_not_there(answer: Any, age_s: int, error: type[HeadraceError]) -> None:
+    with pytest.raises(error):
+        await store(answer).state(ID, PATH, DRAWN_S + age_s)
+
+
+async def test_an_id_of_another_form_is_never_too_old() -> None:
+    with pytest.raises(UnknownRequest):
+        await store(UnknownModel("x")).state("mine", PATH, 2 * DRAWN_S)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(NoResponders("x"), NoKeeper), (Unavailable("full"), StoreAway), (Overloaded("x"), Overloaded)],
+)
+async def test_errors_of_a_submit(answer: HeadraceError, error: type[HeadraceError]) -> None:
+    with pytest.raises(error):
+        await store(answer).submit(CALL)
+
+
+async def test_a_stored_request_is_no_stream_and_has_what_its_answer_needs() -> None:
+    keeper: Any = Keeper({"id": ID, "status": "queued"})
+    await Store(keeper).submit(CALL)
+    await Store(keeper).keep(CALL, {"choices": []})
+    (_, sent), (subject, kept) = keeper.asked
+    assert "stream" not in sent
+    assert sent["keep"] == {}
+    assert subject == f"headrace.v1.keep.acme.{ID}"
+    assert (kept["model"], kept["answer"], "stream" in kept["request"]) == ("m", {"choices": []}, False)
+
+
+@pytest.mark.parametrize("error", [NoResponders("x"), Unavailable("x"), EngineError("x")])
+async def test_a_response_that_cannot_be_kept_is_answered(error: HeadraceError) -> None:
+    await store(error).keep(CALL, {})
+
+
+def accepted(native: int, arrived_s: int) -> dict[str, Any]:
+    return {"type": "accepted", "attempt": native, "created": arrived_s}
+
+
+async def attempts(frames: Sequence[Any], after: tuple[int, int] = (0, -1)) -> list[int]:
+    found = store(frames=frames).frames(ID, after)
+    return [frame["attempt"] async for frame in found]
+
+
+async def test_the_attempt_is_that_of_the_text() -> None:
+    """Not of the detokenizer, which counts anew after the loss of everything."""
+    at_once, later = accepted(7, DRAWN_S), accepted(1, DRAWN_S + 30)
+    assert await attempts([at_once, {"type": "delta"}]) == [1, 1]
+    assert await attempts([later]) == [30]
+    assert await attempts([later], (30, 8)) == [30]
+    assert await attempts([later], (1, 8)) == [30]  # the text of before is another one
+    assert await attempts([later], (31, 8)) == [32]
+    assert await attempts([at_once, accepted(8, DRAWN_S), accepted(9, DRAWN_S + 40)]) == [1, 2, 40]
+
+
+async def test_a_request_without_an_answer_ends_its_stream() -> None:
+    failed = {"status": "failed", **error_body(EngineError("it broke"))}
+    found = store(failed, [accepted(1, DRAWN_S), EngineError("it broke")]).frames(ID, waits=True, fails=True)
+    queued, _, last = [frame async for frame in found]
+    assert queued == {"type": "queued"}
+    assert (last["type"], last["status"], last["error"].message) == ("failed", "failed", "it broke")
+    running = {"status": "running"}
+    with pytest.raises(EngineError, match="cut"):
+        _ = [f async for f in store(running, [EngineError("cut")]).frames(ID, fails=True)]
+    with pytest.raises(EngineError, match="cut"):
+        _ = [f async for f in store(NoResponders("x"), [EngineError("cut")]).frames(ID, fails=True)]
+
+
+def test_the_call_of_a_stored_request() -> None:
+    keep = {"path": "/v1/completions", "chat": False, "echo": True}
+    state = {"id": "r", "model": "m", "keep": keep, "request": {"prompt": "x", "n": 2}}
+    call = call_of(state)
+    assert (call.chat, call.echo, call.n, call.request_id) == (False, True, 2, "r")
+    assert call.keep == {**keep, "response": {}}
+    with pytest.raises(BadRequest):
+        call_of({**state, "request": {}})
+    with pytest.raises(BadRequest, match="not from a gateway"):
+        call_of({**state, "keep": {**keep, "response": 3}})

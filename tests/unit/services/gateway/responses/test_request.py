@@ -1,0 +1,130 @@
+"""The fields of the Responses API become those of a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.gateway.openai_request import read_call
+from services.gateway.responses.request import PATH, read
+from shared.errors import BadRequest
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "name": "weather", "description": "now", "parameters": SCHEMA, "strict": True}
+CALLED = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'}
+FUNCTION = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+USER = {"role": "user", "content": "Hi"}
+
+
+def test_a_text_is_a_chat() -> None:
+    body = read({"model": "m", "input": "Hi"})
+    keep = body.pop("keep")
+    assert body == {"model": "m", "messages": [USER]}
+    assert keep["path"] == PATH
+    assert keep["response"] == {
+        "background": False, "instructions": None, "max_output_tokens": None, "metadata": {},
+        "parallel_tool_calls": True, "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None}, "service_tier": "default", "store": True,
+        "temperature": 1.0, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
+        "top_logprobs": 0, "top_p": 1.0, "truncation": "disabled", "user": None,
+    }  # fmt: skip
+
+
+def test_every_field_has_its_place() -> None:
+    body = read(
+        {
+            "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+            "instructions": "Be brief.", "max_output_tokens": 9, "temperature": 0, "top_p": 0.5,
+            "tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"},
+            "parallel_tool_calls": False,
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+            "reasoning": {"effort": "low", "summary": "auto"}, "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2, "metadata": {"a": "b"}, "user": "u", "store": False, "stream": True,
+            "service_tier": "auto", "prompt_cache_key": "k", "truncation": "auto", "seed": 4, "stop": "x",
+        }
+    )  # fmt: skip
+    keep = body.pop("keep")["response"]
+    assert body == {
+        "messages": [{"role": "system", "content": "Be brief."}, USER],
+        "max_completion_tokens": 9, "temperature": 0, "top_p": 0.5,
+        "tools": [
+            {"type": "function", "function": {"name": "weather", "description": "now", "parameters": SCHEMA}}
+        ],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}}, "parallel_tool_calls": False,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
+        "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
+        "logprobs": True, "top_logprobs": 2, "user": "u", "seed": 4, "stop": "x",
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    assert (keep["metadata"], keep["store"], keep["tools"]) == ({"a": "b"}, False, [TOOL])
+
+
+def test_a_conversation_with_calls_and_reasoning() -> None:
+    said: Any = {"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": None}
+    thought = {"type": "reasoning_text", "text": "hm"}
+    items: list[Any] = [
+        USER,
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [thought]},
+        {"type": "message", "id": "msg", "role": "assistant", "status": "completed", "content": [said]},
+        {**CALLED, "id": "fc", "status": None},
+        {**CALLED, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "sun"}]},
+        {"type": "reasoning", "summary": []},
+        CALLED,
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "developer", "content": "Be nice."},
+    ]  # fmt: skip
+    assert read({"input": items})["messages"] == [
+        USER,
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "hm",
+            "tool_calls": [FUNCTION, {**FUNCTION, "id": "c2"}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "content": "sun"},
+        {"role": "assistant", "content": "", "tool_calls": [FUNCTION]},
+        {"role": "assistant", "content": "No."},
+        {"role": "developer", "content": "Be nice."},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"input": []}, "`input`"),
+        ({"input": [{"type": "reasoning"}]}, "`input` has no message"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type `item_reference` are not"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "parts of type `input_image`"),
+        ({"tools": [{"type": "web_search"}]}, "tools of type `web_search` are not supported here"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "`tools.0.name`"),
+        ({"tool_choice": "required"}, "a function of one of `tools` is expected"),
+        ({"tool_choice": {"type": "file_search"}}, "`tool_choice"),
+        ({"conversation": "c"}, "`conversation` is not supported yet"),
+        ({"prompt": {"id": "p"}}, "`prompt` is not supported yet"),
+        ({"messages": [USER]}, "`messages` is not a field of a request"),
+        ({"max_output_tokens": 0}, "`max_output_tokens`"),
+        ({"text": {"format": {"type": "grammar"}}}, "`text.format`"),
+        ({"metadata": {"a": 1}}, "`metadata.a`"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "`metadata`"),
+        ({"reasoning": {"effort": "a lot"}}, "`reasoning.effort`"),
+        ({"background": True, "store": False}, "exclude each other"),
+        ({"keep": {}}, "`keep` is not a field of a request"),
+    ],
+)
+def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        read({"input": "Hi", **more})
+    assert refused.value.message.startswith(why) or why in refused.value.message
+
+
+def test_what_is_kept_comes_from_the_gateway_alone() -> None:
+    call = read_call(read({"model": "m", "input": "Hi"}), chat=True, request_id="r")
+    assert call.keep["path"] == PATH
+    assert "keep" not in call.bodies[0]
+    forged = read_call({"model": "m", "messages": [USER], "keep": {"path": PATH}}, chat=True, request_id="r")
+    assert forged.keep == {}
+    assert "keep" in forged.bodies[0]  # for the tokenizer to refuse
