@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -17,9 +18,11 @@ from support.running_up import HEADRACE, StartUp, Up, assert_all_free
 from loadtest import faults
 from loadtest.durable import kill_all
 from services.launcher import nats_server as servers
+from services.launcher.commands import auth
+from services.launcher.commands.auth import Plan
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.client import Client
-from shared.errors import Moved
+from shared.errors import Moved, UnknownRequest
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 from shared.replies import text_hash
@@ -64,10 +67,10 @@ class Reader:
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Client]:
+async def connected(url: str, tenant: str = "public") -> AsyncIterator[Client]:
     bus = await NatsBus.connect(url, timeout_s=5)
     try:
-        yield await Client.open(bus)
+        yield await Client.open(bus, tenant)
     finally:
         await bus.drain()
 
@@ -77,7 +80,7 @@ async def submitted(client: Client, body: dict[str, Any]) -> None:
     async with asyncio.timeout(HUNG_S):
         while True:
             try:
-                await client.request(subjects.submit("public", MODEL), body)
+                await client.request(subjects.submit(client.tenant, MODEL), body)
                 return
             except Exception:  # noqa: BLE001 - the keeper is the last service to start
                 await asyncio.sleep(0.1)
@@ -222,3 +225,26 @@ async def test_a_durable_request_is_followed_through_the_loss_of_everything(
         texts = {choice["index"]: choice["text"] for choice in record["answer"]["choices"]}
         assert (reader.texts, reader.ended) == (texts, True)
         assert reader.attempts == sorted(set(reader.attempts)), "attempts only grow"
+
+
+async def test_under_credentials_a_tenant_follows_its_own_requests(start_up: StartUp, tmp_path: Path) -> None:
+    users = tmp_path / "users"
+    auth.generate(users, Plan("nats://nats:4222", "default", ("acme", "bob")), print)
+    up = start_up("--durable", "--auth", str(users), **SLOW)
+    urls = {name: auth.url_of(users, name, up.nats_url) for name in ("acme", "bob")}
+    async with connected(urls["acme"], "acme") as acme, connected(urls["bob"], "bob") as bob:
+        await submitted(acme, asked("r"))
+        reader = Reader()
+        await reader.read(acme, "r", 40)
+        with pytest.raises(UnknownRequest):
+            await Reader().read(bob, "r")
+        spied: list[bytes] = []
+        await bob.bus.subscribe("_INBOX.bob.1.2", lambda delivery: spied.append(delivery.data))
+        await bob.bus.flush()
+        acme.bus.publish(subjects.attach("acme", "r"), b"", reply="_INBOX.bob.1.2")
+        await reader.read(acme, "r")
+        await bob.bus.flush()
+        assert spied == [], "frames went to the inbox of another tenant"
+        record = await acme.request(subjects.result("acme", "r"))
+        assert (reader.texts[0], reader.attempts) == (record["answer"]["choices"][0]["text"], [1, 1])
+    assert "ermissions" not in up.log.read_text()
