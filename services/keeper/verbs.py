@@ -50,7 +50,7 @@ CHECK_US = 10_000_000  # a tokenizer takes up to three seconds for a megabyte
 REPLIES = f"{access.INBOX}.*.{access.user_of('keeper')}.*"  # answers to the requests of all keepers
 LOOK_US = 5_000_000  # between two looks at the size of the stream; it fills in minutes
 RECORD_ROOM = 4_096  # bytes of a record beside its request and its answer
-SUBMIT_TRIES = 10  # a stream whose leader has died has another after six seconds
+SUBMIT_TRIES = 8  # of a second: a stream whose leader has died has another after six; clients wait for ten
 
 
 class Verbs:

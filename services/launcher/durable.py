@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from services.launcher.nats_server import ServerLimits
 from shared.errors import SetupError
 
 MEMORY, FILE = "16MB", "1GB"  # of JetStream: its streams are on disk
+SPACE_BYTES = 33_554_432  # for a server that starts again: some of the largest messages
 HELD_S, LOOK_S = 5.0, 0.02  # for the server of an `up` that was killed to end
 
 
@@ -40,6 +43,32 @@ def limits_of(fleet: str, wait_s: float = HELD_S) -> ServerLimits:
     _take(lock, folder, wait_s)
     store = str(folder)
     return replace(ServerLimits(), jetstream_memory=MEMORY, jetstream_file=FILE, store=store, lock=lock)
+
+
+class FullDisk:
+    """Decides when to restart a nats-server that could not write. Such a server takes no more messages until
+    it is restarted, even when there is space (seen with 2.15); what it has stored stays."""
+
+    def __init__(self, folder: str, report: Callable[[str], None]) -> None:
+        self._folder, self._report = folder, report
+        self._told = False
+
+    def has_space_again(self, health: bytes) -> bool:
+        """True if the server with this answer of /healthz cannot write, although there is space."""
+        if not self._folder or b"write error" not in health:
+            self._told = self._told and not health  # no answer: it starts
+            return False
+        try:
+            free_bytes = shutil.disk_usage(self._folder).free
+        except OSError:  # somebody removed it
+            free_bytes = 0
+        if free_bytes >= SPACE_BYTES:
+            self._report("nats-server could not write durable requests, and there is space: it starts again")
+            return True
+        if not self._told:
+            self._told = True
+            self._report(f"the disk is full: durable requests are refused until {self._folder} has space")
+        return False
 
 
 def _take(lock: int, folder: Path, wait_s: float) -> None:

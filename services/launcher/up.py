@@ -447,30 +447,34 @@ async def keep_running(server: NatsServer, report: Callable[[str], None]) -> Non
 
 
 async def watch_server(server: NatsServer, report: Callable[[str], None]) -> None:
-    """Kill `server` when it hangs, until cancelled; `keep_running` starts it again."""
-    silences = SilenceTimers()
+    """Kill `server` when it hangs, or has space again after its disk was full, until cancelled;
+    `keep_running` starts it again."""
+    silences, disk = SilenceTimers(), durable.FullDisk(server.limits.store, report)
     while True:
         await asyncio.sleep(LOOK_S)
         pid = server.process.pid
-        ticks = None if await _answers(server.monitoring_url) else ticks_of(pid)
+        answer = await _health(server.monitoring_url)
+        if disk.has_space_again(answer):
+            server.process.terminate()
+        ticks = None if answer else ticks_of(pid)
         silent_s = silences.seconds("", None if ticks is None else (pid, ticks), time.monotonic())
         if silent_s >= HANGS_S:
             report(f"nats-server has not answered for {silent_s:.0f} s and used no CPU: killed")
             server.process.kill()
 
 
-async def _answers(url: str) -> bool:
-    """Whether the HTTP server at `url` answers within ANSWER_S."""
+async def _health(url: str) -> bytes:
+    """What the nats-server with its monitoring at `url` answers within ANSWER_S about itself."""
     where = urlsplit(url)
     with contextlib.suppress(OSError):
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await asyncio.open_connection(where.hostname, where.port)
             try:
                 writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
-                return bool(await reader.readline())
+                return await reader.read()
             finally:
                 writer.close()
-    return False
+    return b""
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:

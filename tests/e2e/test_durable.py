@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import random
+import resource
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -215,6 +217,27 @@ def test_the_same_request_again_after_the_server_was_killed_is_not_computed_agai
     faults.kill(up.child("nats-server"))
     assert asyncio.run(hundred_times()) == once
     assert generated(up) == before
+
+
+def test_a_disk_that_is_full_for_a_while_loses_nothing(start_up: StartUp) -> None:
+    up = start_up("--durable")
+    numbered, replies = [simulated(i) for i in range(60)], dict[int, dict[str, Any]]()
+
+    async def fill() -> None:
+        bus = await NatsBus.connect(up.nats_url, timeout_s=20)
+        client = await Client.open(bus)
+        await submit_all(client, numbered[:20], replies)
+        # As with a full disk, the next write fails. A server that is started again has no such limit.
+        resource.prlimit(up.child("nats-server"), resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        await submit_all(client, numbered, replies)
+        await bus.drain()
+
+    asyncio.run(fill())
+    records, counts = asyncio.run(all_records(up.nats_url, numbered, replies))
+    assert {record["status"] for record in records} == {"completed"}
+    assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: 60}
+    up.stop(signal.SIGTERM)
+    assert any("could not write durable requests" in line for line in up.printed)
 
 
 def generated(up: Up) -> int:
