@@ -32,7 +32,7 @@ from services.gateway import anthropic, ollama
 from services.gateway import exchange as exchanges
 from services.gateway.access_log import AccessLog, line_of
 from services.gateway.durable.endpoints import PREFIXES, Durable, prefers_async
-from services.gateway.durable.store import Store
+from services.gateway.durable.store import Pause, Store
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
 from services.gateway.exchange import Exchange, ExchangeCounters, answer, exchange_of, given_id, refusal
 from services.gateway.fleet import Fleet
@@ -144,11 +144,12 @@ class Endpoints:
     access_log: AccessLog | None = None
     counters: ExchangeCounters = field(default_factory=ExchangeCounters)
     clock: Clock = field(default_factory=SystemClock)
+    pause: Pause = field(default_factory=Pause)
 
     @property
     def durable(self) -> Durable:
         """The endpoints of durable requests."""
-        return Durable(self._client, self._enter, self._echoed, self.counters, self.clock)
+        return Durable(self._client, self._enter, self._echoed, self.counters, self.clock, self.pause)
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
@@ -284,7 +285,7 @@ class Endpoints:
         exchange.answered_us = self.clock.wall_us()
         exchange.usages += [each["usage"] for each in natives]
         if keeps:
-            await Store(native.client).keep(call, natives[0])
+            await Store(native.client).keep(call, natives[0], self.pause)
         return answer(api.answer(call, natives, echoed))
 
     def _enter(self, request: Request) -> None:

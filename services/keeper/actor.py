@@ -99,6 +99,7 @@ class KeeperActor(Actor):
             await bus.subscribe(subjects.CANCEL_ALL, self._on_cancel, queue="keeper"),
             await bus.subscribe(subjects.KEEP_ALL, self._answering(self._verbs.keep), queue="keeper"),
         ]
+        await bus.flush()  # the server has them before this keeper is ready
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._pull()), loop.create_task(self._tick())]
 

@@ -36,13 +36,22 @@ EVENTS = {"Accept": "text/event-stream"}
 LIMIT_S = 60  # a guard against hanging
 
 
+def keeping(up: Up, key: str = "any") -> Up:
+    """The fleet, once its keeper is there: it starts after the model answers."""
+    until, head = time.monotonic() + LIMIT_S, {"Authorization": f"Bearer {key}"}
+    while "of yours" not in httpx.get(f"{up.http_url}/responses/x", headers=head).text:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return up
+
+
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     with running_up(
         tmp_path_factory.mktemp("responses"), "--durable", HEADRACE_HTTP="127.0.0.1:0",
         HEADRACE_SIM="step=5000",
     ) as running:  # fmt: skip
-        yield running
+        yield keeping(running)
 
 
 @pytest.fixture
@@ -257,6 +266,7 @@ def test_202_and_the_answer_later(http: httpx.Client, path: str) -> None:
     body, url = posted.json(), posted.headers["location"]
     assert (url, body["status"], body["object"]) == (f"{path}/{body['id']}", "queued", plain["object"])
     assert posted.headers["x-request-id"] == body["id"]
+    assert posted.headers["preference-applied"] == "respond-async"
     until = time.monotonic() + LIMIT_S
     while (got := http.get(url)).status_code == 202:
         assert got.headers["retry-after"] == "1"
@@ -295,6 +305,7 @@ def test_under_credentials_a_tenant_has_its_own(start_up: StartUp, tmp_path: Pat
     acme, bob = [
         OpenAI(base_url=up.http_url, api_key=keys[name], max_retries=0, timeout=LIMIT_S) for name in keys
     ]
+    keeping(up, keys["acme"])
     kept = acme.responses.create(**ASKED)
     background = acme.responses.create(**ASKED, background=True)
     assert ended(acme, background).output_text == kept.output_text
@@ -315,7 +326,7 @@ def test_under_credentials_a_tenant_has_its_own(start_up: StartUp, tmp_path: Pat
 def test_a_stream_starts_over_after_the_loss_of_every_process(start_up: StartUp, tmp_path: Path) -> None:
     """The text is computed again: a reader that comes back has all of it, under a higher attempt."""
     state = {"XDG_STATE_HOME": str(tmp_path), "HEADRACE_HTTP": "127.0.0.1:0", "HEADRACE_SIM": "step=10000"}
-    first = start_up("--durable", **state)
+    first = keeping(start_up("--durable", **state))
     asked: Any = {**ASKED, "max_output_tokens": 300, "background": True}
     with OpenAI(base_url=first.http_url, api_key="any", max_retries=0, timeout=LIMIT_S) as client:
         stream = client.responses.create(**asked, stream=True)
@@ -325,7 +336,7 @@ def test_a_stream_starts_over_after_the_loss_of_every_process(start_up: StartUp,
         first.process.wait()
         wait_until_gone(pids)
     response_id, last = had[0].response.id, had[-1].sequence_number  # type: ignore[union-attr]
-    second = start_up("--durable", **state)
+    second = keeping(start_up("--durable", **state))
     with OpenAI(base_url=second.http_url, api_key="any", max_retries=0, timeout=LIMIT_S) as client:
         events = list(client.responses.retrieve(response_id, stream=True, starting_after=last))
         plain = client.responses.create(**{**asked, "background": False})

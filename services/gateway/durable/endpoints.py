@@ -8,9 +8,10 @@ POST /v1/responses/{id}/cancel                          the response
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.durable.numbered import NumberedChunks, read_last_id
-from services.gateway.durable.store import COMPLETED, ENDED, Store, call_of
+from services.gateway.durable.store import COMPLETED, ENDED, Pause, Store, call_of
 from services.gateway.exchange import ExchangeCounters, answer, exchange_of
 from services.gateway.openai_request import Body, Call, Kept
 from services.gateway.openai_response import Chunks, EventStream
@@ -56,6 +57,7 @@ class Durable:
     echoed: Echo
     counters: ExchangeCounters
     clock: Clock
+    pause: Pause
 
     def routes(self) -> list[Route]:
         """The paths with an id."""
@@ -80,7 +82,7 @@ class Durable:
             raise BadRequest("`prompt`: with `Prefer: respond-async` one prompt is expected", param="prompt")
         keep = Kept({"path": path, "chat": call.chat, "echo": call.echo})
         stored = await Store(client).submit(call.keeping(keep))
-        return _accepted(path, stored["id"], stored["status"])
+        return _accepted(path, stored["id"], stored["status"], {"Preference-Applied": "respond-async"})
 
     async def background(self, call: Call, client: Client, request: Request) -> Response:
         """Have a response made in the background."""
@@ -116,7 +118,7 @@ class Durable:
             async with aclosing(frames) as each:
                 async for frame in each:
                     if frame["type"] == "done":
-                        await Store(client).keep(call, events.native(frame))
+                        await Store(client).keep(call, events.native(frame), self.pause)
                     yield frame
 
         return kept()
@@ -179,10 +181,12 @@ def _id(request: Request) -> str:
     return given
 
 
-def _accepted(path: str, request_id: str, status: str) -> Response:
+def _accepted(
+    path: str, request_id: str, status: str, more: Mapping[str, str] = MappingProxyType({})
+) -> Response:
     kind = "chat.completion" if path == CHATS else "text_completion"
     body: dict[str, Any] = {"id": request_id, "object": kind, "status": status}
-    return answer(body, 202, {**LATER, "Location": f"{path}/{request_id}"})
+    return answer(body, 202, {**LATER, **more, "Location": f"{path}/{request_id}"})
 
 
 def _wants_events(request: Request) -> bool:

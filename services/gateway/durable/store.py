@@ -35,6 +35,7 @@ log = logging.getLogger("headrace.gateway")
 
 KEPT_S = 86_400  # as long as a keeper has a record
 KEEP_S = 2.0  # for a response to be stored: its client waits for that
+PAUSE_S = 30.0
 CANCEL_S, LOOK_S = 2.0, 0.05  # for a cancelled request to end, and between two looks
 COMPLETED, ENDED_BADLY = "completed", ("failed", "cancelled")
 ENDED = (COMPLETED, *ENDED_BADLY)
@@ -44,6 +45,13 @@ _NO_KEEPER = "no keeper runs, so nothing is kept: start the fleet without `--no-
 _DAMAGED = "the stored request is damaged, or not from a gateway: send it again"
 
 _away = Rarely(log, SystemClock())
+
+
+@dataclass(slots=True)
+class Pause:
+    """After a store that did not answer in time no response is kept for PAUSE_S: each would wait KEEP_S."""
+
+    until_s: float = 0.0  # of the loop's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +123,12 @@ class Store:
             return None
         return state if state["status"] in ENDED_BADLY else None
 
-    async def keep(self, call: Call, native: Body) -> None:
+    async def keep(self, call: Call, native: Body, pause: Pause) -> None:
         """Have an answered response stored, if there is a keeper. A failure is logged: the client has its
         answer."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < pause.until_s:
+            return
         request = {name: value for name, value in call.bodies[0].items() if name not in _STREAM}
         body = {"model": call.model, "request": request, "keep": call.keep, "answer": native}
         try:
@@ -125,8 +136,11 @@ class Store:
                 await self.client.request(subjects.keep(self.client.tenant, call.request_id), body)
         except NoResponders:
             pass
-        except (HeadraceError, TimeoutError) as error:
-            _away.warning("a response was not kept: %s", error)
+        except TimeoutError:
+            pause.until_s = now_s + PAUSE_S
+            _away.warning("responses are not kept for %g s: no keeper has answered in %g s", PAUSE_S, KEEP_S)
+        except HeadraceError as error:
+            _away.warning("a response was not kept: %s", error.message)
 
     async def cancel(self, request_id: str, path: str, now_s: float) -> Body:
         """Cancel a request; returns its state, which is the end of it unless that takes over CANCEL_S.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
 
-from services.gateway.durable.store import Store, call_of
+from services.gateway.durable.store import Pause, Store, call_of
 from services.gateway.errors import Gone, NoKeeper, StoreAway
 from services.gateway.exchange import drawn_at, timed_id
 from services.gateway.openai_request import read_call
@@ -98,7 +99,7 @@ async def test_errors_of_a_submit(answer: HeadraceError, error: type[HeadraceErr
 async def test_a_stored_request_is_no_stream_and_has_what_its_answer_needs() -> None:
     keeper: Any = Keeper({"id": ID, "status": "queued"})
     await Store(keeper).submit(CALL)
-    await Store(keeper).keep(CALL, {"choices": []})
+    await Store(keeper).keep(CALL, {"choices": []}, Pause())
     (_, sent), (subject, kept) = keeper.asked
     assert "stream" not in sent
     assert sent["keep"] == {}
@@ -108,7 +109,26 @@ async def test_a_stored_request_is_no_stream_and_has_what_its_answer_needs() -> 
 
 @pytest.mark.parametrize("error", [NoResponders("x"), Unavailable("x"), EngineError("x")])
 async def test_a_response_that_cannot_be_kept_is_answered(error: HeadraceError) -> None:
-    await store(error).keep(CALL, {})
+    await store(error).keep(CALL, {}, Pause())
+
+
+async def test_a_store_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a gateway whose credentials are older than the verb: the server drops its request."""
+    monkeypatch.setattr("services.gateway.durable.store.KEEP_S", 0.01)
+    asked, pause = list[str](), Pause()
+
+    async def silent(subject: str, body: Any) -> None:
+        asked.append(subject)
+        await asyncio.Event().wait()
+
+    keeper: Any = Keeper()
+    monkeypatch.setattr(keeper, "request", silent)
+    for _ in range(3):
+        await Store(keeper).keep(CALL, {}, pause)
+    assert len(asked) == 1
+    pause.until_s = 0.0
+    await Store(keeper).keep(CALL, {}, pause)
+    assert len(asked) == 2
 
 
 def accepted(native: int, arrived_s: int) -> dict[str, Any]:
