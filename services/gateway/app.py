@@ -42,7 +42,7 @@ from services.gateway.native_call import (
     read_body,
     unless_gone,
 )
-from services.gateway.openai_request import Call, fields_of, model_of, read_call
+from services.gateway.openai_request import fields_of, model_of
 from services.gateway.openai_response import BODY_SEND, OPENAI, Api, EventStream
 from services.gateway.openapi import document
 from services.gateway.page import Page
@@ -61,6 +61,7 @@ from shared.fair_share import over_share
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
+from shared.openai.call import Call, read_call
 from shared.telemetry import traces
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
 from shared.telemetry.tracer import Tracer

@@ -25,9 +25,10 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.errors import HeadTooLarge, SlowRequest, body_of, status_of
+from services.gateway.errors import HeadTooLarge, SlowRequest
 from services.gateway.native_call import BODY_TIMEOUT_S
 from shared.errors import BadRequest, HeadraceError, Overloaded
+from shared.openai.error_shape import body_of, status_of
 from shared.replies import to_json
 
 MAX_HEAD_BYTES = 32_768

@@ -13,8 +13,8 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from services.gateway.anthropic import CountTokensRequest, MessagesRequest
 from services.gateway.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from services.gateway.openai_request import MAX_PROMPTS
 from shared.api import ChatRequest, CompletionRequest
+from shared.openai.call import MAX_PROMPTS
 
 Json = dict[str, Any]
 Schema = dict[str, Any]

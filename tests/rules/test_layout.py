@@ -58,7 +58,7 @@ HANGING = (
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 73, 20_701
-PRODUCT_FILES, PRODUCT_LINES = 205, 50_206
+PRODUCT_FILES, PRODUCT_LINES = 209, 50_301
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
