@@ -141,7 +141,13 @@ class Client:
     async def request(self, subject: str, body: Mapping[str, Any] | None = None) -> Body:
         """The answer to a request with one reply, such as `tokenize`, for this tenant. Raises the service's
         error, NoResponders, RequestTimeout."""
-        data = b"" if body is None else _json(body)
+        answer = _message(await self.ask(subject, b"" if body is None else _json(body)), "")
+        if "error" in answer:
+            raise error_of(answer)
+        return answer
+
+    async def ask(self, subject: str, data: bytes) -> Delivery:
+        """The one reply to a request of bytes. Raises NoResponders, RequestTimeout."""
         reply = self._new_reply()
         replies = self._waiting[reply] = UnreadFrames(lambda: None)
         try:
@@ -153,10 +159,7 @@ class Client:
             self._waiting.pop(reply).close()
         if delivery.no_responders:
             raise NoResponders(f"no service answers on {subject}")
-        answer = _message(delivery, "")
-        if "error" in answer:
-            raise error_of(answer)
-        return answer
+        return delivery
 
     async def _exchange(self, body: Body, timeout_s: float, trace: str) -> AsyncGenerator[Body]:
         """Send `body` and yield the messages of the reply up to the last one."""

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway import anthropic, ollama
 from services.gateway import exchange as exchanges
 from services.gateway.access_log import AccessLog, line_of
+from services.gateway.batches import BatchApi
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
 from services.gateway.exchange import Exchange, ExchangeCounters, answer, given_id, refusal
 from services.gateway.fleet import Fleet
@@ -78,6 +79,7 @@ MET_503 = "a request was answered with 503"
 OPERATOR = access.user_of(access.OPERATOR)
 HASHED = "sha256:"
 _HEX = re.compile(r"[0-9a-f]{64}")
+_NAMED = re.compile(r"^(/v1/(?:files|batches)/)[^/]+")
 
 
 def _version() -> str:
@@ -107,6 +109,7 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
         Route("/api/ps", endpoints.ollama_tags, methods=["GET"]),
         Route("/api/show", endpoints.ollama_show, methods=["POST"]),
         Route("/api/version", endpoints.version, methods=["GET"]),
+        *BatchApi(endpoints._client, endpoints.clock).routes(),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/health", endpoints.healthy, methods=["GET"]),
@@ -443,6 +446,7 @@ class Edge:
 def _route(path: str) -> str:
     if path.startswith("/v1/models/"):
         return "/v1/models/{model}"
+    path = _NAMED.sub(r"\1{id}", path, count=1)
     return path if path in _DOCUMENT["paths"] else OTHER
 
 

@@ -34,6 +34,7 @@ from services.keeper.core import (
     Stored,
     Tick,
 )
+from services.keeper.file_verbs import FileVerbs
 from services.keeper.records import Body, Work, to_json, work_of
 from services.keeper.verbs import REPLIES, Verbs, reply_subject
 from shared.actor.mailbox import Mailbox
@@ -50,7 +51,8 @@ from shared.errors import (
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
-from shared.nats.jetstream import JetStream, Puller, Taken, deliveries
+from shared.nats.jetstream import JetStream, Puller, StreamFull, Taken, deliveries
+from shared.nats.object_store import ObjectStore
 from shared.processes import Rarely
 from shared.replies import error_reply
 from shared.telemetry.readings import MetricPoint, Metrics
@@ -84,6 +86,11 @@ MAX_ASKED = 1_024  # submits and results in work at a time
 RECORD_ROOM = 4_096  # bytes of a record beside its answer
 
 
+Verb = Callable[
+    [str, str, bytes], Awaitable[Body | bytes]
+]  # tenant, the second name in the subject, the body
+
+
 class KeeperActor(Actor):
     """One keeper process."""
 
@@ -94,6 +101,7 @@ class KeeperActor(Actor):
         self._core = KeeperCore()
         self._verbs = Verbs(bus, mailbox.clock, self._core.runs)
         self._streams = JetStream(bus)
+        self._files = FileVerbs(ObjectStore(self._streams), mailbox.clock)
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
@@ -102,6 +110,7 @@ class KeeperActor(Actor):
         self._verb_subscriptions: list[Subscription] = [
             await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
             await bus.subscribe(subjects.RESULT_ALL, self._answering(self._result), queue="keeper"),
+            await bus.subscribe(subjects.FILES_ALL, self._answering(self._files.answer), queue="keeper"),
         ]
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._pull()), loop.create_task(self._tick())]
@@ -178,6 +187,10 @@ class KeeperActor(Actor):
         """The puller, after the streams and the consumer have been made if they are missing."""
         for name, config in STREAMS.items():
             await self._streams.make_stream(name, config)
+        try:
+            await self._files.open()
+        except StreamFull as error:  # durable requests need none
+            self._away.warning("there is no store of files, and no batch: %s", error.message)
         await self._streams.make_consumer(subjects.WORK_STREAM, CONSUMER, _CONSUMER_CONFIG)
         return await Puller.open(
             self._mailbox.bus, subjects.WORK_STREAM, CONSUMER, self._mailbox.guarded(self._on_work)
@@ -261,7 +274,7 @@ class KeeperActor(Actor):
     async def _result(self, tenant: str, request: str, _: bytes) -> Body:
         return await self._verbs.result(tenant, request)
 
-    def _answering(self, verb: Callable[[str, str, bytes], Awaitable[Body]]) -> Callable[[Delivery], None]:
+    def _answering(self, verb: Verb) -> Callable[[Delivery], None]:
         """A handler that answers each request with what `verb` returns for the two names in its subject."""
 
         def on_request(delivery: Delivery) -> None:
@@ -270,7 +283,7 @@ class KeeperActor(Actor):
 
         return on_request
 
-    async def _answer(self, verb: Callable[[str, str, bytes], Awaitable[Body]], asked: Delivery) -> None:
+    async def _answer(self, verb: Verb, asked: Delivery) -> None:
         self._asked += 1
         try:
             if self._asked > MAX_ASKED:
@@ -279,8 +292,9 @@ class KeeperActor(Actor):
                 )
             if (names := subjects.names_in(asked.subject)) is None:
                 raise BadRequest("the subject is damaged: its names are not escaped, or too long")
-            answer = to_json(await verb(*names, asked.data))
-            self._mailbox.bus.publish(asked.reply, answer)
+            answer = await verb(*names, asked.data)
+            data = answer if isinstance(answer, bytes) else to_json(answer)
+            self._mailbox.bus.publish(asked.reply, data)
         except HeadraceError as error:
             self._mailbox.bus.publish(asked.reply, error_reply(error, "", ""))
         except Exception:  # a bug is a 500 for this client, never silence

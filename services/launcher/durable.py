@@ -14,7 +14,7 @@ from pathlib import Path
 from services.launcher.nats_server import ServerLimits
 from shared.errors import SetupError
 
-MEMORY, FILE = "16MB", "1GB"  # of JetStream: its streams are on disk
+MEMORY, FILE = "16MB", "3GB"  # of JetStream: its streams are on disk
 HELD_S, LOOK_S = 5.0, 0.02  # for the server of an `up` that was killed to end
 
 

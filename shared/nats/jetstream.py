@@ -62,13 +62,38 @@ class JetStream:
         body = {"stream_name": stream, "config": {"durable_name": name, "name": name, **config}}
         await self._call(f"{_API}.CONSUMER.CREATE.{stream}.{name}", _json(body))
 
-    async def create(self, subject: str, data: bytes, ttl_s: int = 0) -> None:
-        """Store a message, the only one of its subject. It goes after `ttl_s`; 0: never. Returns when the
-        stream has it. Raises Taken if there is one, StreamFull, PayloadTooLarge."""
-        headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
-        if ttl_s:
-            headers["Nats-TTL"] = f"{ttl_s}s"
+    async def create(self, subject: str, data: bytes, ttl_s: int = 0, only: str = "") -> None:
+        """Store a message, the only one of its subject, or of the pattern `only`. It goes after `ttl_s`; 0:
+        never. Returns when the stream has it. Raises Taken if there is one, StreamFull, PayloadTooLarge."""
+        headers = {"Nats-Expected-Last-Subject-Sequence": "0", **_lifetime(ttl_s)}
+        if only:
+            headers["Nats-Expected-Last-Subject-Sequence-Subject"] = only
         await self._call(subject, data, headers)
+
+    async def replace(self, subject: str, data: bytes, ttl_s: int = 0) -> None:
+        """Store a message; a stream with one message for each subject drops the one before. Raises like
+        `create`."""
+        await self._call(subject, data, _lifetime(ttl_s))
+
+    async def purge(self, stream: str, subject: str) -> None:
+        """Remove all messages of a subject or pattern."""
+        await self._call(f"{_API}.STREAM.PURGE.{stream}", _json({"filter": subject}))
+
+    async def subjects_like(self, stream: str, pattern: str) -> list[str]:
+        """The subjects that match a pattern and have a message."""
+        found, most = list[str](), 1
+        while len(found) < most:
+            asked = {"subjects_filter": pattern, "offset": len(found)}
+            answer = await self._call(f"{_API}.STREAM.INFO.{stream}", _json(asked))
+            page, most = answer["state"].get("subjects") or {}, int(answer.get("total", 0))
+            if not page:
+                break
+            found += page
+        return found
+
+    async def bytes_of(self, stream: str) -> int:
+        """What a stream holds."""
+        return int((await self._call(f"{_API}.STREAM.INFO.{stream}", b""))["state"]["bytes"])
 
     async def last(self, stream: str, subject: str) -> bytes | None:
         """The newest message of a subject, None without one. The stream must allow direct reads."""
@@ -181,6 +206,10 @@ def _error(subject: str, error: Mapping[str, Any]) -> HeadraceError:
     if int(error.get("code", 0)) == Unavailable.code:
         return Unavailable(f"JetStream: {text}", retry_after_ms=1_000)
     return EngineError(f"JetStream refuses {subject}: {text} ({number})")
+
+
+def _lifetime(ttl_s: int) -> Json:
+    return {"Nats-TTL": f"{ttl_s}s"} if ttl_s else {}
 
 
 def _json(body: Mapping[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ from shared.openai.call import Call, read_call
 from shared.openai.error_shape import body_of, status_of
 from shared.openai.whole_answer import answer
 
+WINDOW = r"^([1-9]\d{0,3})([mhd])$"  # the time of a batch: 24h, as OpenAI has it, or another
 URLS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
 
 Body = dict[str, Any]

@@ -56,9 +56,10 @@ HANGING = (
     "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
+    "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 20_701
-PRODUCT_FILES, PRODUCT_LINES = 209, 50_301
+PATH_FILES, PATH_LINES = 73, 20_750
+PRODUCT_FILES, PRODUCT_LINES = 215, 51_337
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
