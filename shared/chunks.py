@@ -17,6 +17,10 @@ CHUNK_BYTES = 131_072  # an eighth of the default payload of a nats-server, and 
 IN_FLIGHT = 8  # chunks on their way: 1 MiB hides the round trips
 
 
+class DamagedFile(EngineError):
+    """The content of a file is not what was stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class Content:
     """A content in chunks."""
@@ -72,7 +76,7 @@ async def read_chunks(content: Content, get: Callable[[int], Awaitable[bytes]]) 
             chunk = await coming.popleft()
             digest.update(chunk)
             if number == content.chunks - 1 and digest.hexdigest() != content.sha256:
-                raise EngineError("the stored file is damaged: its checksum differs; upload it again")
+                raise DamagedFile("the stored file is damaged: its checksum differs; upload it again")
             yield chunk
     finally:
         await _drop(coming)

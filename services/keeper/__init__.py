@@ -2,6 +2,7 @@
 
 records.py     the two messages of the store: work that waits, and the record of its end
 core.py        work in flight: events in, commands out
-verbs.py       what users ask: submit, result
+batch_core.py  one batch; batch_shell.py runs those of this keeper
+verbs.py       what users ask: submit, result; file_verbs.py and batch_verbs.py: files and batches
 actor.py       the shell: the streams, the pull loop, requests to tokenizers
 """

@@ -10,11 +10,14 @@ and refuses `submit` with a reason; the requests of other clients need none.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
+from services.keeper.batch_shell import Batches
+from services.keeper.batch_verbs import BatchVerbs
 from services.keeper.core import (
     KEPT_S,
     Ack,
@@ -101,7 +104,10 @@ class KeeperActor(Actor):
         self._core = KeeperCore()
         self._verbs = Verbs(bus, mailbox.clock, self._core.runs)
         self._streams = JetStream(bus)
-        self._files = FileVerbs(ObjectStore(self._streams), mailbox.clock)
+        store = ObjectStore(self._streams)
+        self._files = FileVerbs(store, mailbox.clock)
+        self._batches = Batches(bus, mailbox.clock, store, self._call)
+        batches = BatchVerbs(store, mailbox.clock)
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
@@ -111,6 +117,7 @@ class KeeperActor(Actor):
             await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
             await bus.subscribe(subjects.RESULT_ALL, self._answering(self._result), queue="keeper"),
             await bus.subscribe(subjects.FILES_ALL, self._answering(self._files.answer), queue="keeper"),
+            await bus.subscribe(subjects.BATCHES_ALL, self._answering(batches.answer), queue="keeper"),
         ]
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._pull()), loop.create_task(self._tick())]
@@ -118,6 +125,7 @@ class KeeperActor(Actor):
     def on_broker(self, online: bool) -> None:
         if online:
             self._core.reconnected(self._mailbox.clock.now_us())
+            self._batches.reconnected()
 
     def upkeep(self) -> None:
         for task in self._tasks:
@@ -135,6 +143,8 @@ class KeeperActor(Actor):
             MetricPoint("headrace.keeper.submitted", self._verbs.submitted, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.stored", core.stored, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.refused", core.refused, "{request}", is_counter=True),
+            MetricPoint("headrace.keeper.batches", len(self._batches), "{batch}"),
+            MetricPoint("headrace.keeper.batch_lines", self._batches.in_flight, "{request}"),
         )
 
     def status(self) -> dict[str, object]:
@@ -143,6 +153,8 @@ class KeeperActor(Actor):
             "submitted": self._verbs.submitted,
             "stored": self._core.stored,
             "refused": self._core.refused,
+            "batches": len(self._batches),
+            "lines_in_flight": self._batches.in_flight,
         }
 
     async def drain(self) -> None:
@@ -153,6 +165,7 @@ class KeeperActor(Actor):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._batches.give_back()
         while self._calls:
             await asyncio.wait({*self._calls})
         self._run(self._core.give_back())
@@ -198,8 +211,11 @@ class KeeperActor(Actor):
 
     def _on_work(self, delivery: Delivery) -> None:
         try:
+            if subjects.is_batch_job(delivery.subject):
+                self._batches.deliver(delivery)
+                return
             work = work_of(delivery.data)
-        except (ValueError, TypeError):  # of another version, or of another writer
+        except (ValueError, TypeError, LookupError):  # of another version, or of another writer
             log.error("dropped %s: it is not a durable request of this version", delivery.subject)
             self._streams.ack(delivery.reply)
             return
@@ -209,6 +225,12 @@ class KeeperActor(Actor):
         while True:
             await asyncio.sleep(TICK_S)
             self._handle(Tick())
+            self._batches.tick()
+            self._call(self._sweep())
+
+    async def _sweep(self) -> None:
+        with contextlib.suppress(HeadraceError):
+            await self._files.sweep(self._mailbox.clock.now_us())
 
     def _handle(self, event: Event) -> None:
         clock = self._mailbox.clock
@@ -267,7 +289,8 @@ class KeeperActor(Actor):
         _, tenant, _, request = delivery.subject.split(".")
         outcome = outcome_of(delivery, self._mailbox.bus.max_payload)
         key = subjects.untoken(tenant), subjects.untoken(request)
-        self._handle(Answered(key, outcome, len(delivery.data)))
+        if not self._batches.answered(key, outcome, len(delivery.data)):
+            self._handle(Answered(key, outcome, len(delivery.data)))
 
     # ---- verbs -----------------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ _WRITES = {
     "detokenizer": (f"{INBOX}.>",),
     "keeper": (
         f"{PUBLIC}.generate.*.*",
+        f"{PUBLIC}.cancel.*.*",
         f"{PUBLIC}.models",
         f"{PUBLIC}.done.*.*",
         f"{STORE}.>",

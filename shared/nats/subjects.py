@@ -120,6 +120,11 @@ def batch_job(tenant: str, batch: str) -> str:
     return f"{STORE}.work.{token(tenant)}.{_any(batch)}.batch"
 
 
+def is_batch_job(subject: str) -> bool:
+    """True for the subject of a batch in stream HR_WORK."""
+    return subject.count(".") > WORK_ALL.count(".") + 1
+
+
 def batch_part(tenant: str, batch: str, part: str) -> str:
     """`end`, `state` or `cancel` of a batch, in stream HR_DONE."""
     return f"{STORE}.record.{token(tenant)}.{_any(batch)}.{part}"

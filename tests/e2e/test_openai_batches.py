@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
+from openai.types import Batch
 from support.running_up import Up, running_up
+
+MODEL = "smollm2-135m-instruct"
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +60,59 @@ def test_a_wrong_upload_is_refused_and_leaves_nothing(client: OpenAI) -> None:
             file=("a", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 9}
         )
     assert list(client.files.list()) == []
+
+
+def line(number: int, **more: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": f"request {number}", "max_tokens": 10 + number % 7, "seed": number}
+    fields = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions"}
+    return {**fields, "body": {**body, "ignore_eos": True, **more}}
+
+
+def begun(client: OpenAI, lines: list[dict[str, Any]], **more: Any) -> str:
+    """The id of a batch of these lines."""
+    content = "".join(json.dumps(each) + "\n" for each in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    asked = {"endpoint": "/v1/completions", "completion_window": "24h", **more}
+    made = client.batches.create(input_file_id=file.id, **asked)
+    assert (made.status, made.input_file_id, made.object) == ("validating", file.id, "batch")
+    return made.id
+
+
+def ended(client: OpenAI, batch: str, seconds: float = 120) -> Batch:
+    limit = time.monotonic() + seconds
+    while (found := client.batches.retrieve(batch)).status not in (
+        "completed", "failed", "expired", "cancelled",
+    ):  # fmt: skip
+        assert time.monotonic() < limit, found
+        time.sleep(0.1)
+    return found
+
+
+def lines_of(client: OpenAI, file: str | None) -> list[dict[str, Any]]:
+    assert file is not None
+    return [json.loads(raw) for raw in client.files.content(file).text.splitlines()]
+
+
+def text(answer: dict[str, Any]) -> str:
+    return str(answer["response"]["body"]["choices"][0]["text"])
+
+
+def test_a_thousand_lines(client: OpenAI) -> None:
+    batch = begun(client, [line(i) for i in range(1_000)], metadata={"who": "test"})
+    found = ended(client, batch)
+    assert found.status == "completed", found
+    assert found.request_counts is not None
+    assert found.request_counts.model_dump() == {"total": 1_000, "completed": 1_000, "failed": 0}
+    assert (found.metadata, found.error_file_id, found.errors) == ({"who": "test"}, None, None)
+    answers = lines_of(client, found.output_file_id)
+    assert [each["custom_id"] for each in answers] == [f"r{i}" for i in range(1_000)]
+    assert {each["response"]["status_code"] for each in answers} == {200}
+    for i in (0, 500, 999):
+        assert text(answers[i]) == plain_text(client, i)
+    assert next(iter(client.batches.list())).id == batch
+
+
+def plain_text(client: OpenAI, number: int) -> str:
+    body = line(number)["body"]
+    known = {name: body.pop(name) for name in ("model", "prompt", "max_tokens", "seed")}
+    return client.completions.create(**known, extra_body=body).choices[0].text
