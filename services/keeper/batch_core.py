@@ -40,7 +40,7 @@ from shared.errors import (
     Unavailable,
     UnknownRequest,
 )
-from shared.openai.batch_lines import answered, read_line, refused
+from shared.openai.batch_lines import BatchLine, answered, read_line, refused
 from shared.openai.call import Call
 
 FIRST_WINDOW = 8  # lines in flight at first
@@ -322,6 +322,8 @@ class BatchCore:
                 return [*self._tick(), *self._go_on()]
             case CallFailed():
                 return [*self._call_failed(event.error)]
+        if isinstance(event, Opened) and isinstance(self._call, StoreEnd):
+            return []  # a look while its own end is being stored
         self._call = None
         match event:
             case Opened():
@@ -471,7 +473,22 @@ class BatchCore:
 
     def _depart(self, number: int, raw: bytes) -> Iterator[BatchCommand]:
         request = f"{self.id}.{number}"
-        line = read_line(raw)  # it was right when the file was checked
+        try:
+            line, call = self._called(request, raw)
+        except HeadraceError as error:  # it was right when the file was checked, by another version
+            wrong = error_entry("invalid_request", error.message, number, error.param)
+            self.batch["errors"] = {"object": "list", "data": [wrong]}
+            yield from self._close(FAILED)
+            return
+        flight = _Flight(number, line.custom_id, call, len(raw), [None] * len(call.bodies))
+        self._flights[number] = flight
+        self._flight_bytes += flight.size
+        self._requests |= dict.fromkeys(flight.request_ids(), number)
+        yield from self._ask(flight)
+
+    def _called(self, request: str, raw: bytes) -> tuple[BatchLine, Call]:
+        """A line and its requests. Raises BadRequest."""
+        line = read_line(raw)
         body = {name: value for name, value in line.body.items() if name != "request_id"}
         drawn = int.from_bytes(sha256(request.encode()).digest()[:4]) >> 1  # sent again, it has the same seed
         defaults = {
@@ -481,12 +498,7 @@ class BatchCore:
             "timeout_s": MAX_TIMEOUT_S,
             "finish_detached": True,  # the next keeper may be there in time for the answer
         }
-        call = replace(line, body=body).call(request, defaults)
-        flight = _Flight(number, line.custom_id, call, len(raw), [None] * len(call.bodies))
-        self._flights[number] = flight
-        self._flight_bytes += flight.size
-        self._requests |= dict.fromkeys(flight.request_ids(), number)
-        yield from self._ask(flight)
+        return line, replace(line, body=body).call(request, defaults)
 
     def _ask(self, flight: _Flight) -> Iterator[BatchCommand]:
         flight.asked, flight.asked_us, flight.due_us = True, self._now_us, self._now_us + ASK_AGAIN_US

@@ -63,6 +63,7 @@ MAX_ERRORS = 100  # wrong lines that are named
 MAX_BATCHES = 16  # that one keeper holds; others wait in the queue
 FULL_DELAY_US = 5_000_000  # until a batch is delivered again that found no keeper
 STATE_KEPT_S = 777_600  # nine days: longer than the longest batch
+READ_BYTES = 1_048_576  # of lines read at a time
 READERS = 16  # records on their way while a file is written
 MODELS_US = 5_000_000  # far longer than a tokenizer takes
 
@@ -76,6 +77,7 @@ class _Held:
     tenant: str
     core: BatchCore
     reader: AsyncGenerator[Line] | None = None  # of lines without a record
+    read_to: int = 0  # number of the last line that it gave
     look_us: int = 0  # for the next look whether it is cancelled
     looks: bool = False
 
@@ -215,10 +217,10 @@ class Batches:
     async def _open(self, held: _Held) -> Opened:
         tenant, batch = held.tenant, held.core.id
         last, stream = self._streams.last, subjects.RECORD_STREAM
+        ends = await self._ends(held)  # before the end is looked for: after it they are removed
         if await last(stream, subjects.batch_part(tenant, batch, "end")) is not None:
             return Opened(ended=True)
         state = await last(stream, subjects.batch_part(tenant, batch, "state"))
-        ends = await self._ends(held)
         ok = [number for number, outcome in ends.items() if outcome == "ok"]
         failed = [number for number, outcome in ends.items() if outcome != "ok"]
         return Opened(False, json.loads(state) if state is not None else None, ok, failed)
@@ -280,21 +282,25 @@ class Batches:
         async with contextlib.aclosing(self._lines(held)) as lines:
             async for raw in lines:
                 number += 1
-                if number not in core.ok and number not in core.failed and raw.strip():
+                done = number <= held.read_to or number in core.ok or number in core.failed
+                if not done and raw.strip():
                     yield number, raw
 
     async def _read(self, held: _Held, most: int) -> LinesRead:
         reader = held.reader = held.reader or self._todo(held)
-        lines = list[Line]()
+        lines, size, end = list[Line](), 0, True
         try:
             async for line in reader:
                 lines.append(line)
-                if len(lines) == most or sum(len(raw) for _, raw in lines) > 1_048_576:
-                    return LinesRead(tuple(lines), end=False)
-        except HeadraceError:
-            held.reader = None
+                size += len(line[1])
+                if len(lines) == most or size > READ_BYTES:
+                    end = False
+                    break
+        except BaseException:
+            held.reader = None  # the next one starts after the last line that was given
             raise
-        return LinesRead(tuple(lines), end=True)
+        held.read_to = lines[-1][0] if lines else held.read_to
+        return LinesRead(tuple(lines), end)
 
     async def _write(self, held: _Held, *, unfinished: bool) -> Written:
         """The two files, in the order of the lines."""
@@ -380,11 +386,14 @@ class Batches:
             await self._streams.replace(subject, to_json(batch), STATE_KEPT_S)
 
     async def _look(self, held: _Held) -> None:
-        """Look whether the client has cancelled it."""
-        subject = subjects.batch_part(held.tenant, held.core.id, "cancel")
+        """Look whether the client has cancelled it, or another keeper has ended it."""
+        last = self._streams.last
+        cancel, end = (subjects.batch_part(held.tenant, held.core.id, part) for part in ("cancel", "end"))
         with contextlib.suppress(HeadraceError):  # the next look follows
-            if await self._streams.last(subjects.RECORD_STREAM, subject) is not None:
+            if await last(subjects.RECORD_STREAM, cancel) is not None:
                 self._handle(held, CancelAsked())
+            if await last(subjects.RECORD_STREAM, end) is not None:
+                self._handle(held, Opened(ended=True))
         held.looks = False
 
     async def _clean(self, held: _Held, over: Over) -> None:
