@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -116,3 +117,95 @@ def plain_text(client: OpenAI, number: int) -> str:
     body = line(number)["body"]
     known = {name: body.pop(name) for name in ("model", "prompt", "max_tokens", "seed")}
     return client.completions.create(**known, extra_body=body).choices[0].text
+
+
+def test_a_wrong_line_fails_the_batch_with_its_number(client: OpenAI) -> None:
+    lines = [line(i) for i in range(7_200)]
+    lines[6_999] = {**lines[6_999], "method": "GET"}
+    lines[7_100] = {**lines[7_100], "custom_id": "r5"}
+    lines[7_101]["body"]["model"] = "no-such-model"
+    found = ended(client, begun(client, lines))
+    assert (found.status, found.output_file_id, found.failed_at is not None) == ("failed", None, True)
+    assert found.errors is not None
+    assert [(e.line, e.code) for e in found.errors.data or ()] == [
+        (7_000, "invalid_request"), (7_101, "invalid_request"), (7_102, "model_not_found"),
+    ]  # fmt: skip
+    (method, twice, _) = [e.message or "" for e in found.errors.data or ()]
+    assert "line 7000: `method`" in method
+    assert "line 7101: its custom_id 'r5' is that of line 6" in twice
+
+
+def test_a_refused_line_is_an_error_of_its_own_and_the_rest_completes(client: OpenAI) -> None:
+    lines = [line(0), line(1, max_tokens=10**6), line(2, prompt=["a", "b"]), line(3, temperature=9)]
+    found = ended(client, begun(client, lines))
+    assert found.status == "completed"
+    assert found.request_counts is not None
+    assert found.request_counts.model_dump() == {"total": 4, "completed": 2, "failed": 2}
+    answers = lines_of(client, found.output_file_id)
+    assert [each["custom_id"] for each in answers] == ["r0", "r2"]
+    assert [choice["index"] for choice in answers[1]["response"]["body"]["choices"]] == [0, 1]
+    refused = lines_of(client, found.error_file_id)
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in refused] == [
+        ("r1", 400), ("r3", 400),
+    ]  # fmt: skip
+    params = [each["response"]["body"]["error"]["param"] for each in refused]
+    assert params == ["max_tokens", "temperature"]
+
+
+def test_a_cancelled_batch_keeps_its_answers(client: OpenAI) -> None:
+    batch = begun(client, [line(i, max_tokens=200) for i in range(1_500)])
+    while (counts := client.batches.retrieve(batch).request_counts) is None or counts.completed < 450:
+        time.sleep(0.1)
+    assert client.batches.cancel(batch).status == "cancelling"
+    found = ended(client, batch, 30)
+    assert found.status == "cancelled", found
+    assert found.cancelled_at is not None
+    assert found.request_counts is not None
+    answers = lines_of(client, found.output_file_id)
+    assert 450 <= len(answers) == found.request_counts.completed < 1_500
+    assert len({each["custom_id"] for each in answers}) == len(answers)
+    with pytest.raises(openai.BadRequestError, match="has ended: it is cancelled"):
+        client.batches.cancel(batch)
+
+
+def test_a_wrong_batch_is_refused(client: OpenAI) -> None:
+    file = client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+    good: dict[str, Any] = {
+        "input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h",
+    }  # fmt: skip
+    for wrong, why in (
+        ({"endpoint": "/v1/embeddings"}, "`endpoint`"),
+        ({"completion_window": "8d"}, "`completion_window`"),
+        ({"metadata": {"a": "x" * 513}}, "`metadata`"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=why):
+            client.batches.create(**{**good, **wrong})
+    with pytest.raises(openai.NotFoundError, match="there is no file"):
+        client.batches.create(**{**good, "input_file_id": file.id[:-1] + "x"})
+    for name in ("batch_x", "batch_" + "0" * 22):
+        with pytest.raises(openai.NotFoundError, match="there is no batch"):
+            client.batches.retrieve(name)
+    file = client.files.create(file=("in.jsonl", b"\n\n"), purpose="batch")
+    found = ended(client, client.batches.create(**{**good, "input_file_id": file.id}).id)
+    assert found.status == "failed"
+
+
+def test_in_the_shell(up: Up, client: OpenAI, tmp_path: Path) -> None:
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text("".join(json.dumps(line(i)) + "\n" for i in range(20)))
+    said = up.run("batch", "submit", str(given))
+    assert (said.returncode, said.stderr) == (0, "")
+    batch = said.stdout.strip()
+    assert ended(client, batch).status == "completed"
+    shown = up.run("batch", "status", batch)
+    assert (shown.returncode, shown.stdout) == (0, "completed: 20 of 20 requests\n")
+    assert json.loads(up.run("batch", "status", batch, "--json").stdout)["id"] == batch
+    assert up.run("batch", "fetch", batch, str(out)).returncode == 0
+    assert [json.loads(raw)["custom_id"] for raw in out.read_text().splitlines()] == [
+        f"r{i}" for i in range(20)
+    ]
+    late = up.run("batch", "cancel", batch)
+    assert (late.returncode, "has ended: it is completed" in late.stderr) == (1, True)
+    unknown = up.run("batch", "status", "batch_x")
+    assert (unknown.returncode, "there is no batch" in unknown.stderr) == (1, True)
