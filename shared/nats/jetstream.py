@@ -84,7 +84,7 @@ class JetStream:
         found, most = list[str](), 1
         while len(found) < most:
             asked = {"subjects_filter": pattern, "offset": len(found)}
-            answer = await self._call(f"{_API}.STREAM.INFO.{stream}", _json(asked))
+            answer = await self._info(stream, asked)
             page, most = answer["state"].get("subjects") or {}, int(answer.get("total", 0))
             if not page:
                 break
@@ -93,7 +93,13 @@ class JetStream:
 
     async def bytes_of(self, stream: str) -> int:
         """What a stream holds."""
-        return int((await self._call(f"{_API}.STREAM.INFO.{stream}", b""))["state"]["bytes"])
+        return int((await self._info(stream, {}))["state"]["bytes"])
+
+    async def _info(self, stream: str, asked: Mapping[str, Any]) -> Json:
+        try:
+            return await self._call(f"{_API}.STREAM.INFO.{stream}", _json(asked))
+        except UnknownStream:
+            raise Unavailable(f"there is no stream {stream} yet: try again", retry_after_ms=1_000) from None
 
     async def last(self, stream: str, subject: str) -> bytes | None:
         """The newest message of a subject, None without one. The stream must allow direct reads."""
