@@ -3,7 +3,7 @@
     python -m loadtest.batch_valleys --parts valleys --out valleys.json
     python -m loadtest.batch_valleys --parts upload --megabytes 200 --out upload.json
 
-`valleys`: one interactive request at a time, alone and beside a batch that does not end meanwhile, in turn.
+`valleys`: 16 interactive clients, then one, alone and beside a batch that does not end meanwhile, in turn.
 The rows that the batch takes are read from the scheduler. `upload`: a file goes up over HTTP and comes back;
 the gateway's resident memory is read meanwhile. `headrace up --durable` with the simulated engine.
 """
@@ -36,23 +36,30 @@ from shared.nats import subjects
 SIM = "step=20000"  # a long step: what is measured is not the machine
 ROWS = 64  # of the engine
 LINES = 20_000  # more than one round takes
-ROUNDS, REQUESTS, WARM_UP = 4, 60, 10
+CLIENTS, ONE = 16, 20  # interactive at a time; requests of a lone client in a round
+ROUNDS, REQUESTS, WARM_UP = 4, 320, 4
+APART_S = 0.1  # between the first requests of two clients: a batch's row is given up in a step or two
 SETTLE_S, LOOK_S = 4.0, 0.01
 BOUNDARY = "batch-valleys"
 
 Body = dict[str, Any]
 
 
-async def first_tokens(client: Client, count: int) -> list[float]:
-    """Seconds to the first text of interactive requests, one after the other."""
-    took = []
-    for number in range(count):
-        body = {"model": MODEL, "prompt": f"hello {number}", "max_tokens": 4, "slo_class": "interactive"}
-        started_s, first_s = time.perf_counter(), 0.0
-        async for frame in client.stream(body):
-            if frame["type"] == "delta" and not first_s:
-                first_s = time.perf_counter() - started_s
-        took.append(first_s)
+async def first_tokens(client: Client, count: int, clients: int = 1) -> list[float]:
+    """Seconds to the first text of interactive requests of several clients, each with one at a time."""
+    took, numbers = list[float](), iter(range(count))
+
+    async def ask(client_number: int) -> None:
+        await asyncio.sleep(client_number * APART_S)
+        for number in numbers:
+            body = {"model": MODEL, "prompt": f"hello {number}", "max_tokens": 40, "ignore_eos": True}
+            started_s, first_s = time.perf_counter(), 0.0
+            async for frame in client.stream({**body, "slo_class": "interactive"}):
+                if frame["type"] == "delta" and not first_s:
+                    first_s = time.perf_counter() - started_s
+            took.append(first_s)
+
+    await asyncio.gather(*map(ask, range(clients)))
     return took
 
 
@@ -70,32 +77,35 @@ async def rows_taken(client: Client, seconds: float) -> float:
 
 async def valleys(rounds: int, requests: int) -> Body:
     """First tokens alone and beside a batch, in turn, and the rows of the batch."""
-    alone, beside, rows = list[float](), list[float](), list[float]()
+    took: dict[str, list[float]] = {name: [] for name in ("alone", "beside", "one_alone", "one_beside")}
+    rows = list[float]()
     flags = (*FLAGS, "--sim", SIM, "--slots", str(ROWS))
+
+    async def measure(client: Client, name: str) -> None:
+        took[name] += await first_tokens(client, requests, CLIENTS)
+        took[f"one_{name}"] += await first_tokens(client, ONE)
+
     with tempfile.TemporaryDirectory() as state, running_up(flags, {"XDG_STATE_HOME": state}) as (_, url):
         async with client_at(url) as client:
             await first_tokens(client, WARM_UP)
             for _ in range(rounds):
-                alone += await first_tokens(client, requests)
+                await measure(client, "alone")
                 batch = await submitted(client, LINES)
                 await until(client, batch, 1)
                 await asyncio.sleep(SETTLE_S)  # the window has grown
                 rows.append(await rows_taken(client, 2.0))
-                beside += await first_tokens(client, requests)
+                await measure(client, "beside")
                 found = await asked(client, subjects.batches(client.tenant, "cancel"), {"id": batch})
                 assert found["status"] not in ENDED, "the batch ended meanwhile: more lines are needed"
                 await until(client, batch, LINES + 1)
-    cut = {name: statistics.quantiles(took, n=100) for name, took in (("alone", alone), ("beside", beside))}
-    return {
-        "cpu": cpu_name(),
-        "requests": len(alone),
-        "step_ms": 20,
-        **{f"{name}_p50_ms": cuts[49] * 1e3 for name, cuts in cut.items()},
-        **{f"{name}_p99_ms": cuts[98] * 1e3 for name, cuts in cut.items()},
-        "p99_ratio": cut["beside"][98] / cut["alone"][98],
-        "p50_ratio": cut["beside"][49] / cut["alone"][49],
-        "rows": statistics.mean(rows),
-    }
+    document: Body = {"cpu": cpu_name(), "step_ms": 20, "clients": CLIENTS, "rows": statistics.mean(rows)}
+    for name, each in took.items():
+        cuts = statistics.quantiles(each, n=100)
+        document[name] = {"requests": len(each), "p50_ms": cuts[49] * 1e3, "p99_ms": cuts[98] * 1e3}
+    for name in ("", "one_"):
+        beside, alone = document[f"{name}beside"], document[f"{name}alone"]
+        document[f"{name}p99_ratio"] = beside["p99_ms"] / alone["p99_ms"]
+    return document
 
 
 def line_of(number: int) -> bytes:

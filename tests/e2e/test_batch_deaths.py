@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest import batch_deaths
+from loadtest import batch_deaths, batch_valleys
 
 LINES, KILLS = 500, 2
 ROWS = 256  # of the simulated engine: what runs at a death is computed again
@@ -19,3 +19,9 @@ async def test_each_line_once_after_the_loss_of_every_process() -> None:
     assert result.equal == result.compared == LINES, result
     again = len(result.killed_after) * ROWS * result.one_pass / LINES
     assert result.one_pass <= result.generated <= 1.05 * result.one_pass + again, result
+
+
+@pytest.mark.timeout(240)
+def test_the_gateway_and_the_keeper_hold_a_small_part_of_a_file() -> None:
+    found = batch_valleys.upload(96 << 20)
+    assert max(found["gateway_mib"], found["keeper_mib"]) < 48, found
