@@ -15,7 +15,7 @@ CORE_FILES = (
     "services/tokenizer/core.py",
     "services/tokenizer/prepare.py",
     "services/tokenizer/structured_output.py",
-    "services/gateway/openai_request.py",
+    "shared/openai/call.py",
     "services/gateway/openai_response.py",
     "services/detokenizer/core.py",
     "services/detokenizer/text.py",

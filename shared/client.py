@@ -252,7 +252,10 @@ class Client:
 
     async def _asked(self, subject: str, body: Mapping[str, Any] | None, timeout_s: float) -> Body:
         """The same with an error as it is sent."""
-        data = b"" if body is None else _json(body)
+        return _message(await self.ask(subject, b"" if body is None else _json(body), timeout_s), "")
+
+    async def ask(self, subject: str, data: bytes, timeout_s: float = REQUEST_TIMEOUT_S) -> Delivery:
+        """The one reply to a request of bytes. Raises NoResponders, RequestTimeout."""
         reply = self._new_reply()
         replies = self._waiting[reply] = UnreadFrames(lambda: None)
         try:
@@ -264,7 +267,7 @@ class Client:
             self._waiting.pop(reply).close()
         if delivery.no_responders:
             raise NoResponders(f"no service answers on {subject}")
-        return _message(delivery, "")
+        return delivery
 
     async def _exchange(self, body: Body, timeout_s: float, trace: str) -> AsyncGenerator[Body]:
         """Send `body` and yield the messages of the reply up to the last one."""

@@ -14,8 +14,8 @@ from logging.handlers import WatchedFileHandler
 from typing import Any
 
 from services.gateway.exchange import Exchange
-from services.gateway.openai_response import total
 from shared.errors import SetupError
+from shared.openai.whole_answer import total
 from shared.replies import to_json
 
 log = logging.getLogger("headrace.gateway")

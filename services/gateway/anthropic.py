@@ -20,9 +20,8 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from services.gateway.errors import status_of
-from services.gateway.openai_request import Call, thinking
-from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder, answer
+from services.gateway.openai_request import thinking
+from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder
 from shared.api import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -35,6 +34,9 @@ from shared.api import (
     whole_numbers,
 )
 from shared.errors import BadRequest, HeadraceError
+from shared.openai.call import Call
+from shared.openai.error_shape import status_of
+from shared.openai.whole_answer import answer
 
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",

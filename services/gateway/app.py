@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway import anthropic, ollama
 from services.gateway import exchange as exchanges
 from services.gateway.access_log import AccessLog, line_of
+from services.gateway.batches import BatchApi
 from services.gateway.durable.endpoints import PREFIXES, Durable, prefers_async
 from services.gateway.durable.store import Pause, Store
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
@@ -44,7 +45,7 @@ from services.gateway.native_call import (
     read_body,
     unless_gone,
 )
-from services.gateway.openai_request import Call, fields_of, model_of, read_call
+from services.gateway.openai_request import fields_of, model_of
 from services.gateway.openai_response import BODY_SEND, OPENAI, Api, EventStream
 from services.gateway.openapi import document
 from services.gateway.page import Page
@@ -64,6 +65,7 @@ from shared.fair_share import over_share
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
+from shared.openai.call import Call, read_call
 from shared.telemetry import traces
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
 from shared.telemetry.tracer import Tracer
@@ -112,6 +114,7 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
         Route("/api/ps", endpoints.ollama_tags, methods=["GET"]),
         Route("/api/show", endpoints.ollama_show, methods=["POST"]),
         Route("/api/version", endpoints.version, methods=["GET"]),
+        *BatchApi(endpoints._client, endpoints.clock).routes(),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/health", endpoints.healthy, methods=["GET"]),

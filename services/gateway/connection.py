@@ -25,13 +25,15 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.errors import HeadTooLarge, SlowRequest, body_of, status_of
+from services.gateway.errors import HeadTooLarge, SlowRequest
 from services.gateway.native_call import BODY_TIMEOUT_S
 from shared.errors import BadRequest, HeadraceError, Overloaded
+from shared.openai.error_shape import body_of, status_of
 from shared.replies import to_json
 
 MAX_HEAD_BYTES = 32_768
 MAX_PIPELINED = 64  # requests of a connection that wait for the answer to an earlier one
+BODY_PIECE_BYTES = 1_048_576  # of a long body: each has the time of a whole one
 HEAD_TIMEOUT_S = 15.0
 KEEP_ALIVE_S = 75.0  # of an idle connection: longer than a proxy in front keeps its own
 LINGER_S = 5.0  # to read the rest of a refused request: else the client gets a reset instead of the error
@@ -91,7 +93,7 @@ class Connection(HttpToolsProtocol):
         """The peer owes `what` from now on."""
         self.owes = what
         self.since_s = self.loop.time()
-        self._head_bytes = 0
+        self._head_bytes = self._body_bytes = 0
 
     @property
     def answering(self) -> bool:
@@ -172,6 +174,9 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._alone, self._head_bytes = False, 0
         super().on_body(body)
+        self._body_bytes += len(body)
+        if self._body_bytes >= BODY_PIECE_BYTES and self.answering:  # an upload, not refused so far
+            self.owes_from(BODY)
 
     def on_message_complete(self) -> None:
         if self._plain:

@@ -1,24 +1,16 @@
-"""Typed errors in the shape of the OpenAI API: status, body, headers. Pure.
+"""Errors of HTTP requests, and the headers of an error. Their body: shared/openai/error_shape.py. Pure.
 
-    native 408 (a time limit passed)     504, since the client was not the slow one
-    others                               the same code
-
-Programs test `error.code` (`model_not_found`, `overloaded`, …); it is null for invalid fields. Client
-libraries retry 408, 409, 429 and 5xx by themselves, after `retry-after-ms`.
+Client libraries retry 408, 409, 429 and 5xx by themselves, after `retry-after-ms`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from shared.errors import BadRequest, HeadraceError
+from shared.errors import HeadraceError
+from shared.openai.error_shape import status_of
 
-CONTEXT_LENGTH = "context_length_exceeded"
 DEFAULT_RETRY_MS = 1_000
-_TIMEOUTS = {408: 504}
-_INVALID, _SERVER = "invalid_request_error", "server_error"
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class NotAuthorized(HeadraceError):
@@ -83,25 +75,6 @@ class Unprocessable(HeadraceError):
     code, type = 422, "unprocessable"
 
 
-def status_of(error: HeadraceError) -> int:
-    """The HTTP status."""
-    return int(getattr(error, "status", 0)) or _TIMEOUTS.get(error.code, error.code)
-
-
-def body_of(error: HeadraceError, request_id: str = "") -> dict[str, Any]:
-    """The OpenAI error object, with the request's id as a further field."""
-    status = status_of(error)
-    fields: dict[str, Any] = {
-        "message": error.message,
-        "type": _TYPES.get(status, _INVALID if status < 500 else _SERVER),
-        "param": error.param,
-        "code": _word(error),
-    }
-    if request_id:
-        fields["request_id"] = request_id
-    return {"error": fields}
-
-
 def headers_of(error: HeadraceError) -> dict[str, str]:
     """The headers for authentication and for retries."""
     status = status_of(error)
@@ -111,9 +84,3 @@ def headers_of(error: HeadraceError) -> dict[str, str]:
         return {}
     wait_ms = error.retry_after_ms or DEFAULT_RETRY_MS
     return {"Retry-After": str(math.ceil(wait_ms / 1000)), "Retry-After-Ms": str(wait_ms)}
-
-
-def _word(error: HeadraceError) -> str | None:
-    if isinstance(error, BadRequest):
-        return CONTEXT_LENGTH if error.message.startswith(CONTEXT_LENGTH) else None
-    return error.type

@@ -17,10 +17,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.errors import body_of, headers_of, status_of
+from services.gateway.errors import headers_of
 from shared.api import REQUEST_ID
 from shared.client import SlowReader
 from shared.errors import HeadraceError
+from shared.openai.error_shape import body_of, status_of
 from shared.replies import to_json
 from shared.telemetry import traces as c
 from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics

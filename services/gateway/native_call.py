@@ -21,12 +21,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from services.gateway.errors import SlowRequest, WrongMediaType
-from services.gateway.openai_request import Body, Call
 from shared.actor.membership import Peers, missing
 from shared.client import Client, probe
 from shared.errors import Cancelled, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel
 from shared.nats import subjects
 from shared.nats.interface import Bus, BusFault, NoResponders
+from shared.openai.call import Body, Call
 
 log = logging.getLogger("headrace.gateway")
 

@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from services.gateway.openai_request import Call, thinking
-from services.gateway.openai_response import Api, Body, ChunkBuilder, answer
+from services.gateway.openai_request import thinking
+from services.gateway.openai_response import Api, Body, ChunkBuilder
 from shared.api import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -35,6 +35,8 @@ from shared.api import (
     whole_numbers,
 )
 from shared.errors import HeadraceError
+from shared.openai.call import Call
+from shared.openai.whole_answer import answer
 
 LATEST = ":latest"  # ollama's tag of a name without one
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

@@ -1,7 +1,7 @@
 """Turns native answers and frames into answers and streams of the exact shapes of the OpenAI API.
 
-`answer` builds one JSON answer. ChunkBuilder turns the frames of native streams into the chunks of one OpenAI
-stream, as JSON, which EventStream sends; all but EventStream is pure:
+shared/openai/whole_answer.py builds one JSON answer. ChunkBuilder turns the frames of native streams into
+the chunks of one OpenAI stream, as JSON, which EventStream sends; all but EventStream is pure:
 
     accepted          no chunk: the response starts with the first text, so that an error has its status
     delta             a chunk for each choice; before the first one a chunk with the role or echoed prompt;
@@ -25,14 +25,15 @@ from zlib import crc32
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.answer_parts import AnswerReader, reader_of
 from services.gateway.connection import chunk_writer
-from services.gateway.errors import body_of
 from services.gateway.exchange import Exchange, ExchangeCounters, refusal
 from services.gateway.native_call import PROMPT, unless_gone
-from services.gateway.openai_request import Call
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
+from shared.openai.answer_parts import AnswerReader, reader_of
+from shared.openai.call import Call
+from shared.openai.error_shape import body_of
+from shared.openai.whole_answer import answer, stop_reason, total
 
 Body = dict[str, Any]
 
@@ -226,7 +227,7 @@ class ChunkBuilder:
             chunks = [self._chunk(index, {"delta": delta}, None, None) for delta in deltas]
             reason = sent.reader.reason(reason)
         content: Body = {"delta": {}} if self._call.chat else {"text": ""}
-        return [*chunks, self._chunk(index, content, None, reason, **_stop(choice))]
+        return [*chunks, self._chunk(index, content, None, reason, **stop_reason(choice))]
 
     def _end(self, frame: Body) -> list[Body]:
         if not self._call.include_usage:
@@ -236,11 +237,6 @@ class ChunkBuilder:
             return []
         last = {**self._head, "choices": [], "usage": total(self._usages)}
         return [{**last, "timings": frame["timings"]} if len(self._usages) == 1 else last]
-
-
-def _stop(choice: Body) -> dict[str, str]:
-    """The stop string that ended a choice, under vLLM's name for it."""
-    return {"stop_reason": choice["stop_reason"]} if "stop_reason" in choice else {}
 
 
 def _unsent(logprobs: Body, end: int, sent: int) -> Body | None:
@@ -253,49 +249,6 @@ def _unsent(logprobs: Body, end: int, sent: int) -> Body | None:
 def changed() -> EngineError:
     """The error of a stream whose repeated text differs."""
     return EngineError("a service died and the answer was not the same again: send the request once more")
-
-
-def answer(call: Call, native: Sequence[Body], echoed: Sequence[str]) -> Body:
-    """One answer from the native answers to all prompts; `echoed` holds the texts that they start with."""
-    first = native[0]
-    choices = [
-        _choice(call, prompt * call.n + choice["index"], choice, whole, echoed[prompt] if echoed else "")
-        for prompt, whole in enumerate(native)
-        for choice in whole["choices"]
-    ]
-    body: Body = {
-        "id": call.request_id,
-        "object": "chat.completion" if call.chat else "text_completion",
-        "created": first["created"],
-        "model": call.model,
-        "choices": choices,
-        "usage": total([whole["usage"] for whole in native]),
-    }
-    if len(native) == 1 and "timings" in first:
-        body["timings"] = first["timings"]
-    return body
-
-
-def total(usages: Sequence[Body]) -> Body:
-    """The total usage of several prompts."""
-    names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
-    return {
-        **{name: sum(usage[name] for usage in usages) for name in names},
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def _choice(call: Call, index: int, choice: Body, whole: Body, echoed: str) -> Body:
-    tail = {"logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"], **_stop(choice)}
-    if not call.chat:
-        return {"index": index, "text": echoed + choice["text"], **tail}
-    message = choice["message"]
-    reader = reader_of(whole.get("answer_format", ""), call.functions, f"{call.request_id}_{index}")
-    if reader is not None:
-        message = reader.message(message["content"])
-        tail["finish_reason"] = reader.reason(tail["finish_reason"])
-    return {"index": index, "message": {**message, "refusal": None}, **tail}
 
 
 class EventStream(Response):

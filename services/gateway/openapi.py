@@ -13,9 +13,10 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from services.gateway.anthropic import CountTokensRequest, MessagesRequest
 from services.gateway.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from services.gateway.openai_request import MAX_PROMPTS
 from services.gateway.responses.request import ResponseRequest
 from shared.api import ChatRequest, CompletionRequest
+from shared.openai.batch_lines import URLS, WINDOW
+from shared.openai.call import MAX_PROMPTS
 
 Json = dict[str, Any]
 Schema = dict[str, Any]
@@ -139,6 +140,7 @@ def _paths() -> Json:
                 {"name": "model", "in": "path", "required": True, "schema": {**TEXT, "minLength": 1}}
             ],
         },
+        **_batch_paths(),
         "/tokenize": {"post": _post("Tokenize", "the token ids of a prompt", _ASKING)},
         "/detokenize": {"post": _post("Detokenize", "the text of token ids", _ASKING)},
         "/health": {"get": _state("would a request succeed now?")},
@@ -157,6 +159,38 @@ def _paths() -> Json:
             "get": {"summary": "this document", "responses": {"200": _content("application/json", "OpenAPI")}}
         },
     }
+
+
+def _batch_paths() -> Json:
+    """Files and batches, whose ids are in the path."""
+    which = {"parameters": [{"name": "id", "in": "path", "required": True, "schema": _NAME}]}
+    listing, one = (400, *_LISTING), (400, 404, *_LISTING)
+    listed = [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in {"after": _NAME, "limit": {"type": "integer", "minimum": 1}}.items()
+    ]
+    upload = _get("File", "store a file for a batch", (400, 401, 408, 413, 429, 499, 500, 503, 504))
+    form = {"multipart/form-data": {"schema": _ref("FileRequest")}}
+    upload |= {"operationId": "upload", "requestBody": {"required": True, "content": form}}
+    content = _get("File", "the content of a file", one)
+    content["operationId"] = "content"
+    content["responses"]["200"] = _content("application/octet-stream", "the file")
+    batch = {name: _get("Batch", f"{name} a batch", one) for name in ("read", "cancel")}
+    return {
+        "/v1/files": {"post": upload, "get": {**_get("Files", "your files", listing), "parameters": listed}},
+        "/v1/files/{id}": {
+            "get": _get("File", "one file", one),
+            "delete": _get("FileDeleted", "delete a file", one),
+            **which,
+        },
+        "/v1/files/{id}/content": {"get": content, **which},
+        "/v1/batches": {
+            "post": _post("Batch", "answer a file of requests", (*_ASKING, 409, 429)),
+            "get": {**_get("Batches", "your batches", listing), "parameters": listed},
+        },
+        "/v1/batches/{id}": {"get": {**batch["read"], "operationId": "readbatch"}, **which},
+        "/v1/batches/{id}/cancel": {"post": {**batch["cancel"], "operationId": "cancelbatch"}, **which},
+    }  # fmt: skip
 
 
 def _post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = False, api: str = "") -> Json:
@@ -382,6 +416,69 @@ _ASSISTANT = _object(
 )
 _ERROR = _object("request_id", message=TEXT, type=TEXT, param=_WORD, code=_WORD, request_id=TEXT)
 
+_NAME: Schema = {**TEXT, "minLength": 1, "maxLength": 128}
+_TIME: Schema = {"type": ["integer", "null"], "description": "seconds since 1970"}
+_METADATA: Schema = {
+    "type": ["object", "null"],
+    "maxProperties": 16,
+    "propertyNames": {"maxLength": 64},
+    "additionalProperties": {**TEXT, "maxLength": 512},
+}
+_FILE = _object(
+    id=TEXT,
+    object=_one_of("file"),
+    bytes=COUNT,
+    created_at=COUNT,
+    expires_at=COUNT,
+    filename=TEXT,
+    purpose=_one_of("batch", "batch_output"),
+    status=_one_of("processed"),
+)
+_BATCH = _object(
+    id=TEXT,
+    object=_one_of("batch"),
+    endpoint=_one_of(*URLS),
+    errors=_or_null(
+        _object(
+            object=_one_of("list"),
+            data={
+                "type": "array",
+                "items": _object(code=TEXT, message=TEXT, param=_WORD, line={"type": ["integer", "null"]}),
+            },
+        )
+    ),
+    input_file_id=TEXT,
+    completion_window=TEXT,
+    status=_one_of(
+        *("validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling"),
+        "cancelled",
+    ),
+    output_file_id=_WORD,
+    error_file_id=_WORD,
+    created_at=COUNT,
+    expires_at=COUNT,
+    **dict.fromkeys(
+        (
+            *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),
+            *("cancelling_at", "cancelled_at"),
+        ),
+        _TIME,
+    ),
+    request_counts=_object(total=COUNT, completed=COUNT, failed=COUNT),
+    metadata=_METADATA,
+)
+
+
+def _list_of(schema: str) -> Schema:
+    return _object(
+        object=_one_of("list"),
+        data={"type": "array", "items": _ref(schema)},
+        first_id=_WORD,
+        last_id=_WORD,
+        has_more={"type": "boolean"},
+    )
+
+
 COMPONENTS: dict[str, Schema] = {
     **_requests(),
     "ChatAnswer": _answer("chat.completion", message=_ASSISTANT),
@@ -426,6 +523,28 @@ COMPONENTS: dict[str, Schema] = {
     "Models": _object(object=_one_of("list"), data={"type": "array", "items": _ref("Model")}),
     "TokenizeAnswer": _object(model=TEXT, count=COUNT, tokens=_TOKENS),
     "DetokenizeAnswer": _object(model=TEXT, prompt=TEXT),
+    "FileRequest": {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {"file": {**TEXT, "format": "binary"}, "purpose": _one_of("batch")},
+    },
+    "File": _FILE,
+    "Files": _list_of("File"),
+    "FileDeleted": _object(id=TEXT, object=_one_of("file"), deleted=_one_of(True)),
+    "BatchRequest": {
+        "type": "object",
+        "required": ["input_file_id", "endpoint", "completion_window"],
+        "properties": {
+            "input_file_id": TEXT,
+            "endpoint": _one_of(*URLS),
+            "completion_window": {**TEXT, "pattern": WINDOW},
+            "metadata": _METADATA,
+        },
+        "additionalProperties": False,
+    },
+    "BatchAnswer": _ref("Batch"),
+    "Batch": _BATCH,
+    "Batches": _list_of("Batch"),
     "State": _object("reason", status=_one_of("ok", "unavailable"), reason=TEXT),
     "Version": _object(version=TEXT),
     "Error": _object(error=_ERROR),

@@ -10,11 +10,14 @@ and refuses `submit` with a reason; the requests of other clients need none.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
+from services.keeper.batch_shell import Batches
+from services.keeper.batch_verbs import BatchVerbs
 from services.keeper.core import (
     KEPT_S,
     Ack,
@@ -34,6 +37,7 @@ from services.keeper.core import (
     Stored,
     Tick,
 )
+from services.keeper.file_verbs import FileVerbs
 from services.keeper.queues import MAX_QUEUED, TenantQueues
 from services.keeper.records import CANCELLED, Body, Work, to_json, work_of
 from services.keeper.verbs import RECORD_ROOM, REPLIES, Verbs, reply_subject
@@ -51,7 +55,8 @@ from shared.errors import (
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
-from shared.nats.jetstream import JetStream, Taken, deliveries
+from shared.nats.jetstream import JetStream, StreamFull, Taken, deliveries
+from shared.nats.object_store import ObjectStore
 from shared.processes import Rarely
 from shared.replies import error_reply
 from shared.telemetry.readings import MetricPoint, Metrics
@@ -74,6 +79,11 @@ TICK_S = 0.5
 MAX_ASKED = 1_024  # submits and results in work at a time
 
 
+Verb = Callable[
+    [str, str, bytes], Awaitable[Body | bytes]
+]  # tenant, the second name in the subject, the body
+
+
 class KeeperActor(Actor):
     """One keeper process."""
 
@@ -89,6 +99,10 @@ class KeeperActor(Actor):
         self._queues = TenantQueues(bus, mailbox.guarded(self._on_work), self._core.room)
         self._verbs = Verbs(bus, mailbox.clock, self._queues, self._core.runs)
         self._streams = JetStream(bus)
+        store = ObjectStore(self._streams)
+        self._files = FileVerbs(store, mailbox.clock)
+        self._batches = Batches(bus, mailbox.clock, store, self._call)
+        batches = BatchVerbs(store, mailbox.clock, self._queues)
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
@@ -98,6 +112,8 @@ class KeeperActor(Actor):
             await bus.subscribe(subjects.RESULT_ALL, self._answering(self._result), queue="keeper"),
             await bus.subscribe(subjects.CANCEL_ALL, self._on_cancel, queue="keeper"),
             await bus.subscribe(subjects.KEEP_ALL, self._answering(self._verbs.keep), queue="keeper"),
+            await bus.subscribe(subjects.FILES_ALL, self._answering(self._files.answer), queue="keeper"),
+            await bus.subscribe(subjects.BATCHES_ALL, self._answering(batches.answer), queue="keeper"),
         ]
         await bus.flush()  # the server has them before this keeper is ready
         loop = asyncio.get_running_loop()
@@ -106,6 +122,7 @@ class KeeperActor(Actor):
     def on_broker(self, online: bool) -> None:
         if online:
             self._core.reconnected(self._mailbox.clock.now_us())
+            self._batches.reconnected()
 
     def upkeep(self) -> None:
         for task in self._tasks:
@@ -124,6 +141,8 @@ class KeeperActor(Actor):
             MetricPoint("headrace.keeper.kept", self._verbs.kept, "{response}", is_counter=True),
             MetricPoint("headrace.keeper.stored", core.stored, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.refused", core.refused, "{request}", is_counter=True),
+            MetricPoint("headrace.keeper.batches", len(self._batches), "{batch}"),
+            MetricPoint("headrace.keeper.batch_lines", self._batches.in_flight, "{request}"),
         )
 
     def status(self) -> dict[str, object]:
@@ -132,6 +151,8 @@ class KeeperActor(Actor):
             "submitted": self._verbs.submitted,
             "stored": self._core.stored,
             "refused": self._core.refused,
+            "batches": len(self._batches),
+            "lines_in_flight": self._batches.in_flight,
         }
 
     async def drain(self) -> None:
@@ -142,6 +163,7 @@ class KeeperActor(Actor):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._batches.give_back()
         while self._calls:
             await asyncio.wait({*self._calls})
         self._run(self._core.give_back())
@@ -155,6 +177,10 @@ class KeeperActor(Actor):
             try:
                 for name, config in STREAMS.items():
                     await self._streams.make_stream(name, {**config, "num_replicas": self._replicas})
+                try:
+                    await self._files.open(self._replicas)
+                except StreamFull as error:  # durable requests need none
+                    self._away.warning("there is no store of files, and no batch: %s", error.message)
                 await self._queues.run()
             except HeadraceError as error:
                 self._away.warning("durable requests wait: %s", error.message)
@@ -162,8 +188,11 @@ class KeeperActor(Actor):
 
     def _on_work(self, delivery: Delivery) -> None:
         try:
+            if subjects.is_batch_job(delivery.subject):
+                self._batches.deliver(delivery)
+                return
             work = work_of(delivery.data)
-        except (ValueError, TypeError):  # of another version, or of another writer
+        except (ValueError, TypeError, LookupError):  # of another version, or of another writer
             log.error("dropped %s: it is not a durable request of this version", delivery.subject)
             self._streams.ack(delivery.reply)
             return
@@ -173,6 +202,12 @@ class KeeperActor(Actor):
         while True:
             await asyncio.sleep(TICK_S)
             self._handle(Tick())
+            self._batches.tick()
+            self._call(self._sweep())
+
+    async def _sweep(self) -> None:
+        with contextlib.suppress(HeadraceError):
+            await self._files.sweep(self._mailbox.clock.now_us())
 
     def _handle(self, event: Event) -> None:
         clock = self._mailbox.clock
@@ -230,7 +265,8 @@ class KeeperActor(Actor):
         _, tenant, _, request = delivery.subject.split(".")
         key = subjects.untoken(tenant), subjects.untoken(request)
         outcome = outcome_of(delivery, self._mailbox.bus.max_payload - self._core.kept_bytes(key))
-        self._handle(Answered(key, outcome, len(delivery.data)))
+        if not self._batches.answered(key, outcome, len(delivery.data)):
+            self._handle(Answered(key, outcome, len(delivery.data)))
 
     # ---- verbs -----------------------------------------------------------------------------------
 
@@ -251,7 +287,7 @@ class KeeperActor(Actor):
     async def _result(self, tenant: str, request: str, _: bytes) -> Body:
         return await self._verbs.result(tenant, request)
 
-    def _answering(self, verb: Callable[[str, str, bytes], Awaitable[Body]]) -> Callable[[Delivery], None]:
+    def _answering(self, verb: Verb) -> Callable[[Delivery], None]:
         """A handler that answers each request with what `verb` returns for the two names in its subject."""
 
         def on_request(delivery: Delivery) -> None:
@@ -260,7 +296,7 @@ class KeeperActor(Actor):
 
         return on_request
 
-    async def _answer(self, verb: Callable[[str, str, bytes], Awaitable[Body]], asked: Delivery) -> None:
+    async def _answer(self, verb: Verb, asked: Delivery) -> None:
         self._asked += 1
         try:
             if self._asked > MAX_ASKED:
@@ -269,8 +305,9 @@ class KeeperActor(Actor):
                 )
             if (names := subjects.names_in(asked.subject)) is None:
                 raise BadRequest("the subject is damaged: its names are not escaped, or too long")
-            answer = to_json(await verb(*names, asked.data))
-            self._mailbox.bus.publish(asked.reply, answer)
+            answer = await verb(*names, asked.data)
+            data = answer if isinstance(answer, bytes) else to_json(answer)
+            self._mailbox.bus.publish(asked.reply, data)
         except HeadraceError as error:
             self._mailbox.bus.publish(asked.reply, error_reply(error, "", ""))
         except Exception:  # a bug is a 500 for this client, never silence

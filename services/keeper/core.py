@@ -37,7 +37,7 @@ EXPIRED = "no service has answered this request within the day for which it is k
 Key = tuple[str, str]  # tenant and id
 
 # Nothing is wrong with these requests: a queue is full, a service is away, or the id runs as another request.
-_TRY_AGAIN = (Overloaded, Unavailable, UnknownModel, DuplicateRequest)
+TRY_AGAIN = (Overloaded, Unavailable, UnknownModel, DuplicateRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class KeeperCore:
     def _answered(self, event: Answered, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
         if flight.record is not None:
             return []
-        if not isinstance(event.outcome, _TRY_AGAIN):
+        if not isinstance(event.outcome, TRY_AGAIN):
             flight.size += event.size
             self._bytes += event.size
             return self._store(event.key, flight, event.outcome, now_us, now_wall_us)

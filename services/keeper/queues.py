@@ -133,7 +133,7 @@ class TenantQueues:
     async def _adopt(self) -> None:
         """Make the consumers that the stored requests need."""
         await self._streams.delete_consumer(subjects.WORK_STREAM, EARLIER)
-        stored = await self._streams.subjects_of(subjects.WORK_STREAM, subjects.WORK_ALL)
+        stored = await self._streams.subjects_like(subjects.WORK_STREAM, subjects.WORK_ALL)
         for name in {subject.split(".")[3] for subject in stored}:
             await self._make(subjects.untoken(name))
 

@@ -32,8 +32,7 @@ _SETTINGS = {
     "run": ("nats_url", "fleet", "cache_dir", "model_name", "request_timeout_s", "keep_alive_s",
             "backend", "device", "dtype"),
     "stop": ("fleet", "cache_dir"), "logs": ("fleet", "cache_dir"),
-    "chat": _REQUEST, "request": _REQUEST, "batch": _REQUEST, "submit": _REQUEST, "result": _FLEET,
-    "attach": _FLEET,
+    "chat": _REQUEST, "request": _REQUEST, "submit": _REQUEST, "result": _FLEET, "attach": _FLEET,
     "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "usage": _FLEET, "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
@@ -96,7 +95,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
     up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
-    _add_requests(add)
+    _add_requests(add, verb)
     pull = add("pull", "fetch a model into the cache", _pull)
     pull.add_argument("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
     pull.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
@@ -146,7 +145,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
+def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: str) -> None:
     """The commands that ask a model."""
     from pathlib import Path
 
@@ -177,14 +176,35 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> No
     request.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
     request.add_argument("-f", "--file", type=Path, help="read the request from a file")
     request.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
-    _add_batch(add)
+    _add_batch(add, verb)
 
 
-def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
+def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: str) -> None:
     from pathlib import Path
 
     batch = add("batch", "answer a file of requests in the format of OpenAI's Batch API", _batch)
-    batch.add_argument("action", choices=["run"])
+    actions = batch.add_subparsers(required=True, metavar="ACTION", dest="action")
+
+    def act(name: str, text: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text)
+        if verb in ("batch", _ALL):
+            _add_setting_flags(sub, _REQUEST if name == "run" else _FLEET)
+        return sub
+
+    submit = act("submit", "store a file of requests that a keeper answers, and print the id of the batch")
+    submit.add_argument("input", type=Path, metavar="IN.jsonl", help="a line for each request")
+    submit.add_argument("--endpoint", metavar="PATH", help="of all lines; default: that of the first one")
+    submit.add_argument(
+        "--completion-window", default="24h", metavar="TIME", help="m, h or d, up to 7d; default 24h"
+    )
+    status = act("status", "the state of a batch")
+    status.add_argument("id", help="the id that `submit` has printed")
+    status.add_argument("--json", action="store_true", help="everything, as JSON")
+    act("cancel", "cancel a batch; its answers so far are kept").add_argument("id")
+    fetch = act("fetch", "write the answers of a batch that has ended to a file")
+    fetch.add_argument("id")
+    fetch.add_argument("output", type=Path, metavar="OUT.jsonl", help="answers, then errors")
+    batch = act("run", "answer a file of requests now, without a keeper")
     batch.add_argument("input", type=Path, metavar="IN.jsonl", help="a line for each request")
     batch.add_argument(
         "output", type=Path, metavar="OUT.jsonl", help="a line for each answer; must not exist"
@@ -324,12 +344,24 @@ def _request(given: argparse.Namespace) -> None:
 
 
 def _batch(given: argparse.Namespace) -> int:
+    from services.launcher.commands import batch_jobs
     from services.launcher.commands.batch import run_batch
     from services.launcher.session import find_target
 
     loaded = _load(given)
+    target = find_target(loaded)
+    if given.action == "submit":
+        _run(batch_jobs.submit(target, given.input, given.endpoint, given.completion_window))
+        return 0
+    if given.action == "status":
+        return _run(batch_jobs.status(target, given.id, as_json=given.json))
+    if given.action == "cancel":
+        _run(batch_jobs.cancel(target, given.id))
+        return 0
+    if given.action == "fetch":
+        return 1 if _run(batch_jobs.fetch(target, given.id, given.output)) else 0
     running = run_batch(
-        find_target(loaded),
+        target,
         given.input,
         given.output,
         resume=given.resume,

@@ -16,7 +16,7 @@ from pathlib import Path
 from services.launcher.nats_server import ServerLimits
 from shared.errors import SetupError
 
-MEMORY, FILE = "16MB", "1GB"  # of JetStream: its streams are on disk
+MEMORY, FILE = "16MB", "3GB"  # of JetStream: its streams are on disk
 SPACE_BYTES = 33_554_432  # for a server that starts again: some of the largest messages
 HELD_S, LOOK_S = 5.0, 0.02  # for the server of an `up` that was killed to end
 
@@ -60,7 +60,7 @@ class FullDisk:
             return False
         try:
             free_bytes = shutil.disk_usage(self._folder).free
-        except OSError:  # somebody removed it
+        except OSError:  # it was removed
             free_bytes = 0
         if free_bytes >= SPACE_BYTES:
             self._report("nats-server could not write durable requests, and there is space: it starts again")

@@ -27,7 +27,16 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from shared.errors import SetupError
 from shared.nats.interface import Bus, Delivery
-from shared.nats.subjects import PUBLIC, RECORD_STREAM, STORE, WORK_STREAM, is_inbox, token, untoken
+from shared.nats.subjects import (
+    FILE_STREAM,
+    PUBLIC,
+    RECORD_STREAM,
+    STORE,
+    WORK_STREAM,
+    is_inbox,
+    token,
+    untoken,
+)
 
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 SERVICE_PREFIX = "headrace-"
@@ -36,6 +45,7 @@ INBOX = "_INBOX"
 CLASSES = ("interactive", "standard", "batch")  # service classes, the highest first
 DEFAULT_CLASSES = ("standard", "batch")  # of a tenant without an entry in `tenant_classes`
 
+_STREAMS = (WORK_STREAM, RECORD_STREAM, FILE_STREAM)
 _MAILBOXES = {  # sender -> receivers
     "tokenizer": ("scheduler", "tokenizer"),
     "scheduler": ("tokenizer", "executor", "kv_offload", "detokenizer"),
@@ -58,7 +68,9 @@ _READS = {
     ),
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
     "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.attach.*.*", "_R.*.*"),
-    "keeper": (f"{PUBLIC}.submit.*.*", f"{PUBLIC}.result.*.*", f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.keep.*.*"),
+    "keeper": tuple(
+        f"{PUBLIC}.{verb}.*.*" for verb in ("submit", "result", "cancel", "keep", "files", "batches")
+    ),
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
 _WRITES = {
@@ -68,12 +80,14 @@ _WRITES = {
     "detokenizer": (f"{INBOX}.>",),
     "keeper": (
         f"{PUBLIC}.generate.*.*",
+        f"{PUBLIC}.cancel.*.*",
         f"{PUBLIC}.models",
         f"{PUBLIC}.done.*.*",
         f"{STORE}.>",
-        *(f"$JS.API.STREAM.{verb}.{s}" for verb in ("INFO", "CREATE") for s in (WORK_STREAM, RECORD_STREAM)),
-        *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in (WORK_STREAM, RECORD_STREAM)),
-        f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*.{STORE}.work.*.*",
+        *(f"$JS.API.STREAM.{verb}.{stream}" for verb in ("INFO", "CREATE") for stream in _STREAMS),
+        *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in _STREAMS),
+        f"$JS.API.STREAM.PURGE.{FILE_STREAM}",
+        f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*.{STORE}.work.*.>",
         f"$JS.API.CONSUMER.DELETE.{WORK_STREAM}.*",
         f"$JS.API.CONSUMER.LIST.{WORK_STREAM}",
         f"$JS.API.CONSUMER.MSG.NEXT.{WORK_STREAM}.*",
@@ -82,7 +96,9 @@ _WRITES = {
 }
 # The gateway alone may have an answer stored: a tenant has `submit`, and needs no way to fill the store.
 _KEEPS = f"{PUBLIC}.keep.*.*"
-_VERBS = ("generate", "cancel", "tokenize", "detokenize", "submit", "result", "attach")
+_VERBS = (
+    "generate", "cancel", "tokenize", "detokenize", "submit", "result", "attach", "files", "batches",
+)  # fmt: skip
 _ASKS = (*(f"{PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{PUBLIC}.models.*")
 _IN_A_NAME = frozenset((*_VERBS, "models", "keep"))  # the tenant follows the verb
 _LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")

@@ -80,29 +80,49 @@ class JetStream:
             if not page["consumers"] or len(found) >= page["total"]:
                 return found
 
-    async def subjects_of(self, stream: str, pattern: str) -> dict[str, int]:
-        """The subjects of a stream's messages that match, with the number of messages of each."""
-        found: dict[str, int] = {}
-        while True:
-            asked = _json({"subjects_filter": pattern, "offset": len(found)})
-            page = await self._call(f"{_API}.STREAM.INFO.{stream}", asked)
-            more = page["state"].get("subjects") or {}
-            found |= more
-            if not more or len(found) >= page.get("total", 0):
-                return found
-
     async def room(self, stream: str) -> tuple[int, int]:
         """The bytes that a stream has, and the most that it may have; -1: no limit."""
         info = await self._call(f"{_API}.STREAM.INFO.{stream}", b"")
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
 
-    async def create(self, subject: str, data: bytes, ttl_s: int = 0) -> None:
-        """Store a message, the only one of its subject. It goes after `ttl_s`; 0: never. Returns when the
-        stream has it. Raises Taken if there is one, StreamFull, PayloadTooLarge."""
-        headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
-        if ttl_s:
-            headers["Nats-TTL"] = f"{ttl_s}s"
+    async def create(self, subject: str, data: bytes, ttl_s: int = 0, only: str = "") -> None:
+        """Store a message, the only one of its subject, or of the pattern `only`. It goes after `ttl_s`; 0:
+        never. Returns when the stream has it. Raises Taken if there is one, StreamFull, PayloadTooLarge."""
+        headers = {"Nats-Expected-Last-Subject-Sequence": "0", **_lifetime(ttl_s)}
+        if only:
+            headers["Nats-Expected-Last-Subject-Sequence-Subject"] = only
         await self._call(subject, data, headers)
+
+    async def replace(self, subject: str, data: bytes, ttl_s: int = 0) -> None:
+        """Store a message; a stream with one message for each subject drops the one before. Raises like
+        `create`."""
+        await self._call(subject, data, _lifetime(ttl_s))
+
+    async def purge(self, stream: str, subject: str) -> None:
+        """Remove all messages of a subject or pattern."""
+        await self._call(f"{_API}.STREAM.PURGE.{stream}", _json({"filter": subject}))
+
+    async def subjects_like(self, stream: str, pattern: str) -> list[str]:
+        """The subjects that match a pattern and have a message."""
+        found, most = list[str](), 1
+        while len(found) < most:
+            asked = {"subjects_filter": pattern, "offset": len(found)}
+            answer = await self._info(stream, asked)
+            page, most = answer["state"].get("subjects") or {}, int(answer.get("total", 0))
+            if not page:
+                break
+            found += page
+        return found
+
+    async def bytes_of(self, stream: str) -> int:
+        """What a stream holds."""
+        return int((await self._info(stream, {}))["state"]["bytes"])
+
+    async def _info(self, stream: str, asked: Mapping[str, Any]) -> Json:
+        try:
+            return await self._call(f"{_API}.STREAM.INFO.{stream}", _json(asked))
+        except UnknownStream:
+            raise Unavailable(f"there is no stream {stream} yet: try again", retry_after_ms=1_000) from None
 
     async def last(self, stream: str, subject: str) -> bytes | None:
         """The newest message of a subject, None without one. The stream must allow direct reads."""
@@ -220,6 +240,10 @@ def _error(subject: str, error: Mapping[str, Any]) -> HeadraceError:
     if int(error.get("code", 0)) == Unavailable.code:
         return Unavailable(f"JetStream: {text}", retry_after_ms=1_000)
     return EngineError(f"JetStream refuses {subject}: {text} ({number})")
+
+
+def _lifetime(ttl_s: int) -> Json:
+    return {"Nats-TTL": f"{ttl_s}s"} if ttl_s else {}
 
 
 def _json(body: Mapping[str, Any]) -> bytes:

@@ -57,9 +57,13 @@ SUBMIT_ALL = f"{PUBLIC}.submit.*.*"
 RESULT_ALL = f"{PUBLIC}.result.*.*"
 KEEP_ALL = f"{PUBLIC}.keep.*.*"
 ATTACH_ALL = f"{PUBLIC}.attach.*.*"
-WORK_STREAM, RECORD_STREAM = "HR_WORK", "HR_DONE"
+FILES_ALL = f"{PUBLIC}.files.*.*"
+BATCHES_ALL = f"{PUBLIC}.batches.*.*"
+WORK_STREAM, RECORD_STREAM, FILE_STREAM = "HR_WORK", "HR_DONE", "HR_FILES"
 WORK_ALL = f"{STORE}.work.>"
 RECORD_ALL = f"{STORE}.record.>"
+FILE_ALL = f"{STORE}.file.>"
+LINE_ALL = f"{STORE}.line.>"
 TRACE_STEPS = b"steps"  # body of a trace request that includes the steps of its time
 
 
@@ -99,13 +103,52 @@ def work(tenant: str, request: str) -> str:
 
 
 def work_of(tenant: str) -> str:
-    """The durable requests of a tenant that wait."""
-    return f"{STORE}.work.{token(tenant)}.*"
+    """The durable requests and batches of a tenant that wait."""
+    return f"{STORE}.work.{token(tenant)}.>"
 
 
 def record(tenant: str, request: str) -> str:
     """How a durable request has ended, in stream HR_DONE."""
     return f"{STORE}.record.{token(tenant)}.{token(request)}"
+
+
+def files(tenant: str, verb: str) -> str:
+    """Request-reply: files of a tenant. `verb`: put, keep, show, list, read, delete."""
+    return f"{PUBLIC}.files.{token(tenant)}.{verb}"
+
+
+def batches(tenant: str, verb: str) -> str:
+    """Request-reply: batches of a tenant. `verb`: create, show, list, cancel."""
+    return f"{PUBLIC}.batches.{token(tenant)}.{verb}"
+
+
+def file_part(tenant: str, file: str, part: int | str) -> str:
+    """A chunk of a file by its number, or `meta`, in stream HR_FILES. `*` stands for any name."""
+    return f"{STORE}.file.{_any(tenant)}.{_any(file)}.{part}"
+
+
+def batch_line(tenant: str, batch: str, line: int | str, outcome: str) -> str:
+    """How a line of a batch has ended, `ok` or `error`, in stream HR_FILES."""
+    return f"{STORE}.line.{token(tenant)}.{token(batch)}.{line}.{outcome}"
+
+
+def batch_job(tenant: str, batch: str) -> str:
+    """A batch that is not over, in stream HR_WORK. Its subject has a part more than that of a request."""
+    return f"{STORE}.work.{token(tenant)}.{_any(batch)}.batch"
+
+
+def is_batch_job(subject: str) -> bool:
+    """True for the subject of a batch in stream HR_WORK."""
+    return subject.count(".") > WORK_ALL.count(".") + 1
+
+
+def batch_part(tenant: str, batch: str, part: str) -> str:
+    """`end`, `state` or `cancel` of a batch, in stream HR_DONE."""
+    return f"{STORE}.record.{token(tenant)}.{_any(batch)}.{part}"
+
+
+def _any(name: str) -> str:
+    return name if name == "*" else token(name)
 
 
 def check(tenant: str, model: str) -> str:

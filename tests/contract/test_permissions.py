@@ -102,6 +102,9 @@ FORBIDDEN_WRITING = [
     "headrace.v1.submit.bob.m", "headrace.v1.result.bob.r", "headrace.v1.keep.bob.r",
     "headrace.v1.keep.acme.r", "headrace.v1.attach.bob.r",
     "headrace.v1.done.acme.r",
+    "headrace.v1.files.bob.put", "headrace.v1.batches.bob.create", "headrace.store.file.acme.f.0",
+    "headrace.store.line.acme.b.1.ok", "$JS.API.STREAM.PURGE.HR_FILES",
+    "$JS.API.DIRECT.GET.HR_FILES.headrace.store.file.acme.f.0",
     "headrace.store.work.acme.r", "headrace.store.record.acme.r", "headrace.store.check.acme.m",
     "$JS.API.DIRECT.GET.HR_DONE.headrace.store.record.acme.r", "$JS.ACK.HR_WORK.keeper.1.1.1.1.1",
     f"hr.{FLEET}.beat_ask", f"hr.{FLEET}.beat.tokenizer.1", f"hr.{FLEET}.scheduler.1.in.Tokenized",
@@ -113,6 +116,7 @@ ALLOWED_WRITING = [
     "headrace.v1.generate.acme.m", "headrace.v1.cancel.acme.r", "headrace.v1.tokenize.acme.m",
     "headrace.v1.detokenize.acme.m", "headrace.v1.models.acme",
     "headrace.v1.submit.acme.m", "headrace.v1.result.acme.r", "headrace.v1.attach.acme.r",
+    "headrace.v1.files.acme.put", "headrace.v1.batches.acme.create",
 ]  # fmt: skip
 
 

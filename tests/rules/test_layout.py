@@ -56,9 +56,10 @@ HANGING = (
     "services/detokenizer/attach.py", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
+    "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 20_900
-PRODUCT_FILES, PRODUCT_LINES = 215, 52_879
+PATH_FILES, PATH_LINES = 73, 20_959
+PRODUCT_FILES, PRODUCT_LINES = 229, 55_373
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -21,9 +21,7 @@ from starlette.routing import Route
 from services.gateway.durable.numbered import NumberedChunks, read_last_id
 from services.gateway.durable.store import COMPLETED, ENDED, Pause, Store, call_of
 from services.gateway.exchange import ExchangeCounters, answer, exchange_of
-from services.gateway.openai_request import Body, Call, Kept
 from services.gateway.openai_response import Chunks, EventStream
-from services.gateway.openai_response import answer as openai_answer
 from services.gateway.responses import output
 from services.gateway.responses.events import START, Place, ResponseEvents, place_of
 from services.gateway.responses.request import PATH
@@ -31,6 +29,8 @@ from shared.api import REQUEST_ID
 from shared.client import Client, error_of
 from shared.clock import Clock
 from shared.errors import BadRequest, UnknownRequest
+from shared.openai.call import Body, Call, Kept
+from shared.openai.whole_answer import answer as openai_answer
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PREFIXES = {CHATS: "chatcmpl_", COMPLETIONS: "cmpl_"}  # of the ids that the gateway draws

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from services.gateway.openai_request import Call
 from services.gateway.openai_response import EVENTS, ChunkBuilder, changed
 from shared.errors import BadRequest
+from shared.openai.call import Call
 
 Body = dict[str, Any]
 

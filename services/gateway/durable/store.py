@@ -23,12 +23,12 @@ from typing import Any
 
 from services.gateway.errors import Gone, NoKeeper, StoreAway
 from services.gateway.exchange import drawn_at
-from services.gateway.openai_request import Body, Call, read_call
 from shared.client import Client, error_of
 from shared.clock import SystemClock
 from shared.errors import BadRequest, HeadraceError, Unavailable, UnknownModel, UnknownRequest
 from shared.nats import subjects
 from shared.nats.interface import NoResponders
+from shared.openai.call import Body, Call, read_call
 from shared.processes import Rarely
 
 log = logging.getLogger("headrace.gateway")

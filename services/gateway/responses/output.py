@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.gateway.answer_parts import AnswerReader, reader_of
-from services.gateway.errors import status_of
 from services.gateway.exchange import drawn_at
-from services.gateway.openai_request import Call
-from services.gateway.openai_response import answer
 from shared.client import error_of
 from shared.errors import BadRequest, HeadraceError
+from shared.openai.answer_parts import AnswerReader, reader_of
+from shared.openai.call import Call
+from shared.openai.error_shape import status_of
+from shared.openai.whole_answer import answer
 
 Body = dict[str, Any]
 

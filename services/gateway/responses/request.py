@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from services.gateway.openai_request import Kept, thinking
+from services.gateway.openai_request import thinking
 from shared.api import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
@@ -32,6 +32,7 @@ from shared.api import (
     whole_numbers,
 )
 from shared.errors import BadRequest
+from shared.openai.call import Kept
 
 Body = dict[str, Any]
 

@@ -270,7 +270,7 @@ def server_conf(tls: Tls | None, limits: ServerLimits) -> str:
             "port: 4222",
             "http_port: 8222",
             *limits.lines(),
-            'jetstream { store_dir: "/data", max_mem: 64MB, max_file: 1GB }',
+            'jetstream { store_dir: "/data", max_mem: 64MB, max_file: 3GB }',
             *([f"tls {{ {files} }}"] if tls else []),
             "include ./users.conf",
             "",

@@ -1,9 +1,7 @@
 """`headrace batch run IN OUT` answers a file of requests, in the format of OpenAI's Batch API.
 
-Each line of IN is `{"custom_id", "method": "POST", "url", "body"}`
-(https://platform.openai.com/docs/api-reference/batch/request-input); each line of OUT is the answer to one,
-in any order. The whole of IN is checked before the first request. Requests have the class `batch` unless they
-name another: they use what other requests leave free.
+shared/openai/batch_lines.py has the format of their lines. The whole of IN is checked before the first
+request. Requests have the class `batch` unless they name another: they use what other requests leave free.
 
 OUT survives any end: `--resume` drops a line that was cut off, and the lines of refused requests, and sends
 only the requests that have no answer yet. The file OUT.input has the checksum of IN until all are answered.
@@ -24,19 +22,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
-from services.gateway.errors import body_of, status_of
-from services.gateway.openai_request import read_call
-from services.gateway.openai_response import answer
 from services.launcher import console
 from services.launcher.session import Target, connected
 from shared.client import Client
 from shared.errors import BadRequest, HeadraceError, Overloaded, SetupError, Unavailable
-from shared.json_body import read_json
+from shared.openai.batch_lines import BatchLine, InputCheck, answered, read_line, refused
 
 SYNC_S = 1.0  # at most so much work is done again after a loss of power
 FIRST_WAIT_S, LAST_WAIT_S = 1.0, 15.0  # before a request is sent again that found a full queue or no service
 REPORT_S = 10.0  # between two lines of progress where there is no terminal
-URLS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
 
 Body = dict[str, Any]
 
@@ -101,50 +95,15 @@ async def run_batch(
 
 def read_input(source: IO[bytes]) -> tuple[list[Line], str]:
     """The requests of an input file, and its checksum. Raises BadRequest with the number of a wrong line."""
-    lines, known, digest, start = list[Line](), dict[str, int](), sha256(), 0
-    for number, raw in enumerate(source, 1):
+    lines, check, digest, start = list[Line](), InputCheck(), sha256(), 0
+    for raw in source:
         digest.update(raw)
-        if raw.strip():
-            try:
-                custom_id = _checked(raw)
-            except HeadraceError as error:
-                raise BadRequest(f"line {number}: {error.message}") from None
-            if (first := known.setdefault(custom_id, number)) != number:
-                raise BadRequest(f"line {number}: its custom_id {custom_id!r:.80} is that of line {first}")
-            lines.append(Line(custom_id, start, len(raw)))
+        if (line := check.read(raw)) is not None:
+            lines.append(Line(line.custom_id, start, len(raw)))
         start += len(raw)
     if not lines:
         raise BadRequest("the input has no requests: each line is one JSON object")
     return lines, digest.hexdigest()
-
-
-def _checked(raw: bytes) -> str:
-    """The id of a line. Raises BadRequest."""
-    try:
-        fields = read_json(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"it is not JSON: {error!s:.120}") from None
-    if not isinstance(fields, dict):
-        raise BadRequest("a JSON object is expected")
-    custom_id, body = fields.get("custom_id"), fields.get("body")
-    if not isinstance(custom_id, str) or not custom_id:
-        raise BadRequest("`custom_id`: a text is expected that no other line has")
-    if fields.get("method", "POST") != "POST":
-        raise BadRequest("`method`: POST is expected")
-    if fields.get("url") not in URLS:
-        raise BadRequest(f"`url`: one of {', '.join(URLS)} is expected")
-    if not isinstance(body, dict):
-        raise BadRequest("`body`: a JSON object is expected")
-    if body.get("stream"):
-        raise BadRequest("`body.stream`: the answers of a batch are whole; leave it out")
-    if body.get("echo"):
-        raise BadRequest("`body.echo` is not supported in a batch; leave it out")
-    read_call({"model": "any", **_present(body)}, chat=URLS[fields["url"]], request_id="any")
-    return custom_id
-
-
-def _present(body: Body) -> Body:
-    return {name: value for name, value in body.items() if value is not None}
 
 
 def _prepare(out: Path, checksum: str, known: set[str], *, resume: bool) -> set[str]:
@@ -249,31 +208,27 @@ async def _work(
     """Answer one request after the other until none is left."""
     for line in todo:
         source.seek(line.start)
-        fields = json.loads(source.read(line.size))
-        status, body = await _ask(client, model, fields, timeout_s)
-        response = {"status_code": status, "request_id": body.get("id", ""), "body": body}
-        written = {"custom_id": line.custom_id, "response": response, "error": None}
+        written = await _ask(client, model, read_line(source.read(line.size)), timeout_s)
         _put(sink, json.dumps(written, ensure_ascii=False).encode() + b"\n")
+        response = written["response"]
         progress.done += 1
-        progress.refused += status != 200
-        progress.tokens += body.get("usage", {}).get("completion_tokens", 0)
+        progress.refused += response["status_code"] != 200
+        progress.tokens += response["body"].get("usage", {}).get("completion_tokens", 0)
 
 
-async def _ask(client: Client, model: str, fields: Body, timeout_s: float) -> tuple[int, Body]:
-    """The HTTP status and body of an answer. While a queue is full, or a service is away, the request is sent
-    again."""
-    body = {"model": model, "slo_class": "batch", **_present(fields["body"])}
+async def _ask(client: Client, model: str, line: BatchLine, timeout_s: float) -> Body:
+    """The output line of a request. While a queue is full, or a service is away, it is sent again."""
     wait_s = FIRST_WAIT_S
     while True:
-        call = read_call(body, chat=URLS[fields["url"]], request_id=os.urandom(12).hex())
+        call = line.call(os.urandom(12).hex(), {"model": model, "slo_class": "batch"})
         try:
             whole = [await client.complete(each, timeout_s=timeout_s) for each in call.bodies]
-            return 200, answer(call, whole, ())
+            return answered(call, whole, line.custom_id)
         except (Overloaded, Unavailable) as error:
             await asyncio.sleep(max(wait_s, error.retry_after_ms / 1000))
             wait_s = min(2 * wait_s, LAST_WAIT_S)
         except HeadraceError as error:
-            return status_of(error), body_of(error, call.request_id)
+            return refused(error, call.request_id, line.custom_id)
 
 
 def _duration(seconds: float) -> str:

@@ -10,10 +10,10 @@ import pytest
 from services.gateway import anthropic
 from services.gateway.anthropic import MessageEvents, message, read
 from services.gateway.errors import NotAuthorized
-from services.gateway.openai_request import Call, read_call
 from services.tokenizer.prepare import read_request
 from shared.api import ChatRequest
 from shared.errors import BadRequest, EngineError, HeadraceError, Overloaded, Unavailable, UnknownModel
+from shared.openai.call import Call, read_call
 
 ASKED: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {"name": "weather", "description": "d", "input_schema": {"type": "object"}, "cache_control": {}}

@@ -258,6 +258,23 @@ async def test_a_body_that_waits_for_another_answer_is_not_late(
     assert door.app.read == [b"x" * 1000]
 
 
+async def test_each_piece_of_a_long_body_has_its_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "BODY_PIECE_BYTES", 1_000)
+    peer = await door.peer(b"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n")
+    async with asyncio.timeout(WITHIN_S):
+        while not door.connections or door.connections[0].owes != connection.BODY:
+            await asyncio.sleep(0)
+        upload = door.connections[0]
+        upload.since_s = began_s = upload.since_s - 500
+        peer.send(b"x" * 999)
+        while upload._body_bytes < 999:
+            await asyncio.sleep(0)
+        assert upload.since_s == began_s
+        peer.send(b"x" * 1_001)
+        assert (await peer.read(b"here")).startswith(b"HTTP/1.1 200")
+    assert upload.since_s > began_s + 400
+
+
 async def test_what_is_no_http_behind_a_request_is_refused_behind_its_answer(
     door: Door, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.app import Keys, read_keys
-from services.gateway.errors import NotAuthorized, SlowRequest, body_of, headers_of, status_of
+from services.gateway.errors import NotAuthorized, SlowRequest, headers_of
 from services.gateway.exchange import Exchange, ExchangeCounters, fresh_id, given_id, spans
 from shared.client import SlowReader
 from shared.errors import (
@@ -24,6 +24,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
+from shared.openai.error_shape import body_of, status_of
 from shared.telemetry.metrics import to_prometheus
 from shared.telemetry.readings import HistogramPoint, MetricPoint
 from shared.telemetry.traces import covered_us

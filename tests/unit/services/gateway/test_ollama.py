@@ -9,9 +9,9 @@ import pytest
 
 from services.gateway import ollama
 from services.gateway.ollama import Lines, OllamaChatRequest, OllamaGenerateRequest, read, read_show
-from services.gateway.openai_request import read_call
 from services.tokenizer.prepare import read_request
 from shared.errors import BadRequest
+from shared.openai.call import read_call
 
 CHAT: dict[str, Any] = {"model": "m:latest", "messages": [{"role": "user", "content": "Hi", "images": None}]}
 TURNS = [{"role": "user", "content": "Hi"}]

@@ -10,9 +10,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from services.gateway import openai_response
-from services.gateway.openai_request import Call
 from services.gateway.openai_response import ChunkBuilder
 from shared.errors import EngineError
+from shared.openai.call import Call
 
 USAGE = {
     "prompt_tokens": 5,

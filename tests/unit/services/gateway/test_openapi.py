@@ -8,11 +8,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.gateway.openai_request import fields_of, read_call
+from services.gateway.openai_request import fields_of
 from services.gateway.openapi import COMPONENTS, document
 from services.tokenizer.prepare import read_request
 from shared.api import ChatRequest, CompletionRequest
 from shared.errors import BadRequest
+from shared.openai.call import read_call
 
 CHAT = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "x"}], "logprobs": True}
 COMPLETION = {"model": "m", "stream": True, "prompt": "p"}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.durable.numbered import LastId, NumberedChunks, read_last_id
-from services.gateway.openai_request import Call, read_call
 from shared.errors import BadRequest, EngineError
+from shared.openai.call import Call, read_call
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 ANSWER = (

@@ -11,7 +11,6 @@ import pytest
 from services.gateway.durable.store import Pause, Store, call_of
 from services.gateway.errors import Gone, NoKeeper, StoreAway
 from services.gateway.exchange import drawn_at, timed_id
-from services.gateway.openai_request import read_call
 from shared.errors import (
     BadRequest,
     EngineError,
@@ -23,6 +22,7 @@ from shared.errors import (
     error_body,
 )
 from shared.nats.interface import NoResponders
+from shared.openai.call import read_call
 
 PATH = "/v1/responses"
 DRAWN_S = 1_795_000_000

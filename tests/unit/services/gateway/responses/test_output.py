@@ -6,10 +6,10 @@ from typing import Any
 
 from openai.types.responses import Response
 
-from services.gateway.openai_request import Call, read_call
 from services.gateway.responses.output import Event, failure_of, of_state, output_of, said, whole
 from services.gateway.responses.request import read
 from shared.errors import BadRequest, Overloaded
+from shared.openai.call import Call, read_call
 
 ID = "resp_6b073829d5707f8dadaf2ca8884accf7"
 NAME = ID.removeprefix("resp_")

@@ -9,9 +9,9 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from services.gateway import openai_response
-from services.gateway.answer_parts import Functions, functions_of, reader_of
-from services.gateway.openai_request import Call
 from services.gateway.openai_response import ChunkBuilder
+from shared.openai.answer_parts import Functions, functions_of, reader_of
+from shared.openai.call import Call
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 FUNCTIONS = Functions({"weather": {"type": "object"}})

@@ -1,0 +1,162 @@
+"""`BatchApi`: the paths of OpenAI's Files and Batches, each a request or more to a keeper.
+
+    POST /v1/files ──pieces──▶ UploadForm ──chunks──▶ keeper        GET …/content, the other way
+
+The gateway holds the chunks on their way, and needs no permission for a stream: the keeper checks tenants,
+limits and fields (services/keeper/file_verbs.py, batch_verbs.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from services.gateway.errors import SlowRequest
+from services.gateway.exchange import answer
+from services.gateway.native_call import BODY_TIMEOUT_S, read_body
+from services.gateway.openai_request import fields_of
+from services.gateway.upload_form import UploadForm
+from shared.client import Client
+from shared.clock import Clock
+from shared.errors import BadRequest, Cancelled, Overloaded
+from shared.file_client import FileClient, asked
+from shared.nats import subjects
+
+MAX_UPLOADS = 32  # of one gateway at a time: each holds up to 2 MB
+MAX_BATCH_BYTES = 65_536  # of the request that makes a batch: metadata is its longest part
+PRIVATE = ("chunks", "sha256")  # fields of a file that OpenAI's object does not have
+
+Body = dict[str, Any]
+
+
+class BatchApi:
+    """The endpoints."""
+
+    def __init__(self, client_of: Callable[[Request], Awaitable[Client]], clock: Clock) -> None:
+        """`client_of`: the native client of a request's tenant."""
+        self._client_of, self._clock = client_of, clock
+        self._uploads = 0
+
+    def routes(self) -> list[Route]:
+        """The paths."""
+        return [
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files", self.files, methods=["GET"]),
+            Route("/v1/files/{id}", self.file, methods=["GET"]),
+            Route("/v1/files/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/files/{id}/content", self.content, methods=["GET"]),
+            Route("/v1/batches", self.create, methods=["POST"]),
+            Route("/v1/batches", self.batches, methods=["GET"]),
+            Route("/v1/batches/{id}", self.batch, methods=["GET"]),
+            Route("/v1/batches/{id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def upload(self, request: Request) -> Response:
+        """`POST /v1/files`."""
+        files = await self._files(request)
+        if self._uploads >= MAX_UPLOADS:
+            raise Overloaded("too many uploads to this gateway at a time: try again", retry_after_ms=5_000)
+        form = UploadForm(request.headers.get("content-type", ""))
+        self._uploads += 1
+        try:
+            found = await files.upload(form.pieces(_pieces(request)), lambda: _described(form))
+        except ClientDisconnect:
+            raise Cancelled("the client went away") from None
+        finally:
+            self._uploads -= 1
+        return answer(_public(found))
+
+    async def files(self, request: Request) -> Response:
+        """`GET /v1/files`."""
+        found = await (await self._files(request)).request("list", _query(request))
+        return answer({**found, "data": [_public(each) for each in found["data"]]})
+
+    async def file(self, request: Request) -> Response:
+        """`GET /v1/files/{id}`."""
+        return answer(_public(await (await self._files(request)).request("show", _named(request))))
+
+    async def delete(self, request: Request) -> Response:
+        """`DELETE /v1/files/{id}`."""
+        return answer(await (await self._files(request)).request("delete", _named(request)))
+
+    async def content(self, request: Request) -> Response:
+        """`GET /v1/files/{id}/content`."""
+        content, chunks = await (await self._files(request)).read(request.path_params["id"])
+        headers = {"Content-Length": str(content.bytes)}
+        return StreamingResponse(chunks, headers=headers, media_type="application/octet-stream")
+
+    async def create(self, request: Request) -> Response:
+        """`POST /v1/batches`."""
+        client = await self._client_of(request)
+        fields = fields_of(await read_body(request, MAX_BATCH_BYTES))
+        return answer(await asked(client, subjects.batches(client.tenant, "create"), fields))
+
+    async def batches(self, request: Request) -> Response:
+        """`GET /v1/batches`."""
+        return await self._batch(request, "list", _query(request))
+
+    async def batch(self, request: Request) -> Response:
+        """`GET /v1/batches/{id}`."""
+        return await self._batch(request, "show", _named(request))
+
+    async def cancel(self, request: Request) -> Response:
+        """`POST /v1/batches/{id}/cancel`."""
+        return await self._batch(request, "cancel", _named(request))
+
+    async def _batch(self, request: Request, verb: str, body: Body) -> Response:
+        client = await self._client_of(request)
+        return answer(await asked(client, subjects.batches(client.tenant, verb), body))
+
+    async def _files(self, request: Request) -> FileClient:
+        return FileClient(await self._client_of(request), self._clock)
+
+
+async def _pieces(request: Request) -> AsyncGenerator[bytes]:
+    """The body. Raises SlowRequest if nothing of it comes for BODY_TIMEOUT_S."""
+    parts = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                part = await anext(parts)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            why = f"nothing of the body came for {BODY_TIMEOUT_S:g} s"
+            raise SlowRequest(f"{why}: send it again") from None
+        yield part
+
+
+def _described(form: UploadForm) -> Body:
+    """What the fields of a form have about its file. Raises BadRequest."""
+    fields = form.fields
+    described: Body = {"filename": form.filename, "purpose": fields.get("purpose")}
+    if (seconds := fields.get("expires_after[seconds]")) is not None:
+        if fields.get("expires_after[anchor]", "created_at") != "created_at":
+            raise BadRequest("`expires_after[anchor]`: created_at is expected", param="expires_after")
+        if not seconds.isdecimal() or len(seconds) > 9:
+            raise BadRequest("`expires_after[seconds]`: a number is expected", param="expires_after")
+        described["expires_s"] = int(seconds)
+    return described
+
+
+def _public(meta: Body) -> Body:
+    return {name: value for name, value in meta.items() if name not in PRIVATE}
+
+
+def _named(request: Request) -> Body:
+    return {"id": request.path_params["id"]}
+
+
+def _query(request: Request) -> Body:
+    """The parameters of a list. Raises BadRequest."""
+    body: Body = dict(request.query_params)
+    if "limit" in body:
+        if not body["limit"].isdecimal() or len(body["limit"]) > 9:
+            raise BadRequest("`limit`: a number is expected", param="limit")
+        body["limit"] = int(body["limit"])
+    return body

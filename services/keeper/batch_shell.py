@@ -1,0 +1,426 @@
+"""`Batches` runs the batches that one keeper holds: a core for each, calls to the streams and the fleet.
+
+stream HR_WORK, a job ──▶ BatchCore ──generate──▶ tokenizer … detokenizer ──answer──▶ BatchCore
+stream HR_FILES, the input file ──▶ ……… ──▶ records of lines ──▶ output and error file
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from services.keeper.batch_core import (
+    MOST_IN_FLIGHT,
+    SAVE_US,
+    AskLine,
+    BatchCommand,
+    BatchCore,
+    BatchEvent,
+    BatchTick,
+    CallFailed,
+    CancelAsked,
+    CancelLine,
+    Checked,
+    CheckFile,
+    EndStored,
+    LineAnswered,
+    LinesRead,
+    LineStored,
+    OpenBatch,
+    Opened,
+    Over,
+    ReadLines,
+    SaveState,
+    StoreEnd,
+    StoreLine,
+    WriteFiles,
+    Written,
+    error_entry,
+)
+from services.keeper.core import Ack, Key, Nak, Progress
+from services.keeper.file_verbs import KEPT_S, file_object
+from services.keeper.records import Body, to_json
+from services.keeper.verbs import reply_subject
+from shared.chunks import lines_of
+from shared.clock import Clock
+from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable, UnknownRequest
+from shared.nats import subjects
+from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
+from shared.nats.jetstream import JetStream, Taken
+from shared.nats.object_store import ObjectStore, new_id
+from shared.openai.batch_lines import InputCheck, read_line
+from shared.processes import Rarely
+
+log = logging.getLogger("headrace.keeper")
+
+MAX_LINES = 50_000  # of a batch, as OpenAI has it
+MAX_ERRORS = 100  # wrong lines that are named
+MAX_BATCHES = 16  # that one keeper holds; others wait in the queue
+FULL_DELAY_US = 5_000_000  # until a batch is delivered again that found no keeper
+STATE_KEPT_S = 777_600  # nine days: longer than the longest batch
+READ_BYTES = 1_048_576  # of lines read at a time
+READERS = 16  # records on their way while a file is written
+MODELS_US = 5_000_000  # far longer than a tokenizer takes
+
+Line = tuple[int, bytes]
+
+
+@dataclass(slots=True)
+class _Held:
+    """One batch of this keeper."""
+
+    tenant: str
+    core: BatchCore
+    reader: AsyncGenerator[Line] | None = None  # of lines without a record
+    read_to: int = 0  # number of the last line that it gave
+    look_us: int = 0  # for the next look whether it is cancelled
+    looks: bool = False
+
+
+class Batches:
+    """The batches of one keeper."""
+
+    def __init__(
+        self, bus: Bus, clock: Clock, store: ObjectStore, call: Callable[[Coroutine[Any, Any, None]], None]
+    ) -> None:
+        """`call` runs a coroutine beside the caller."""
+        self._bus, self._clock, self._store, self._call_soon = bus, clock, store, call
+        self._streams: JetStream = store.streams
+        self._held: dict[Key, _Held] = {}
+        self._away = Rarely(log, clock)
+        self.ended = 0  # batches
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def in_flight(self) -> int:
+        """Lines that were sent and have no record."""
+        return sum(held.core.in_flight for held in self._held.values())
+
+    def deliver(self, delivery: Delivery) -> None:
+        """The work queue delivers a batch."""
+        tenant = subjects.untoken(delivery.subject.split(".")[3])
+        batch: Body = json.loads(delivery.data)
+        key = tenant, batch["id"]
+        if (held := self._held.get(key)) is not None:  # the progress acks were late
+            held.core.ack = delivery.reply
+        elif len(self._held) >= MAX_BATCHES:
+            self._streams.nak(delivery.reply, FULL_DELAY_US)
+        else:
+            held = self._held[key] = _Held(tenant, BatchCore(batch, delivery.reply, self._bus.max_payload))
+            self._share()
+            self._run(held, held.core.begin(self._clock.now_us()))
+
+    def answered(self, key: Key, outcome: Body | HeadraceError, size: int) -> bool:
+        """A service answered a request; False: it is none of a batch here."""
+        tenant, request = key
+        held = self._held.get((tenant, request.partition(".")[0]))
+        if held is not None:
+            self._handle(held, LineAnswered(request, outcome, size))
+        return held is not None
+
+    def tick(self) -> None:
+        """Time has passed."""
+        now_us = self._clock.now_us()
+        for held in [*self._held.values()]:
+            if now_us >= held.look_us and not held.looks:
+                held.look_us, held.looks = now_us + SAVE_US, True
+                self._call_soon(self._look(held))
+            self._handle(held, BatchTick())
+
+    def reconnected(self) -> None:
+        """The nats-server was away."""
+        for held in self._held.values():
+            held.core.reconnected(self._clock.now_us())
+
+    def give_back(self) -> None:
+        """Have all batches delivered again, now: this keeper stops."""
+        for held in [*self._held.values()]:
+            self._run(held, held.core.give_back())
+        self._held.clear()
+
+    def _share(self) -> None:
+        for held in self._held.values():
+            held.core.share = max(MOST_IN_FLIGHT // len(self._held), 1)
+
+    def _handle(self, held: _Held, event: BatchEvent) -> None:
+        self._run(held, held.core.handle(event, self._clock.now_us(), self._clock.wall_us()))
+
+    def _run(self, held: _Held, commands: Iterable[BatchCommand]) -> None:
+        for command in commands:
+            match command:
+                case Ack(reply):
+                    self._streams.ack(reply)
+                case Nak(reply, delay_us):
+                    self._streams.nak(reply, delay_us)
+                case Progress(reply):
+                    self._streams.progress(reply)
+                case AskLine(body):
+                    reply = reply_subject(held.tenant, body["request_id"])
+                    subject = subjects.generate(held.tenant, body["model"])
+                    self._bus.publish(subject, to_json(body), reply=reply)
+                case CancelLine(request):
+                    self._bus.publish(subjects.cancel(held.tenant, request), b"")
+                case SaveState(batch):
+                    self._call_soon(self._save(held, batch))
+                case StoreLine():
+                    self._call_soon(self._store_line(held, command))
+                case Over():
+                    self._leave(held, command)
+                case _:
+                    self._call_soon(self._answer(held, self._result_of(held, command)))
+
+    def _leave(self, held: _Held, over: Over) -> None:
+        del self._held[held.tenant, held.core.id]
+        if self._held:
+            self._share()
+        if over.status:
+            self.ended += 1
+            news = to_json({"id": held.core.id, "status": over.status})
+            self._bus.publish(subjects.done(held.tenant, held.core.id), news)
+        self._call_soon(self._clean(held, over))
+
+    # ---- calls with one result -------------------------------------------------------------------
+
+    def _result_of(
+        self, held: _Held, command: OpenBatch | CheckFile | ReadLines | WriteFiles | StoreEnd
+    ) -> Coroutine[Any, Any, BatchEvent]:
+        match command:
+            case OpenBatch():
+                return self._open(held)
+            case CheckFile():
+                return self._check(held)
+            case ReadLines(most):
+                return self._read(held, most)
+            case WriteFiles(unfinished):
+                return self._write(held, unfinished=unfinished)
+            case StoreEnd(batch):
+                return self._end(held, batch)
+
+    async def _answer(self, held: _Held, call: Coroutine[Any, Any, BatchEvent]) -> None:
+        try:
+            event = await call
+        except HeadraceError as error:
+            self._away.warning("batch %s waits: %s", held.core.id, error.message)
+            event = CallFailed(error)
+        except Exception as bug:  # it is tried again, so the batch never hangs
+            log.exception("batch %s failed", held.core.id)
+            event = CallFailed(EngineError(f"the keeper failed: {bug!r:.80}"))
+        self._handle(held, event)
+
+    async def _open(self, held: _Held) -> Opened:
+        tenant, batch = held.tenant, held.core.id
+        last, stream = self._streams.last, subjects.RECORD_STREAM
+        ends = await self._ends(held)  # before the end is looked for: after it they are removed
+        if await last(stream, subjects.batch_part(tenant, batch, "end")) is not None:
+            return Opened(ended=True)
+        state = await last(stream, subjects.batch_part(tenant, batch, "state"))
+        ok = [number for number, outcome in ends.items() if outcome == "ok"]
+        failed = [number for number, outcome in ends.items() if outcome != "ok"]
+        return Opened(False, json.loads(state) if state is not None else None, ok, failed)
+
+    async def _ends(self, held: _Held) -> dict[int, str]:
+        """The lines with a record, each with its outcome."""
+        pattern = subjects.batch_line(held.tenant, held.core.id, "*", "*")
+        found = await self._streams.subjects_like(subjects.FILE_STREAM, pattern)
+        return {int(number): outcome for _, number, outcome in (s.rsplit(".", 2) for s in found)}
+
+    async def _check(self, held: _Held) -> Checked:
+        """Read the whole file, and all that is wrong with it."""
+        batch = held.core.batch
+        models, default = await self._models()
+        check, errors, wrong = InputCheck(), list[Body](), 0
+        try:
+            async for raw in self._lines(held):
+                error = _flaw(check, raw, batch["endpoint"], models, default)
+                if error is not None:
+                    wrong += 1
+                    if wrong <= MAX_ERRORS:
+                        errors.append(error)
+                if check.requests > MAX_LINES:
+                    errors = [error_entry("too_many_requests", f"a batch has at most {MAX_LINES:,} requests")]
+                    break
+        except ValueError as error:
+            errors = [error_entry("line_too_long", f"line {check.line + 1}: {error}", check.line + 1)]
+        if not check.requests and not errors:
+            errors = [error_entry("empty_file", "the file has no requests: each line is one JSON object")]
+        return Checked(check.requests, default, tuple(errors))
+
+    async def _models(self) -> tuple[set[str], str]:
+        """The models that are served, and the one of lines without a model: the only one. Raises Unavailable
+        if there is none."""
+        try:
+            answer = await self._bus.request(subjects.MODELS, b"", timeout_us=MODELS_US)
+            entries = json.loads(answer.data)["data"]
+        except (NoResponders, RequestTimeout, LookupError, ValueError):
+            entries = []
+        if not entries:
+            raise Unavailable("no tokenizer serves a model now")
+        roots = {entry.get("root", entry["id"]) for entry in entries}
+        return {entry["id"] for entry in entries}, roots.pop() if len(roots) == 1 else ""
+
+    async def _lines(self, held: _Held) -> AsyncGenerator[bytes]:
+        """The lines of the input file. Raises UnknownFile, DamagedFile, ValueError for a line too long."""
+        meta = await self._store.meta(held.tenant, held.core.batch["input_file_id"])
+        chunks = self._store.read(held.tenant, meta)
+        async with (
+            contextlib.aclosing(chunks),
+            contextlib.aclosing(lines_of(chunks, self._bus.max_payload)) as lines,
+        ):
+            async for line in lines:
+                yield line
+
+    async def _todo(self, held: _Held) -> AsyncGenerator[Line]:
+        """The lines without a record, with their numbers from 1."""
+        core, number = held.core, 0
+        async with contextlib.aclosing(self._lines(held)) as lines:
+            async for raw in lines:
+                number += 1
+                done = number <= held.read_to or number in core.ok or number in core.failed
+                if not done and raw.strip():
+                    yield number, raw
+
+    async def _read(self, held: _Held, most: int) -> LinesRead:
+        reader = held.reader = held.reader or self._todo(held)
+        lines, size, end = list[Line](), 0, True
+        try:
+            async for line in reader:
+                lines.append(line)
+                size += len(line[1])
+                if len(lines) == most or size > READ_BYTES:
+                    end = False
+                    break
+        except BaseException:
+            held.reader = None  # the next one starts after the last line that was given
+            raise
+        held.read_to = lines[-1][0] if lines else held.read_to
+        return LinesRead(tuple(lines), end)
+
+    async def _write(self, held: _Held, *, unfinished: bool) -> Written:
+        """The two files, in the order of the lines."""
+        ends = await self._ends(held)
+        failed = [number for number in sorted(ends) if ends[number] != "ok"]
+        completed = [number for number in sorted(ends) if ends[number] == "ok"]
+        never = [line async for line in self._unfinished(held, ends)] if unfinished else []
+        output = await self._file(held, "output", self._records(held, completed, "ok")) if completed else None
+        error = None
+        if failed or never:
+            error = await self._file(held, "errors", self._errors(held, failed, never))
+        return Written(output, error, len(completed), len(failed) + len(never))
+
+    async def _errors(self, held: _Held, failed: list[int], never: list[bytes]) -> AsyncGenerator[bytes]:
+        async for record in self._records(held, failed, "error"):
+            yield record
+        for line in never:
+            yield line
+
+    async def _records(self, held: _Held, numbers: list[int], outcome: str) -> AsyncGenerator[bytes]:
+        """The records of lines, several on their way at a time."""
+        for start in range(0, len(numbers), READERS):
+            asked = [
+                self._streams.last(
+                    subjects.FILE_STREAM, subjects.batch_line(held.tenant, held.core.id, number, outcome)
+                )
+                for number in numbers[start : start + READERS]
+            ]
+            for record in await asyncio.gather(*asked):
+                if record is None:  # another keeper has ended this batch
+                    raise Unavailable("a record of a line is gone")
+                yield record + b"\n"
+
+    async def _unfinished(self, held: _Held, ends: dict[int, str]) -> AsyncGenerator[bytes]:
+        """An error for each line without a record. A file that is gone or not valid has none."""
+        number = 0
+        why = {"code": "batch_expired", "message": "the completion window of the batch is over"}
+        with contextlib.suppress(UnknownRequest, BadRequest, ValueError):
+            async for raw in self._lines(held):
+                number += 1
+                if number not in ends and raw.strip():
+                    name, custom_id = f"batch_req_{held.core.id}.{number}", read_line(raw).custom_id
+                    line = {"id": name, "custom_id": custom_id, "response": None, "error": why}
+                    yield to_json(line) + b"\n"
+
+    async def _file(self, held: _Held, what: str, pieces: AsyncGenerator[bytes]) -> str:
+        core, now_us = held.core, self._clock.wall_us()
+        kept_s = int(core.batch.get("_output_kept_s", KEPT_S))
+        meta = file_object(new_id("file-", now_us), f"{core.id}_{what}.jsonl", "batch_output", now_us, kept_s)
+        async with contextlib.aclosing(pieces):
+            await self._store.write(held.tenant, meta, pieces, kept_s)
+        return str(meta["id"])
+
+    async def _end(self, held: _Held, batch: Body) -> EndStored:
+        try:
+            subject = subjects.batch_part(held.tenant, held.core.id, "end")
+            await self._streams.create(subject, to_json(batch), KEPT_S)
+        except Taken:
+            stored = await self._streams.last(subjects.RECORD_STREAM, subject)
+            return EndStored(new=stored == to_json(batch))  # by an earlier try whose answer was lost
+        return EndStored(new=True)
+
+    # ---- calls of which several run --------------------------------------------------------------
+
+    async def _store_line(self, held: _Held, line: StoreLine) -> None:
+        new: bool | None = None
+        tenant, batch, outcome = held.tenant, held.core.id, "ok" if line.ok else "error"
+        subject, any_outcome = (
+            subjects.batch_line(tenant, batch, line.number, each) for each in (outcome, "*")
+        )
+        try:
+            await self._streams.create(subject, line.data, STATE_KEPT_S, only=any_outcome)
+            new = True
+        except Taken:
+            new = False
+        except HeadraceError as error:
+            self._away.warning("answers of a batch wait to be stored: %s", error.message)
+        self._handle(held, LineStored(line.number, new))
+
+    async def _save(self, held: _Held, batch: Body) -> None:
+        with contextlib.suppress(HeadraceError):  # the next one follows
+            subject = subjects.batch_part(held.tenant, held.core.id, "state")
+            await self._streams.replace(subject, to_json(batch), STATE_KEPT_S)
+
+    async def _look(self, held: _Held) -> None:
+        """Look whether the client has cancelled it, or another keeper has ended it."""
+        last = self._streams.last
+        cancel, end = (subjects.batch_part(held.tenant, held.core.id, part) for part in ("cancel", "end"))
+        with contextlib.suppress(HeadraceError):  # the next look follows
+            if await last(subjects.RECORD_STREAM, cancel) is not None:
+                self._handle(held, CancelAsked())
+            if await last(subjects.RECORD_STREAM, end) is not None:
+                self._handle(held, Opened(ended=True))
+        held.looks = False
+
+    async def _clean(self, held: _Held, over: Over) -> None:
+        """Remove what nothing reads any more. It would go by its time, too."""
+        with contextlib.suppress(HeadraceError):
+            if held.reader is not None:
+                await held.reader.aclose()
+            for file in over.files:
+                await self._store.delete(held.tenant, file)
+            lines = subjects.batch_line(held.tenant, held.core.id, "*", "*")
+            await self._streams.purge(subjects.FILE_STREAM, lines)
+
+
+def _flaw(check: InputCheck, raw: bytes, endpoint: str, models: set[str], default: str) -> Body | None:
+    """What is wrong with the next line."""
+    try:
+        line = check.read(raw)
+    except HeadraceError as error:
+        return error_entry("invalid_request", error.message, check.line, error.param)
+    if line is None:
+        return None
+    model, number = line.body.get("model", default), check.line
+    if line.url != endpoint:
+        why = f"line {number}: its url is {line.url}, and the batch is for {endpoint}"
+        return error_entry("mismatched_url", why, number, "url")
+    if model not in models:
+        there = ", ".join(sorted(models))
+        why = f"line {number}: no service serves model {model!r:.80}; there is {there:.200}"
+        return error_entry("model_not_found", why, number, "body.model")
+    return None

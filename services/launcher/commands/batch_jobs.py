@@ -1,0 +1,104 @@
+"""`headrace batch submit|status|cancel|fetch`: batches that a keeper answers, over NATS.
+
+`submit` uploads the file and prints the id of the batch; this command may then end, and the fleet, too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import IO, Any
+
+from services.keeper.batch_core import COMPLETED, FAILED
+from services.launcher.session import Target, connected
+from shared.chunks import CHUNK_BYTES
+from shared.client import Client
+from shared.clock import SystemClock
+from shared.errors import SetupError, UnknownRequest
+from shared.file_client import FileClient, asked
+from shared.nats import subjects
+from shared.openai.batch_lines import read_line
+
+Body = dict[str, Any]
+
+
+async def submit(target: Target, given: Path, endpoint: str | None, window: str) -> None:
+    """Upload a file, make a batch of it, print its id. `endpoint` None: that of the first line. Raises
+    BadRequest, SetupError for a file that cannot be read, Unavailable without a keeper."""
+    try:
+        with given.open("rb") as source:
+            if endpoint is None:
+                endpoint = read_line(next((raw for raw in source if raw.strip()), b"")).url
+                source.seek(0)
+            async with connected(target.nats_url) as bus:
+                client = await Client.open(bus, target.tenant)
+                files = FileClient(client, SystemClock())
+                described = {"filename": given.name[:255], "purpose": "batch"}
+                file = await files.upload(_pieces(source), lambda: described)
+                job = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": window}
+                made = await asked(client, subjects.batches(target.tenant, "create"), job)
+    except OSError as error:
+        raise SetupError(f"{given} cannot be read: {error.strerror}") from None
+    print(made["id"])
+
+
+async def status(target: Target, batch: str, *, as_json: bool) -> int:
+    """Print the state of a batch. Returns the exit status, 1 for one that has failed. Raises UnknownFile."""
+    found = await _verb(target, "show", batch)
+    _show(found, as_json=as_json)
+    return 1 if found["status"] == FAILED else 0
+
+
+async def cancel(target: Target, batch: str) -> None:
+    """Cancel a batch; its answers so far are kept. Raises UnknownFile, BadRequest for one that has ended."""
+    _show(await _verb(target, "cancel", batch), as_json=False)
+
+
+async def fetch(target: Target, batch: str, out: Path) -> int:
+    """Write the answers of a batch that has ended to `out`, then the errors of its refused requests. Returns
+    their number. Raises UnknownFile, UnknownRequest for one that goes on, SetupError."""
+    async with connected(target.nats_url) as bus:
+        client = await Client.open(bus, target.tenant)
+        found = await asked(client, subjects.batches(target.tenant, "show"), {"id": batch})
+        wanted = [found[name] for name in ("output_file_id", "error_file_id") if found[name] is not None]
+        if not wanted:
+            _show(found, as_json=False)
+            raise UnknownRequest(f"batch {batch} has no answers: it is {found['status']}")
+        files, draft = FileClient(client, SystemClock()), out.with_name(f"{out.name}.draft")
+        try:
+            with draft.open("wb") as sink:
+                for file in wanted:
+                    _, chunks = await files.read(file)
+                    async for chunk in chunks:
+                        sink.write(chunk)
+            draft.replace(out)
+        except OSError as error:
+            raise SetupError(f"{out} cannot be written: {error.strerror}") from None
+    _show(found, as_json=False)
+    return int(found["request_counts"]["failed"])
+
+
+async def _verb(target: Target, verb: str, batch: str) -> Body:
+    async with connected(target.nats_url) as bus:
+        client = await Client.open(bus, target.tenant)
+        return await asked(client, subjects.batches(target.tenant, verb), {"id": batch})
+
+
+async def _pieces(source: IO[bytes]) -> AsyncGenerator[bytes]:
+    while piece := source.read(CHUNK_BYTES):
+        yield piece
+
+
+def _show(found: Body, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    counts = found["request_counts"]
+    done, refused = counts["completed"], counts["failed"]
+    of = f"{done + refused:,} of {counts['total']:,} requests" if counts["total"] else "no requests yet"
+    more = f", {refused:,} refused" if refused else ""
+    print(f"{found['status']}: {of}{more}", file=sys.stdout if found["status"] == COMPLETED else sys.stderr)
+    for error in (found["errors"] or {"data": ()})["data"]:
+        print(error["message"], file=sys.stderr)

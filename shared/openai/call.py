@@ -1,0 +1,127 @@
+"""`read_call` turns the fields of an OpenAI request into native requests. Pure.
+
+Fields have the same names in both and pass unchanged: the tokenizer validates them. Differences: a completion
+may have several prompts, each of which becomes a request; `stream_options` is only for streams, which end
+with usage only on request.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
+
+from shared.api import REQUEST_ID
+from shared.errors import BadRequest
+from shared.nats.subjects import MAX_NAME_CHARS
+from shared.openai.answer_parts import Functions, functions_of
+
+MAX_PROMPTS = 64  # of one completion
+_LONG_CHARS, _DIGEST_CHARS = 96, 24  # of a long id and its digest, when prompts get numbered ids
+
+Body = dict[str, Any]
+
+
+class Kept(Body):
+    """What an answer repeats of its request. A class of its own: no JSON of a client can be one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP request: a native body for each prompt, and the form of its answer."""
+
+    chat: bool
+    request_id: str
+    bodies: tuple[Body, ...]
+    stream: bool = False
+    include_usage: bool = False  # of a stream
+    continuous_usage: bool = False  # in each of its chunks
+    n: int = 1  # choices of each prompt
+    echo: bool = False  # the text starts with the prompt
+    functions: Functions | None = None  # that its text may call
+    keep: Body = field(default_factory=dict)  # what an answer needs later, beside the native request
+
+    @property
+    def prompt_only(self) -> bool:
+        """The answer is the echoed prompt and no token."""
+        limit = self.bodies[0].get("max_tokens")
+        return self.echo and not self.stream and limit == 0 and type(limit) is int
+
+    def keeping(self, keep: Kept) -> Call:
+        """The same call, of which a keeper has `keep`."""
+        return replace(self, keep=keep)
+
+    @property
+    def model(self) -> str:
+        """The model of all its prompts."""
+        return str(self.bodies[0]["model"])
+
+
+def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
+    """The call of `fields`, which include a model. `request_id` is for fields without one. Raises
+    BadRequest."""
+    wanted = "messages" if chat else "prompt"
+    if wanted not in fields:
+        raise BadRequest(f"`{wanted}` is missing", param=wanted)
+    if (other := "prompt" if chat else "messages") in fields:
+        path = "/v1/completions" if chat else "/v1/chat/completions"
+        raise BadRequest(f"`{other}` is not for this path: send it to {path}", param=other)
+    stream = fields.get("stream", False)
+    if not isinstance(stream, bool):
+        raise BadRequest("`stream`: true or false is expected", param="stream")
+    if "stream_options" in fields and not stream:
+        raise BadRequest("`stream_options` is for `stream: true` alone", param="stream_options")
+    usage, native = _usage(fields, stream=stream)
+    keep = native.pop("keep") if isinstance(native.get("keep"), Kept) else {}
+    echo = not chat and native.get("echo") is True and not native.get("logprobs")
+    if echo:
+        native.pop("echo")
+    n, named = fields.get("n", 1), native.setdefault("request_id", request_id)
+    return Call(
+        chat=chat,
+        request_id=str(named),
+        bodies=tuple(_bodies(native)),
+        stream=stream,
+        include_usage=usage,
+        continuous_usage=usage and native["stream_options"].get("continuous_usage_stats") is True,
+        n=n if type(n) is int else 1,  # the tokenizer will refuse any other
+        echo=echo,
+        functions=functions_of(fields) if chat else None,
+        keep=keep,
+    )
+
+
+def _usage(fields: Body, *, stream: bool) -> tuple[bool, Body]:
+    """Whether a stream ends with its usage, and the native fields: the gateway always reads the usage."""
+    options = fields.get("stream_options", {})
+    if not stream or not isinstance(options, dict):
+        return False, dict(fields)
+    options = {k: v for k, v in options.items() if v is not None}
+    wanted = options.get("include_usage", False)
+    if isinstance(wanted, bool):  # else the tokenizer refuses it
+        options["include_usage"] = True
+    return wanted is True, {**fields, "stream_options": options}
+
+
+def _bodies(native: Body) -> list[Body]:
+    """One body for each prompt; a list of numbers is one prompt."""
+    prompts = native.get("prompt")
+    if not isinstance(prompts, list) or not prompts or not isinstance(prompts[0], str | list):
+        return [native]
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(f"`prompt`: {len(prompts)} prompts are over {MAX_PROMPTS}", param="prompt")
+    if len(prompts) == 1:
+        return [{**native, "prompt": prompts[0]}]
+    stem = _short(native["request_id"])
+    return [{**native, "prompt": p, "request_id": f"{stem}:{i}"} for i, p in enumerate(prompts)]
+
+
+def _short(request_id: str) -> str:
+    """An id with room for the number of a prompt: a longer one is cut and stays unique by its digest. An
+    invalid id stays, for the tokenizer to refuse."""
+    if not isinstance(request_id, str) or not re.fullmatch(REQUEST_ID, request_id):
+        return request_id
+    if len(request_id) <= MAX_NAME_CHARS - len(f":{MAX_PROMPTS}"):
+        return request_id
+    return request_id[:_LONG_CHARS] + "." + sha256(request_id.encode()).hexdigest()[:_DIGEST_CHARS]
