@@ -164,7 +164,7 @@ def _paths() -> Json:
 def _batch_paths() -> Json:
     """Files and batches, whose ids are in the path."""
     which = {"parameters": [{"name": "id", "in": "path", "required": True, "schema": _NAME}]}
-    listing, one = (400, *_LISTING), (400, 404, *_LISTING)
+    listing = one = (400, 404, *_LISTING)
     listed = [
         {"name": name, "in": "query", "required": False, "schema": schema}
         for name, schema in {"after": _NAME, "limit": {"type": "integer", "minimum": 1}}.items()

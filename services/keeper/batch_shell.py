@@ -419,7 +419,7 @@ def _flaw(check: InputCheck, raw: bytes, endpoint: str, models: set[str], defaul
     if line.url != endpoint:
         why = f"line {number}: its url is {line.url}, and the batch is for {endpoint}"
         return error_entry("mismatched_url", why, number, "url")
-    if model not in models:
+    if not isinstance(model, str) or model not in models:
         there = ", ".join(sorted(models))
         why = f"line {number}: no service serves model {model!r:.80}; there is {there:.200}"
         return error_entry("model_not_found", why, number, "body.model")

@@ -134,7 +134,7 @@ def _checked(asked: Body) -> int:
         raise BadRequest(f"`{unknown[0]:.40}` is not a field of a batch; leave it out", param=unknown[0][:40])
     if not isinstance(asked.get("input_file_id"), str):
         raise BadRequest("`input_file_id`: the id of a file is expected", param="input_file_id")
-    if asked.get("endpoint") not in URLS:
+    if asked.get("endpoint") not in [*URLS]:  # it may be of any type
         raise BadRequest(f"`endpoint`: one of {', '.join(URLS)} is expected", param="endpoint")
     window, metadata = asked.get("completion_window"), asked.get("metadata", {})
     time = re.fullmatch(WINDOW, window) if isinstance(window, str) else None

@@ -18,7 +18,7 @@ from shared.clock import Clock
 from shared.errors import BadRequest, DuplicateRequest, PayloadTooLarge
 from shared.json_body import read_json
 from shared.nats.jetstream import Taken
-from shared.nats.object_store import FILE_ID, ObjectStore
+from shared.nats.object_store import FILE_ID, ObjectStore, UnknownFile
 
 MAX_FILE_BYTES = 209_715_200  # 200 MB, as OpenAI has it for a batch
 MAX_CHUNKS = MAX_FILE_BYTES // CHUNK_BYTES
@@ -173,13 +173,13 @@ def fields_of(data: bytes) -> Body:
 
 
 def page_of(ids: list[str], asked: Body) -> tuple[list[str], int]:
-    """The ids after `after`, and how many the page has at most. Raises BadRequest."""
+    """The ids after `after`, and how many the page has at most. Raises BadRequest, UnknownFile."""
     limit, after = asked.get("limit", MAX_LISTED), asked.get("after")
     if type(limit) is not int or limit < 1:
         raise BadRequest(f"`limit`: a number from 1 on is expected, not {limit!r:.20}", param="limit")
     if after is not None:
         if after not in ids:
-            raise BadRequest(f"`after`: there is no {after!r:.80}", param="after")
+            raise UnknownFile(f"`after`: there is no {after!r:.80}", param="after")
         ids = ids[ids.index(after) + 1 :]
     return ids, min(limit, MAX_LISTED)
 

@@ -49,7 +49,7 @@ def read_line(raw: bytes) -> BatchLine:
         raise BadRequest("`custom_id`: a text is expected that no other line has", param="custom_id")
     if fields.get("method", "POST") != "POST":
         raise BadRequest("`method`: POST is expected", param="method")
-    if fields.get("url") not in URLS:
+    if fields.get("url") not in [*URLS]:  # it may be of any type
         raise BadRequest(f"`url`: one of {', '.join(URLS)} is expected", param="url")
     if not isinstance(body, dict):
         raise BadRequest("`body`: a JSON object is expected", param="body")
