@@ -22,7 +22,7 @@ FULL_RETRY_MS = 5_000  # a full stream has room again once answers have been sto
 
 _API = "$JS.API"
 _EXISTS = 10071  # wrong last sequence: another message has the subject
-_FULL = (10047, 10077)  # storage resources exceeded; maximum messages or bytes of the stream exceeded
+_FULL = (10005, 10047, 10077)  # of a cluster, of a server: too little storage; of a stream: too many messages
 _NAME_IN_USE = 10058  # a stream of this name with other settings
 _NO_STREAM, _NO_CONSUMER = 10059, 10014
 
