@@ -96,9 +96,9 @@ class KeeperActor(Actor):
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox, bus = mailbox, mailbox.bus
         self._core = KeeperCore()
-        self._queues = TenantQueues(bus, mailbox.guarded(self._on_work), self._core.room)
-        self._verbs = Verbs(bus, mailbox.clock, self._queues, self._core.runs)
-        self._streams = JetStream(bus)
+        self._streams = JetStream(bus, replicated=self._replicas > 1)
+        self._queues = TenantQueues(self._streams, mailbox.guarded(self._on_work), self._core.room)
+        self._verbs = Verbs(self._streams, mailbox.clock, self._queues, self._core.runs)
         store = ObjectStore(self._streams)
         self._files = FileVerbs(store, mailbox.clock)
         self._batches = Batches(bus, mailbox.clock, store, self._call)

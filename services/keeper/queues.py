@@ -18,7 +18,7 @@ from services.keeper.core import KEPT_S
 from shared.errors import Overloaded, Unavailable
 from shared.fair_share import over_share
 from shared.nats import subjects
-from shared.nats.interface import Bus, Delivery
+from shared.nats.interface import Delivery
 from shared.nats.jetstream import FULL_RETRY_MS, JetStream, Puller, UnknownStream
 
 MAX_QUEUED = 100_000  # requests in stream WORK
@@ -42,11 +42,10 @@ class TenantQueues:
     """The consumers, and whose work is pulled next."""
 
     def __init__(
-        self, bus: Bus, deliver: Callable[[Delivery], None], room: Callable[[str, int], int]
+        self, streams: JetStream, deliver: Callable[[Delivery], None], room: Callable[[str, int], int]
     ) -> None:
         """`room`: how many requests of a tenant may be delivered now, while so many tenants have work."""
-        self._bus, self._deliver, self._room = bus, deliver, room
-        self._streams = JetStream(bus)
+        self._streams, self._deliver, self._room = streams, deliver, room
         self._known: set[str] = set()  # tenants with a consumer
         self._turns: dict[str, None] = {}  # tenants that may have work, the next one first
         self._held = Counter[str]()  # messages in the stream, by tenant, at the last look and since
@@ -80,7 +79,7 @@ class TenantQueues:
         Raises Unavailable."""
         self._known.clear()
         await self._adopt()
-        puller = await Puller.open(self._bus, self._deliver)
+        puller = await Puller.open(self._streams.bus, self._deliver)
         looks_at = 0.0
         try:
             while True:

@@ -43,7 +43,7 @@ from shared.errors import (
 )
 from shared.json_body import read_json
 from shared.nats import access, subjects
-from shared.nats.interface import Bus, NoResponders, RequestTimeout
+from shared.nats.interface import NoResponders, RequestTimeout
 from shared.nats.jetstream import FULL_RETRY_MS, JetStream, StreamFull, Taken
 
 CHECK_US = 10_000_000  # a tokenizer takes up to three seconds for a megabyte
@@ -56,10 +56,12 @@ SUBMIT_TRIES = 8  # of a second: a stream whose leader has died has another afte
 class Verbs:
     """Serves `submit`, `result` and `cancel` for one keeper."""
 
-    def __init__(self, bus: Bus, clock: Clock, queues: TenantQueues, runs: Callable[[Key], bool]) -> None:
+    def __init__(
+        self, streams: JetStream, clock: Clock, queues: TenantQueues, runs: Callable[[Key], bool]
+    ) -> None:
         """`runs`: whether this keeper has sent a request to a tokenizer."""
-        self._bus, self._clock, self._queues, self._runs = bus, clock, queues, runs
-        self._streams = JetStream(bus)
+        self._bus, self._streams = streams.bus, streams
+        self._clock, self._queues, self._runs = clock, queues, runs
         self.submitted = self.kept = 0
         self._looked_us, self._half_full = 0, False
 

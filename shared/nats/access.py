@@ -86,6 +86,7 @@ _WRITES = {
         f"{STORE}.>",
         *(f"$JS.API.STREAM.{verb}.{stream}" for verb in ("INFO", "CREATE") for stream in _STREAMS),
         *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in _STREAMS),
+        *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in _STREAMS),
         f"$JS.API.STREAM.PURGE.{FILE_STREAM}",
         f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*.{STORE}.work.*.>",
         f"$JS.API.CONSUMER.DELETE.{WORK_STREAM}.*",

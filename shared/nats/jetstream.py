@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ _API = "$JS.API"
 _EXISTS = 10071  # wrong last sequence: another message has the subject
 _FULL = (10005, 10047, 10077)  # of a cluster, of a server: too little storage; of a stream: too many messages
 _NAME_IN_USE = 10058  # a stream of this name with other settings
-_NO_STREAM, _NO_CONSUMER = 10059, 10014
+_NO_STREAM, _NO_CONSUMER, _NO_MESSAGE = 10059, 10014, 10037
 
 Json = dict[str, Any]
 
@@ -35,6 +36,10 @@ class Taken(DuplicateRequest):
 
 class UnknownStream(EngineError):
     """There is no stream of this name."""
+
+
+class NoMessage(EngineError):
+    """A subject has no message."""
 
 
 class UnknownConsumer(EngineError):
@@ -50,6 +55,7 @@ class JetStream:
     """The calls. All raise Unavailable if JetStream is off, or does not answer within CALL_US."""
 
     bus: Bus
+    replicated: bool = False  # streams have replicas
 
     async def make_stream(self, name: str, config: Mapping[str, Any]) -> None:
         """Make a stream unless there is one of this name, whose settings then stay. Raises StreamFull if the
@@ -125,14 +131,22 @@ class JetStream:
             raise Unavailable(f"there is no stream {stream} yet: try again", retry_after_ms=1_000) from None
 
     async def last(self, stream: str, subject: str) -> bytes | None:
-        """The newest message of a subject, None without one. The stream must allow direct reads."""
+        """The newest message of a subject, None without one. The stream must allow direct reads, which any
+        replica answers: only the leader knows that there is none."""
         answer = await self._request(f"{_API}.DIRECT.GET.{stream}.{subject}", b"")
         status = answer.headers.get("Status")
         if status == "404":
-            return None
+            return await self._last_at_leader(stream, subject) if self.replicated else None
         if status is not None:
             raise EngineError(f"stream {stream}: {status} {answer.headers.get('Description', '')}")
         return answer.data
+
+    async def _last_at_leader(self, stream: str, subject: str) -> bytes | None:
+        try:
+            answer = await self._call(f"{_API}.STREAM.MSG.GET.{stream}", _json({"last_by_subj": subject}))
+        except NoMessage:
+            return None
+        return b64decode(answer["message"].get("data", ""))
 
     async def _call(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None) -> Json:
         answer: Json = json.loads((await self._request(subject, data, headers)).data)
@@ -232,6 +246,8 @@ def _error(subject: str, error: Mapping[str, Any]) -> HeadraceError:
         return Taken(text)
     if number == _NO_STREAM:
         return UnknownStream(text)
+    if number == _NO_MESSAGE:
+        return NoMessage(text)
     if number == _NO_CONSUMER:
         return UnknownConsumer(text)
     if number in _FULL:

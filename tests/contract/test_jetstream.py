@@ -58,6 +58,14 @@ async def test_a_subject_is_created_once_and_read_back(bus: NatsBus) -> None:
     assert await js.last("D", "d.a.2") is None
 
 
+async def test_the_leader_is_asked_for_what_a_replica_may_not_have_yet(bus: NatsBus) -> None:
+    js = await streams(bus)
+    replicated = JetStream(bus, replicated=True)
+    await js.create("w.1", b"\x00one")
+    assert await replicated.last("W", "w.2") is None
+    assert await replicated.last("W", "w.1") == b"\x00one" == await replicated._last_at_leader("W", "w.1")
+
+
 async def test_a_full_stream_refuses_and_keeps_what_it_has(bus: NatsBus) -> None:
     js = await streams(bus)
     for i in range(3):
