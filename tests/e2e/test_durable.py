@@ -184,6 +184,7 @@ def test_a_request_that_kills_executors_fails_alone(start_up: StartUp, tmp_path:
     )
     up = start_up(
         "--durable", "--logits-processors", "deadly=deadly:Deadly", HEADRACE_SIM="step=5000",
+        HEADRACE_HEARTBEAT_INTERVAL_MS="1000",  # as by default: a silent executor counts as dead, too
         PYTHONPATH=os.pathsep.join((str(ROOT), str(tmp_path))),
     )  # fmt: skip
     numbered = [simulated(i) for i in range(39)]
