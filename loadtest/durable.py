@@ -5,8 +5,8 @@
 
 Requests of three tenants are submitted; at random moments, measured in records, every process is killed and
 a new `headrace up` starts on the same folder. A submit without a reply is repeated under its id. At the end
-each request must have one record, and the answers of those with a seed must be those of plain requests to a
-fleet that nobody disturbs. `--mix real` has two choices, JSON schemas, stop strings and log probabilities.
+each request must have one record, and those with a seed must have the answers that an undisturbed fleet gives
+to plain requests. `--mix real` asks for two choices, JSON schemas, stop strings and log probabilities.
 Flags after `--` go to `headrace up` and replace the simulated engine.
 """
 

@@ -187,8 +187,8 @@ class Client:
         self.bus.publish(subject, _json(place.attach(inbox)), reply=inbox)
 
     async def _next(self, place: Followed, replies: UnreadFrames, wait_s: float) -> Body | None:
-        """The next frame for the reader, None for one that is not. Raises the request's error, TimeoutError,
-        AttachAgain, SlowReader."""
+        """The next frame for the reader; None if the message has none for it. Raises the request's error,
+        TimeoutError, AttachAgain, SlowReader."""
         delivery = await replies.get(wait_s)
         if delivery.no_responders:
             return None

@@ -82,7 +82,7 @@ class Followed:
         return self.pin is not None and self.pin[0] == self.latest
 
     def take(self, inbox: str, sender: str, frame: Body) -> Body | None:
-        """The frame for the reader, None for one that is not. Raises AttachAgain."""
+        """The frame as the reader gets it; None if it is not for the reader. Raises AttachAgain."""
         if frame["type"] == "accepted" and self._accepts(inbox, int(frame["attempt"])):
             self.pin, self._taken = (inbox, sender), (int(frame["attempt"]), 1)
             return self._begin(frame)

@@ -231,7 +231,8 @@ class KeeperActor(Actor):
                     self._streams.nak(reply, delay_us)
                 case Progress(reply):
                     self._streams.progress(reply)
-        self._queues.has_room()
+        if not self._core.full:
+            self._queues.has_room()
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

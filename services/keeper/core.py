@@ -12,6 +12,7 @@ the same reply subject, and the services take this for a repetition.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -156,6 +157,7 @@ class KeeperCore:
 
     def __init__(self) -> None:
         self._flights: dict[Key, _Flight] = {}
+        self._by_tenant = Counter[str]()
         self._bytes = 0
         self._progress_us = 0  # of the next one
         self.stored = 0  # records
@@ -167,10 +169,15 @@ class KeeperCore:
     def room(self, tenant: str, tenants: int) -> int:
         """How many more requests of a tenant may be delivered while so many have work: each has its equal
         share of the window."""
-        if self._bytes >= WINDOW_BYTES:
+        if self.full:
             return 0
-        own = sum(key[0] == tenant for key in self._flights)
+        own = self._by_tenant[tenant]
         return min(WINDOW - len(self._flights), max(1, WINDOW // tenants) - own)
+
+    @property
+    def full(self) -> bool:
+        """True if no tenant has room."""
+        return len(self._flights) >= WINDOW or self._bytes >= WINDOW_BYTES
 
     def runs(self, key: Key) -> bool:
         """True if a request has been sent to a tokenizer and has no record yet."""
@@ -208,6 +215,7 @@ class KeeperCore:
         """Have all requests in flight delivered again, now: this keeper stops."""
         commands: list[Command] = [Nak(flight.ack, 0) for flight in self._flights.values()]
         self._flights.clear()
+        self._by_tenant.clear()
         self._bytes = 0
         return commands
 
@@ -217,6 +225,7 @@ class KeeperCore:
             flight.ack, flight.times = event.ack, event.times
             return []
         self._flights[key] = _Flight(event.work, event.ack, event.times, event.size, now_us + RETRY_US)
+        self._by_tenant[event.work.tenant] += 1
         self._bytes += event.size
         return [LookUp(key)]
 
@@ -262,6 +271,9 @@ class KeeperCore:
 
     def _forget(self, key: Key) -> _Flight:
         flight = self._flights.pop(key)
+        self._by_tenant[key[0]] -= 1
+        if not self._by_tenant[key[0]]:
+            del self._by_tenant[key[0]]
         self._bytes -= flight.size
         return flight
 

@@ -59,7 +59,7 @@ HANGING = (
     "shared/nats/object_store.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 73, 20_960
-PRODUCT_FILES, PRODUCT_LINES = 229, 55_398
+PRODUCT_FILES, PRODUCT_LINES = 229, 55_411
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
