@@ -70,6 +70,10 @@ class RecomputeCost:
             start += count
         return total
 
+    def beside_us(self, tokens: int) -> int:
+        """Time of the present decodes in the steps that compute `tokens` tokens."""
+        return -(-tokens // self.chunk_tokens) * self.base_us
+
     def block_us(self, at: int) -> int:
         """Time to compute the `at`-th block of a sequence, as part of a larger chunk."""
         if not self.known:
