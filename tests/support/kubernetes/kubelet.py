@@ -205,7 +205,7 @@ class Kubelet:
         """Until the probe succeeds, as often as it may fail and no more than GUARD_S."""
         if kind not in container:
             return
-        period_s = min(container[kind]["periodSeconds"], 0.2)
+        period_s = min(container[kind]["periodSeconds"], 0.5)
         until_s = time.monotonic() + GUARD_S
         while not self.probe(pod, container, kind):
             ended = pod.processes[container["name"]].poll()

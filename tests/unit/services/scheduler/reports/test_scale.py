@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.scheduler.known_costs import Known
 from support.scheduler.world import World
@@ -116,6 +116,7 @@ def test_blocks_of_what_runs_and_waits(count: int) -> None:
     assert terms(made)["blocks"] == -(-(held + 11 * waiting) // 64)
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 40),
     row_ns=st.integers(1, 60_000_000),

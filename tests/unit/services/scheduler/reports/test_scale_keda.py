@@ -76,7 +76,7 @@ def test_one_request_needs_one_executor() -> None:
     assert record.ended_us / S < 100 + POLL_S + START_S + 30
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_square_wave_does_not_flap(seed: int) -> None:
     """Ten minutes: five with load, five without."""
     rng = random.Random(seed)
