@@ -96,9 +96,8 @@ def _refusal(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
         return 400, "the prompt is empty: send at least one token", 0
     if serving(state, tokenized.model):
         return unfit(state, tokenized, prompt)
-    return (
-        None if state.limits.cold_start_wait_us and not any(tokenized.generated) else no_executor(tokenized)
-    )
+    waits = state.limits.cold_start_wait_us and not any(tokenized.generated)
+    return None if waits else no_executor(tokenized)
 
 
 def no_executor(tokenized: Tokenized) -> Refusal:

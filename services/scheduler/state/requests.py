@@ -63,6 +63,7 @@ class Request:
     detached: bool = False
     promotions: int = 0  # classes that it has risen by aging
     executor_deaths: int = 0  # deaths of executors that it may have caused: see ../admission.py
+    acquittals: int = 0  # of these deaths, later found to be none
     tokens_at_death: int = 0  # tokens that it had generated at the last of them
     reply: Reply = field(default_factory=Reply)  # the detokenizer's timestamps, after it has ended
 
