@@ -13,6 +13,7 @@ from loadtest.simulator.requests import SimRequest, Workload
 from loadtest.simulator.world import FIRST_US, Setup, World
 from services.scheduler.reports import scale
 from services.scheduler.state.requests import Arrived, Event, PeerDraining, PeerLost, Send, Ticked
+from services.scheduler.state.state import Limits
 from shared.messages import Rejected
 
 S = 1_000_000
@@ -43,6 +44,7 @@ class ElasticWorld(World):
         until_s: int,
         *,
         durable: bool = True,
+        limits: Limits | None = None,
     ) -> None:
         self.machine, self.autoscaler, self.durable = machine, autoscaler, durable
         self.history: list[tuple[float, int, scale.Terms]] = []
@@ -52,7 +54,7 @@ class ElasticWorld(World):
         self.pods: dict[str, str] = {}  # name -> starting, serving, draining
         self._numbers = 0
         self._until_us = FIRST_US + until_s * S
-        super().__init__(Setup(()), workload)
+        super().__init__(Setup((), limits or Limits()), workload)
         self._push(FIRST_US, Look())  # type: ignore[arg-type]  # an event of this world alone
 
     def _prepared(self, event: Event | SimRequest) -> Event:

@@ -12,6 +12,7 @@ from support.source_tree import ROOT
 
 from loadtest.simulator.engine import Machine
 from loadtest.simulator.requests import SimRequest, Workload, plain_prompt
+from services.scheduler.state.state import Limits
 from shared.step_model import StepModel
 
 SPEC = yaml.safe_load((ROOT / "deploy/kubernetes/components/keda/scaled_object.yaml").read_text())["spec"]
@@ -66,6 +67,16 @@ def test_from_none_to_many_and_back_to_none() -> None:
     last = max(record.ended_us for record in made.readers.records) / S - 1
     assert abs(at_s - last - COOLDOWN_S) <= POLL_S
     assert made.refused[503] > 0, "at first there was none"
+
+
+def test_a_request_that_is_not_durable_waits_for_the_executor_that_it_starts() -> None:
+    limits = Limits(cold_start_wait_us=600 * S)
+    requests = tuple(SimRequest(f"r{i}", 100 * S + i, plain_prompt(i, 64), 40, 64) for i in range(3))
+    made = ElasticWorld(SLOW, Autoscaler(SPEC), Workload(requests), 1_000, durable=False, limits=limits)
+    made.run()
+    assert_steady(made)
+    assert not made.refused
+    assert [(before, after) for _, before, after in made.autoscaler.changes] == [(0, 1), (1, 0)]
 
 
 def test_one_request_needs_one_executor() -> None:
