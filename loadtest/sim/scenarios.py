@@ -95,7 +95,9 @@ VLLM = (  # admits by the chunk, keeps no room for growth; without prefix cachin
 )
 L1 = TierSpec(l1_bytes=128 << 30)  # 1M tokens
 TOKEN_BYTES = 128 << 10
-ROUTING = tuple(Arm(n, f"routing={p}") for n, p in (("ttft", "ttft"), ("prefix", f"{OURS}prefix"), ("room", "room")))
+ROUTING = tuple(
+    Arm(n, f"routing={p}") for n, p in (("ttft", "ttft"), ("prefix", f"{OURS}prefix"), ("room", "room"))
+)
 PATIENT = "standard=0/100/0"  # nobody is refused, nobody ages: the rank alone decides
 ROOM = (("max_waiting", 10_000), ("max_waiting_tokens", 100_000_000))
 ALL = "interactive=0/50/0,standard=0/100/0,batch=0/500/0"  # the classes, but nobody is refused
@@ -155,8 +157,8 @@ def _slower(machine: Machine, times: int) -> Machine:
 def _routing(title: str, *parts: Callable[[int], Iterator[SimRequest]], slow: int = 0) -> Scenario:
     return Scenario(
         title=f"Four executors: {title}",
-        why="Which executor a request gets: by its predicted time to the first token, by the cached part of its "
-        "prompt, or by room.",
+        why="Which executor a request gets: by its predicted time to the first token, by the cached part of "
+        "its prompt, or by room.",
         workload=lambda options: many_executors.workload(*(part(options.seed) for part in parts)),
         machine=H200,
         replicas=4 - slow,
@@ -264,7 +266,9 @@ SCENARIOS: dict[str, Scenario] = {
     "routing_chats": _routing("conversations", lambda seed: many_executors.conversations(seed, 300)),
     "routing_documents": _routing("long prompts", lambda seed: many_executors.documents(seed, 8.0)),
     "routing_mixed": _routing("all three at once", many_executors.mixed),
-    "routing_speeds": _routing("all three at once, two of them four times slower", many_executors.mixed, slow=2),
+    "routing_speeds": _routing(
+        "all three at once, two of them four times slower", many_executors.mixed, slow=2
+    ),
     "routing_hot": _routing("one prefix", many_executors.one_hot),
     "long_prompt": _beside(
         "interactive",

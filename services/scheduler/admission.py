@@ -250,7 +250,8 @@ def _route(state: State, offers: list[Offer], group: SequenceGroup) -> Offer:
         return offers[0]
     if state.limits.policy.forecasts:
         for offer in offers:
-            ttft_us, harm_us = routing_forecast.forecast(state, offer.executor, group, len(offer.hits))
+            below = load.predicted(state, offer.executor, group, held := len(offer.hits))
+            ttft_us, harm_us = routing_forecast.forecast(offer.executor, group, held, below)
             offer.option = offer.option._replace(ttft_us=ttft_us, harm_us=harm_us)
     chosen = state.limits.policy.function("routing")([offer.option for offer in offers])
     return next(offer for offer in offers if offer.option == chosen)

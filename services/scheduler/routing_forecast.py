@@ -10,23 +10,24 @@ Every term is learned from the executor's own steps and copies, so executors may
 
 from __future__ import annotations
 
-from services.scheduler.kv_tiers import load
-from services.scheduler.recompute_cost import RecomputeCost
-from services.scheduler.state.state import Executor, State
+from services.scheduler.recompute_cost import RecomputeCost, backlog_us
+from services.scheduler.state.state import Executor
 from services.scheduler.state.waiting_queue import SequenceGroup
 
 
-def forecast(state: State, executor: Executor, group: SequenceGroup, held_blocks: int) -> tuple[int, int]:
+def forecast(
+    executor: Executor, group: SequenceGroup, held_blocks: int, load: tuple[int, int]
+) -> tuple[int, int]:
     """`ttft_us` and `harm_us` of a group of whose prompt the executor holds so many blocks; (0, 0) while its
-    cost model has seen too little."""
+    cost model has seen too little. `load`: how many more blocks a tier holds, and the time to load them."""
     head, costs = group.sequences[0], RecomputeCost.of(executor)
     if not costs.known:
         return 0, 0
     held = held_blocks * executor.hello.block_tokens
-    before_us = load.backlog_us(executor, None, costs)
+    before_us = backlog_us(executor, None, costs)
     compute_us = costs.tokens_us(held, len(head.tokens) - held)
     ready_us = before_us + compute_us + costs.beside_us(len(head.tokens) - held)
-    blocks, load_us = load.predicted(state, executor, group, held_blocks)
+    blocks, load_us = load
     if blocks:
         loaded = held + blocks * executor.hello.block_tokens
         rest = max(len(head.tokens) - loaded, 1)

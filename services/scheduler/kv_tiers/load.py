@@ -45,7 +45,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
     load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
     costs = RecomputeCost.of(executor)
     compute_us = costs.tokens_us(sequence.computed, sum(valid))
-    if compute_us and load_us >= backlog_us(executor, sequence, costs) + compute_us:
+    if compute_us and load_us >= recompute_cost.backlog_us(executor, sequence, costs) + compute_us:
         sequence.record_decision(
             state.now_us,
             "recompute",
@@ -69,17 +69,6 @@ def predicted(state: State, executor: Executor, group: SequenceGroup, held_block
         return 0, 0
     found = list(takewhile(bool, result.found[held_blocks:]))
     return len(found), _load_us(executor, tier, len(found), found.count(REMOTE), state.now_us)
-
-
-def backlog_us(executor: Executor, sequence: Sequence | None, costs: RecomputeCost) -> int:
-    """Time of the device's work before this sequence: the steps in flight and the prompts before it. A load
-    does not wait for them."""
-    block_tokens, tokens = executor.hello.block_tokens, 0
-    for other in executor.running:
-        if other.prefilling and other is not sequence and other.parent is None:
-            known = max(other.computed, len(other.table) * block_tokens) if other.load_job else other.computed
-            tokens += max(other.opened_length - known, 0)
-    return sum(flight.predicted_us for flight in executor.in_flight) + costs.tokens_us(0, tokens)
 
 
 def _available(executor: Executor, sequence: Sequence, result: LookupResult) -> tuple[list[bytes], list[int]]:

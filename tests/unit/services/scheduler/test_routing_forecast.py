@@ -13,6 +13,7 @@ from services.scheduler.state.state import Executor, Limits
 from shared.step_model import StepModel
 
 LOOP_US, TOKEN_US, WEIGHTS_US = 700, 100, 300
+NOTHING = (0, 0)  # in a tier
 
 
 def fleet(*times: int, **facts: int) -> World:
@@ -47,14 +48,17 @@ def test_the_forecast_by_hand() -> None:
     assert group is not None
     loop_us = executor.cost_model.loop_us
     in_flight_us = 400
-    found = routing_forecast.forecast(state, executor, group, 0)
+    found = routing_forecast.forecast(executor, group, 0, NOTHING)
     assert found == (in_flight_us + 2 * 1_700 + loop_us, 2 * 1_400)
     world.deliver()
     before_us = 300 + executor.cost_model.loop_us
-    assert routing_forecast.forecast(state, executor, group, 0) == (before_us + 2 * 1_700, 2 * 1_400)
-    assert routing_forecast.forecast(state, executor, group, 4) == (before_us + 1_700, 1_400)
+    assert routing_forecast.forecast(executor, group, 0, NOTHING) == (before_us + 2 * 1_700, 2 * 1_400)
+    assert routing_forecast.forecast(executor, group, 4, NOTHING) == (before_us + 1_700, 1_400)
+    slow, fast = (4, 9_000), (4, 1_000)  # half of the prompt, from a tier
+    assert routing_forecast.forecast(executor, group, 0, slow) == (before_us + 2 * 1_700, 2 * 1_400)
+    assert routing_forecast.forecast(executor, group, 0, fast) == (executor.cost_model.loop_us + 2_700, 1_400)
     executor.cost_model.seen = 0
-    assert routing_forecast.forecast(state, executor, group, 0) == (0, 0)
+    assert routing_forecast.forecast(executor, group, 0, NOTHING) == (0, 0)
 
 
 def test_prompts_that_are_already_there_come_first() -> None:
