@@ -191,8 +191,8 @@ class DetokenizerCore:
         return commands
 
     def resume(self, tokenized: Tokenized, scores: Tokens | None, wall_us: int, now_us: int) -> list[Command]:
-        """Have a request go on after its checkpoint, unless it is open here. It is attempt 1, never newer than
-        one that runs, maybe from the start: its scheduler refuses (MOVED), and no two texts are mixed."""
+        """Have a request go on after its checkpoint, unless it is open here. As attempt 1 it is never newer
+        than one that runs, maybe from the start: its scheduler refuses, and no two texts are mixed."""
         name = (tokenized.tenant, tokenized.request)
         if self._table.named(*name) or self.failover.seeks(*name):
             return []

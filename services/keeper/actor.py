@@ -99,6 +99,7 @@ class KeeperActor(Actor):
     def __init__(self, replicas: int = 1) -> None:
         """`replicas`: servers of a cluster that have each message."""
         self._replicas = replicas
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox, bus = mailbox, mailbox.bus
@@ -119,6 +120,7 @@ class KeeperActor(Actor):
             await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
             await bus.subscribe(subjects.RESULT_ALL, self._answering(self._result), queue="keeper"),
             await bus.subscribe(subjects.CANCEL_ALL, self._on_cancel, queue="keeper"),
+            await bus.subscribe(subjects.DELETE_ALL, self._answering(self._verbs.delete), queue="keeper"),
             await bus.subscribe(subjects.KEEP_ALL, self._answering(self._verbs.keep), queue="keeper"),
             await bus.subscribe(subjects.FILES_ALL, self._answering(self._files.answer), queue="keeper"),
             await bus.subscribe(subjects.BATCHES_ALL, self._answering(batches.answer), queue="keeper"),
@@ -144,6 +146,7 @@ class KeeperActor(Actor):
     def metrics(self) -> Metrics:
         core = self._core
         return (
+            MetricPoint("headrace.keeper.queued", self._queues.queued, "{request}"),
             MetricPoint("headrace.keeper.in_flight", len(core), "{request}"),
             MetricPoint("headrace.keeper.submitted", self._verbs.submitted, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.kept", self._verbs.kept, "{response}", is_counter=True),
@@ -155,6 +158,7 @@ class KeeperActor(Actor):
 
     def status(self) -> dict[str, object]:
         return {
+            "queued": self._queues.queued,
             "in_flight": len(self._core),
             "submitted": self._verbs.submitted,
             "stored": self._core.stored,

@@ -58,8 +58,8 @@ HANGING = (
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 21_095
-PRODUCT_FILES, PRODUCT_LINES = 232, 55_897
+PATH_FILES, PATH_LINES = 73, 21_180
+PRODUCT_FILES, PRODUCT_LINES = 234, 56_237
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
