@@ -38,6 +38,11 @@ class Work:
         """For states and the record of a request that came over HTTP."""
         return {"keep": self.keep, "request": self.body} if self.keep else {}
 
+    @property
+    def checkpoints(self) -> bool:
+        """Whether its tokens are kept while it runs."""
+        return self.body.get("durable") == "tokens"
+
     def pack(self) -> bytes:
         """The message in stream WORK."""
         return to_json(asdict(self))
