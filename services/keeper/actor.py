@@ -111,6 +111,7 @@ class KeeperActor(Actor):
             await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
             await bus.subscribe(subjects.RESULT_ALL, self._answering(self._result), queue="keeper"),
             await bus.subscribe(subjects.CANCEL_ALL, self._on_cancel, queue="keeper"),
+            await bus.subscribe(subjects.DELETE_ALL, self._answering(self._verbs.delete), queue="keeper"),
             await bus.subscribe(subjects.KEEP_ALL, self._answering(self._verbs.keep), queue="keeper"),
             await bus.subscribe(subjects.FILES_ALL, self._answering(self._files.answer), queue="keeper"),
             await bus.subscribe(subjects.BATCHES_ALL, self._answering(batches.answer), queue="keeper"),

@@ -9,8 +9,9 @@ requests that arrive together start together.
 A request that ran on executors when they died is a suspect: it may be the cause. After the second death it is
 on trial until it has generated PROVEN_TOKENS past the last death. An executor tries one request at a time,
 with at most MAX_UNPROVEN other sequences that are not proven harmless. If the executor dies, the request on
-trial is to blame and the others are not (recovery.py). So a poisonous request fails after three deaths, and
-no other request fails with it.
+trial is to blame and the others are not (core.py). So a poisonous request fails after MOST_DEATHS, and no
+other request fails with it. An executor on a busy machine may be silent for so long that it counts as dead:
+if it comes back, its requests are acquitted. One such silence during a trial convicts no request.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from shared.messages import SlotOpen
 OVERTAKEN, OVERTAKEN_US = 8, 5_000_000  # times, and time: after both no other group goes first
 MAX_TOGETHER = 32  # groups after the first that are given room: each arrival looks at all of them
 MAX_VICTIMS = 8  # for them in one event: each takes half a millisecond at 256 rows, and the next plan waits
-SUSPECT = 2  # deaths
+SUSPECT, MOST_DEATHS = 2, 4  # deaths
 MAX_UNPROVEN = 4  # sequences on an executor with a trial that have generated less than PROVEN_TOKENS
 PROVEN_TOKENS = 8  # per choice since admission, or since the death: results of some were in flight then
 

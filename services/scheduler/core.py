@@ -75,6 +75,8 @@ from shared.messages import (
     rejection,
 )
 
+MAX_ACQUITTALS = 8  # then a request that silences executors counts as one that kills them
+
 
 def decide(state: State) -> None:
     """Admit what fits, copy or drop dirty blocks for room, then fill every open window. A second call without
@@ -150,10 +152,10 @@ class Scheduler:
                 _executor_leaves(state, actor)
             case PeerLost("detokenizer", actor):
                 _detokenizer_lost(state, actor)
-            case PeerReady("executor", actor, _, generation):
+            case PeerReady("executor", actor, epoch, generation):
                 if generation >= 0:
                     tiers.on_arena_mapped(state, actor, generation)
-                _executor_back(state, actor)
+                _executor_back(state, actor, epoch)
             case PeerLost("executor", actor, died):
                 why = "the executor is gone" if died else "the executor belongs to another scheduler now"
                 _drop_executor(state, actor, why, died=died)
@@ -231,6 +233,7 @@ def _executor_hello(state: State, source: str, message: ExecHello) -> None:
         tiers.joined(state, executor)
         state.waiting.unpark(state.now_us)
         state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
+        arrival.executors_changed(state)
     state.send(source, ExecWelcome(exec_epoch=epoch))
 
 
@@ -246,20 +249,29 @@ def _step_result(state: State, source: str, result: StepResult) -> None:
         state.send(source, ExecReset(exec_epoch=result.exec_epoch, why="the scheduler has no record of it"))
 
 
-def _executor_back(state: State, executor_id: str) -> None:
-    """An executor that counted as dead sends heartbeats again: its slots are stale, so it is reset."""
-    epoch = state.dropped.get(executor_id)
-    if epoch is not None:
-        state.send(
-            f"executor.{executor_id}",
-            ExecReset(exec_epoch=epoch, why="its heartbeats stopped, and its sequences were queued again"),
-        )
+def _executor_back(state: State, executor_id: str, started_us: int) -> None:
+    """An executor that counted as dead sends heartbeats again: its slots are stale, so it is reset. If it is
+    the same process it was only silent, so the requests that were blamed for its death are acquitted."""
+    if (dropped := state.dropped.get(executor_id)) is None:
+        return
+    state.send(
+        f"executor.{executor_id}",
+        ExecReset(exec_epoch=dropped.epoch, why="its heartbeats stopped: its sequences are queued again"),
+    )
+    if started_us > dropped.epoch:
+        return
+    for request in map(state.requests.get, dropped.blamed):
+        if request is not None and request.acquittals < MAX_ACQUITTALS:
+            request.acquittals += 1
+            request.executor_deaths -= 1
+    dropped.blamed.clear()
 
 
 def _executor_leaves(state: State, executor_id: str) -> None:
     """An executor is gone or drains. If it was the last of its kind, another kind takes over."""
     for waiting in model_kinds.left(state, executor_id):
         _executor_hello(state, f"executor.{waiting.executor}", waiting)
+    arrival.executors_changed(state)
 
 
 def _drop_executor(state: State, executor_id: str, why: str, *, died: bool = False) -> None:
@@ -268,28 +280,30 @@ def _drop_executor(state: State, executor_id: str, why: str, *, died: bool = Fal
     executor = state.executors.pop(executor_id, None)
     if executor is None:
         return
-    state.note_dropped(executor_id, executor.epoch)
     tiers.executor_gone(state, executor)
-    culprits = _blame(executor) if died and not executor.draining else []
+    blamed = _blame(executor) if died and not executor.draining else []
+    state.note_dropped(executor_id, executor.epoch, [request.key for request in blamed])
     for sequence in executor.running:
         sequence.leave()
         sequence.record_decision(state.now_us, "requeue", why, tokens=len(sequence.tokens))
         requeue(state, sequence)
-    for request in culprits:
-        count = request.executor_deaths
-        message = f"{count} executors have died while they computed this request, {executor_id} last"
-        finish.fail(state, request, 500, f"{message}: it is not tried again; see their logs")
+    arrival.executors_changed(state)
+    for request in blamed:
+        if (count := request.executor_deaths) >= admission.MOST_DEATHS:
+            message = f"{count} executors have died while they computed this request, {executor_id} last"
+            finish.fail(state, request, 500, f"{message}: it is not tried again; see their logs")
 
 
 def _blame(executor: Executor) -> list[Request]:
     """Count the death of an executor against the request on trial, or against all that ran if none was.
-    Returns the request on trial: it is to blame."""
+    Returns these requests."""
     tried = admission.request_on_trial(executor)
     running = {id(s.request): s.request for s in executor.running}
-    for request in running.values() if tried is None else (tried,):
+    blamed = list(running.values()) if tried is None else [tried]
+    for request in blamed:
         request.executor_deaths += 1
         request.tokens_at_death = sum(s.generated for s in request.sequences)
-    return [] if tried is None else [tried]
+    return blamed
 
 
 def _reset_executor(state: State, executor_id: str, why: str) -> None:
@@ -424,6 +438,9 @@ def _taken_request(state: State, source: str, tokenized: Tokenized, trace: str) 
         shard=source.removeprefix("detokenizer."),
         model_digest=tokenized.model_digest,
     )
+    if not load_shedding.serving(state, tokenized.model):
+        request.unchecked = True
+        arrival.set_start_deadline(state, request)
     for choice, count in enumerate(tokenized.generated):
         sequence = arrival.new_sequence(state, request, choice)
         request.sequences.append(sequence)

@@ -94,9 +94,20 @@ def _refusal(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
         return 503, "the scheduler is draining: send the request again", RETRY_AFTER_MS
     if not prompt:
         return 400, "the prompt is empty: send at least one token", 0
-    executors = _serving(state, tokenized)
-    if not executors:
-        return 503, f"no executor of {tokenized.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
+    if serving(state, tokenized.model):
+        return unfit(state, tokenized, prompt)
+    waits = state.limits.cold_start_wait_us and not any(tokenized.generated)
+    return None if waits else no_executor(tokenized)
+
+
+def no_executor(tokenized: Tokenized) -> Refusal:
+    """The refusal of a request whose model has no executor."""
+    return 503, f"no executor of {tokenized.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
+
+
+def unfit(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
+    """Why none of the executors, of which there is one, can ever serve a request; None if one can."""
+    executors = serving(state, tokenized.model)
     if unknown := _unknown(executors, tokenized):
         return 400, unknown, 0
     if prompt + tokenized.max_tokens > _most_tokens(executors, tokenized.n, prompt):
@@ -160,7 +171,7 @@ def _too_late(state: State, tokenized: Tokenized) -> Refusal | None:
     level = requests.level_of(tokenized.slo_class)
     limit_us = state.limits.classes[level].ttft_us
     groups, _ = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
-    if not groups and any(_all_preempted(e, level) for e in _serving(state, tokenized)):
+    if not groups and any(_all_preempted(e, level) for e in serving(state, tokenized.model)):
         return None
     if not limit_us or (wait_us := ttft_us(state, tokenized, level)) <= limit_us:
         return None
@@ -177,13 +188,14 @@ def with_possible_max_tokens(state: State, tokenized: Tokenized) -> Tokenized:
     if not tokenized.open_end:
         return tokenized
     prompt = prompt_length(tokenized)
-    room = _most_tokens(_serving(state, tokenized), tokenized.n, prompt) - prompt
+    room = _most_tokens(serving(state, tokenized.model), tokenized.n, prompt) - prompt
     room = max(room, *tokenized.generated) if tokenized.generated else room
     return dataclasses.replace(tokenized, max_tokens=room) if 0 < room < tokenized.max_tokens else tokenized
 
 
-def _serving(state: State, tokenized: Tokenized) -> list[Executor]:
-    return [e for e in state.executors.values() if e.hello.model == tokenized.model and not e.draining]
+def serving(state: State, model: str) -> list[Executor]:
+    """The executors on which requests for a model may start."""
+    return [e for e in state.executors.values() if e.hello.model == model and not e.draining]
 
 
 def _most_tokens(executors: list[Executor], n: int, prompt: int) -> int:
@@ -229,7 +241,7 @@ def ttft_us(state: State, tokenized: Tokenized, level: int) -> int:
     Ahead are running and waiting prompts of its class and higher ones. One slot is enough: choices start one
     by one.
     """
-    executors = _serving(state, tokenized)
+    executors = serving(state, tokenized.model)
     if not executors or any(e.cost_model.seen < max(MIN_STEPS_SEEN, MIN_SEEN) for e in executors):
         return 0
     groups, tokens = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))

@@ -69,7 +69,8 @@ _READS = {
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
     "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.attach.*.*", "_R.*.*"),
     "keeper": tuple(
-        f"{PUBLIC}.{verb}.*.*" for verb in ("submit", "result", "cancel", "keep", "files", "batches")
+        f"{PUBLIC}.{verb}.*.*"
+        for verb in ("submit", "result", "cancel", "delete", "keep", "files", "batches")
     ),
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
@@ -98,7 +99,8 @@ _WRITES = {
 # The gateway alone may have an answer stored: a tenant has `submit`, and needs no way to fill the store.
 _KEEPS = f"{PUBLIC}.keep.*.*"
 _VERBS = (
-    "generate", "cancel", "tokenize", "detokenize", "submit", "result", "attach", "files", "batches",
+    "generate", "cancel", "tokenize", "detokenize", "submit", "result", "delete", "attach", "files",
+    "batches",
 )  # fmt: skip
 _ASKS = (*(f"{PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{PUBLIC}.models.*")
 _IN_A_NAME = frozenset((*_VERBS, "models", "keep"))  # the tenant follows the verb

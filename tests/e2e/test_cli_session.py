@@ -81,14 +81,16 @@ def test_an_interrupted_request_is_cancelled(up: Up) -> None:
 
 
 def test_status_names_every_service(up: Up) -> None:
+    kinds = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer"]
+    for _ in range(10):  # a service of a busy machine may answer too late: status tells so
+        head, *table = up.run("status").stdout.splitlines()
+        if not any("Try again" in line for line in table):
+            break
+    assert head == f"fleet default at {up.nats_url}, {MODEL}: no problems", table
+    assert [line.split(".")[0] for line in table if " ready " in line] == kinds
     services = status_of(up)
-    assert set(services) == {"tokenizer", "scheduler", "executor", "kv_offload", "detokenizer"}
+    assert set(services) == set(kinds)
     assert {s["state"] for s in services.values()} == {"ready"}
-    head, *table = up.run("status").stdout.splitlines()
-    assert head == f"fleet default at {up.nats_url}, {MODEL}: no problems"
-    assert [line.split(".")[0] for line in table if " ready " in line] == [
-        "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer",
-    ]  # fmt: skip
     up.env["HEADRACE_LINKS"] = "Jaeger=http://j:1/?a=b,Wiki=https://w"
     assert up.run("status").stdout.splitlines()[-2:] == ["Jaeger: http://j:1/?a=b", "Wiki: https://w"]
     other = up.run("status", "--fleet", "other")

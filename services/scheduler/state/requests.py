@@ -51,6 +51,8 @@ class Request:
     deadline_us: int
     level: int = 1  # of its class, 0 is the highest
     start_deadline_us: int = 0  # it fails if it has not started by then: its class's limit. 0: none
+    executor_deadline_us: int = 0  # it fails if its model has no executor by then; 0: it has one
+    unchecked: bool = False  # it came before an executor: whether it fits is checked when one joins
     transit_us: int = 0
     attempt: int = 1  # of the reply stream: one more each time another detokenizer takes over
     shard: str = ""  # detokenizer id, "" while none is alive
@@ -61,6 +63,7 @@ class Request:
     detached: bool = False
     promotions: int = 0  # classes that it has risen by aging
     executor_deaths: int = 0  # deaths of executors that it may have caused: see ../admission.py
+    acquittals: int = 0  # of these deaths, later found to be none
     tokens_at_death: int = 0  # tokens that it had generated at the last of them
     reply: Reply = field(default_factory=Reply)  # the detokenizer's timestamps, after it has ended
 

@@ -46,6 +46,7 @@ class Limits:
     classes: tuple[SloClass, ...] = field(default_factory=lambda: requests.parse(""))
     model_digest: str = ""  # of the executors that may serve; empty: of the first one
     accept_mixed: bool = False  # executors of any model digest may serve
+    cold_start_wait_us: int = 0  # how long a request waits for the first executor of its model; 0: refused
     # How long a closed sequence waits for Ended. Longer than a dead detokenizer goes unnoticed: until then
     # another one may have to send the end to the client.
     ended_within_us: int = 5_000_000
@@ -136,6 +137,14 @@ class ModelKind:
     members: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class DroppedExecutor:
+    """A lost executor that may come back, and the requests (tenant, id) that its death is counted against."""
+
+    epoch: int
+    blamed: list[tuple[str, str]]
+
+
 @dataclass(slots=True)
 class State:
     """The whole state; `now_us` is the time of the event being handled."""
@@ -155,7 +164,7 @@ class State:
     executors: dict[str, Executor] = field(default_factory=dict)
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
-    dropped: dict[str, int] = field(default_factory=dict)  # lost executors: id -> epoch
+    dropped: dict[str, DroppedExecutor] = field(default_factory=dict)  # by id
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     draining_detokenizers: set[str] = field(default_factory=set)
     moved: dict[str, tuple[int, list[int]]] = field(default_factory=dict)  # shard -> epoch, sequences
@@ -176,10 +185,10 @@ class State:
         """Look at a sequence at `at_us`."""
         self.deadlines.watch(at_us, seq, self.sequences)
 
-    def note_dropped(self, executor_id: str, epoch: int) -> None:
+    def note_dropped(self, executor_id: str, epoch: int, blamed: list[tuple[str, str]]) -> None:
         """Remember a lost executor, at most MAX_DROPPED."""
         self.dropped.pop(executor_id, None)
-        self.dropped[executor_id] = epoch
+        self.dropped[executor_id] = DroppedExecutor(epoch, blamed)
         if len(self.dropped) > MAX_DROPPED:
             del self.dropped[next(iter(self.dropped))]
 

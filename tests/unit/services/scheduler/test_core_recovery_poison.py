@@ -1,4 +1,4 @@
-"""A request that its executors die of ends after three deaths, and nobody else with it."""
+"""A request that its executors die of ends after MOST_DEATHS, and no other request with it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduler.world import World, any_limits
 
-from services.scheduler.admission import MAX_UNPROVEN, PROVEN_TOKENS, on_trial
-from services.scheduler.state.requests import DrainRequested, PeerDraining, PeerLost, StreamLost
+from services.scheduler.admission import MAX_UNPROVEN, MOST_DEATHS, PROVEN_TOKENS, on_trial
+from services.scheduler.core import MAX_ACQUITTALS
+from services.scheduler.state.requests import DrainRequested, PeerDraining, PeerLost, PeerReady, StreamLost
 from services.scheduler.state.state import Limits
 from shared.messages import StepPlan
 
@@ -52,13 +53,13 @@ class Deadly:
 
 @pytest.mark.parametrize("position", [0, 5, 11, 30])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_poison_ends_after_three_deaths(position: int, n: int) -> None:
+def test_a_poison_ends_after_four_deaths(position: int, n: int) -> None:
     fleet = Deadly(Limits(), position)
     fleet.world.ask("poison", [POISON] * 6, 40, n=n)
     fleet.run()
-    assert fleet.deaths == 3
+    assert fleet.deaths == MOST_DEATHS == 4
     closes = [reader.closed for reader in fleet.world.readers_of("poison")]
-    why = "3 executors have died while they computed this request, e2 last: it is not tried again; "
+    why = "4 executors have died while they computed this request, e3 last: it is not tried again; "
     assert [(close.code, close.message) for close in closes if close] == [(500, f"{why}see their logs")] * n
     fleet.world.assert_idle()
 
@@ -74,7 +75,7 @@ def test_bystanders_get_their_answers_whatever_they_share_with_it(data: st.DataO
     for i in range(after):
         fleet.world.ask(f"a{i}", [7] * 3 + [i], data.draw(st.integers(1, 40)))
     fleet.run()
-    assert fleet.deaths == 3
+    assert fleet.deaths == MOST_DEATHS
     assert [r.closed.code for r in fleet.world.readers_of("poison") if r.closed] == [500]
     for name in fleet.world.asked:
         if name != "poison":
@@ -100,7 +101,7 @@ def test_a_suspect_is_tried_alone_among_suspects_and_beside_few_others() -> None
 
     fleet.world.checks.append(look)
     fleet.run()
-    assert fleet.deaths == 3
+    assert fleet.deaths == MOST_DEATHS
     assert most["trials"] == 1
     assert most["unproven"] <= MAX_UNPROVEN
 
@@ -111,7 +112,7 @@ def test_two_poisons_end_each_by_its_own_deaths() -> None:
     fleet.world.ask("by", [7] * 6, 40)
     fleet.world.ask("p2", [POISON] * 7, 40)
     fleet.run()
-    assert fleet.deaths == 4
+    assert fleet.deaths == 6  # two together, then each its own two
     codes = [r.closed.code for name in ("p1", "p2") for r in fleet.world.readers_of(name) if r.closed]
     assert codes == [500, 500]
     fleet.world.assert_answers("by")
@@ -147,3 +148,53 @@ def test_who_waits_while_an_executor_dies_is_no_suspect() -> None:
     world.handle(PeerLost("executor", "e1"))
     assert deaths_of(world) == [1, 0]
     world.handle(DrainRequested())
+
+
+def silent(world: World, name: str, starts: int) -> None:
+    """An executor counts as dead and comes back, as the same process if `starts` is before its hello."""
+    world.handle(PeerLost("executor", name))
+    world.handle(PeerReady("executor", name, starts))
+
+
+def test_an_executor_that_was_only_silent_is_no_death() -> None:
+    world = World()
+    world.add_engine(epoch=10)
+    world.ask("a", [5], 30)
+    for silence in range(2, 7):
+        world.deliver()
+        silent(world, "e1", starts=9)
+        assert deaths_of(world) == [0]
+        world.add_engine(epoch=10 * silence)
+    world.run()
+    world.assert_answers("a")
+
+
+def test_a_new_process_of_a_dead_executor_acquits_no_request() -> None:
+    world = World()
+    world.add_engine(epoch=10)
+    world.ask("a", [5], 60)
+    world.deliver()
+    silent(world, "e1", starts=11)
+    assert deaths_of(world) == [1]
+
+
+def test_an_executor_that_is_ready_twice_acquits_once() -> None:
+    world = World()
+    world.add_engine(epoch=10)
+    world.ask("a", [5], 60)
+    world.crash("e1")
+    world.add_engine("e2", epoch=20)
+    silent(world, "e2", starts=9)
+    world.handle(PeerReady("executor", "e2", 9))
+    assert deaths_of(world) == [1]
+
+
+def test_a_request_that_silences_executors_for_ever_is_ended() -> None:
+    world = World()
+    world.add_engine(epoch=10)
+    world.ask("a", [5], 60)
+    for silence in range(MAX_ACQUITTALS + MOST_DEATHS):
+        assert not any(reader.closed for reader in world.readers_of("a"))
+        silent(world, "e1", starts=9)
+        world.add_engine(epoch=10 * (silence + 2))
+    assert [reader.closed.code for reader in world.readers_of("a") if reader.closed] == [500]
