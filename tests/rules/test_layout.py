@@ -58,8 +58,8 @@ HANGING = (
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 21_062
-PRODUCT_FILES, PRODUCT_LINES = 230, 55_657
+PATH_FILES, PATH_LINES = 73, 21_193
+PRODUCT_FILES, PRODUCT_LINES = 230, 55_788
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
