@@ -92,6 +92,7 @@ class KeeperActor(Actor):
     def __init__(self, replicas: int = 1) -> None:
         """`replicas`: servers of a cluster that have each message."""
         self._replicas = replicas
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox, bus = mailbox, mailbox.bus
@@ -137,6 +138,7 @@ class KeeperActor(Actor):
     def metrics(self) -> Metrics:
         core = self._core
         return (
+            MetricPoint("headrace.keeper.queued", self._queues.queued, "{request}"),
             MetricPoint("headrace.keeper.in_flight", len(core), "{request}"),
             MetricPoint("headrace.keeper.submitted", self._verbs.submitted, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.kept", self._verbs.kept, "{response}", is_counter=True),
@@ -148,6 +150,7 @@ class KeeperActor(Actor):
 
     def status(self) -> dict[str, object]:
         return {
+            "queued": self._queues.queued,
             "in_flight": len(self._core),
             "submitted": self._verbs.submitted,
             "stored": self._core.stored,

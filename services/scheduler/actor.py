@@ -12,7 +12,7 @@ from collections import deque
 from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
 from services.scheduler.kv_tiers import store
-from services.scheduler.reports import status
+from services.scheduler.reports import scale, status
 from services.scheduler.reports.event_log import Recorder, attach
 from services.scheduler.state import policies, requests
 from services.scheduler.state.quotas import Quota, read_quotas
@@ -130,10 +130,13 @@ class SchedulerActor(Actor):
 
     @property
     def metrics(self) -> Metrics:
-        return [*status.metric_points(self._core.state), *status.usage_points(self._core.state, self._model)]
+        state, model = self._core.state, self._model
+        usage = status.usage_points(state, model)
+        return [*status.metric_points(state), *usage, *scale.points(state, model)]
 
     def status(self) -> dict[str, object]:
-        return {"model": self._model, **status.status(self._core.state)}
+        state = self._core.state
+        return {"model": self._model, "scale_wanted": scale.wanted(state), **status.status(state)}
 
     async def drain(self) -> None:
         self._handle(DrainRequested())

@@ -245,9 +245,9 @@ def ttft_us(state: State, tokenized: Tokenized, level: int) -> int:
     if not executors or any(e.cost_model.seen < max(MIN_STEPS_SEEN, MIN_SEEN) for e in executors):
         return 0
     groups, tokens = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
-    running = [(e, _running(e, level)) for e in executors]
+    running = [(e, running_for(e, level)) for e in executors]
     ahead = tokens + sum(r.prompt_tokens for _, r in running) + len(tokenized.tokens)
-    speed = sum(1_000_000_000_000 // max(_ns_per_token(e, r), 1) for e, r in running)  # tokens in 1,000 s
+    speed = sum(1_000_000_000_000 // max(ns_per_token(e, r), 1) for e, r in running)  # tokens in 1,000 s
     slots, tokens = groups // len(executors) + 1, tokens // len(executors) + len(tokenized.tokens)
     wait_us = min(_slot_wait_us(state, e, r, slots, tokens) for e, r in running)
     return ahead * 1_000_000_000 // max(speed, 1) + wait_us + min(e.cost_model.loop_us for e in executors)
@@ -262,7 +262,8 @@ def _all_preempted(executor: Executor, level: int) -> bool:
     return not any(_stays(s, level) for s in executor.running)
 
 
-def _running(executor: Executor, level: int) -> Running:
+def running_for(executor: Executor, level: int) -> Running:
+    """What runs on an executor, for a request of this class."""
     running = Running([])
     for s in executor.running:  # one loop, over each row at each arrival
         if _stays(s, level):
@@ -277,7 +278,7 @@ def _running(executor: Executor, level: int) -> Running:
     return running
 
 
-def _ns_per_token(executor: Executor, running: Running) -> int:
+def ns_per_token(executor: Executor, running: Running) -> int:
     """Time per token of a prompt chunk in a step with the present decodes."""
     shape = StepShape(
         rows=running.decodes + 1,

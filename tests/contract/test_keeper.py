@@ -138,6 +138,10 @@ async def world(server: NatsServer) -> AsyncIterator[World]:
     await world.close()
 
 
+def test_a_heartbeat_may_come_before_the_server_has_answered() -> None:
+    KeeperActor().upkeep()
+
+
 async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: World) -> None:
     await world.opened()
     assert await world.submit() == {"id": "r", "status": "queued"}
@@ -147,6 +151,7 @@ async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: 
         **BODY, "seed": 7, "slo_class": "standard", "timeout_s": 86_400, "finish_detached": True,
     }  # fmt: skip
     assert (await world.result())["status"] == "running"
+    assert world.keepers[0].actor.status()["queued"] == 1, "until it has ended"
     world.answer(world.asked[0])
     await world.until(world.news)
     assert world.news == [{"id": "r", "status": "completed"}]
