@@ -93,6 +93,8 @@ class Executor:
     decoded_us: int = 0  # when a step with decodes was last planned
     up: TransferLink = field(default_factory=TransferLink)  # from the tier below
     down: TransferLink = field(default_factory=TransferLink)
+    held_step: int = -1  # the step after this one waited for a slot, and since when: see room_comes_soon
+    held_us: int = 0
     awaits_copies: bool = False  # the next step waits for blocks that are being copied: see worth_waiting
     judged_us: int = 0  # when its dirty blocks were last judged
     next_eager_us: int = 0  # no eager copy before

@@ -99,6 +99,8 @@ def no_idle_window(world: World) -> None:
             world.scheduler.state, executor, len(rows_without_block(executor))
         ):
             assert world.scheduler.state.tiers.jobs, "it waits for nothing"
+        elif executor.in_flight and executor.held_step == executor.step:
+            assert executor.pool.fenced_slots, "it waits for nothing"
         elif len(executor.in_flight) < depth:
             decodes, prompts = ready_rows(executor, world.limits.overlap == "run_ahead", None)
             assert not prompts
