@@ -40,10 +40,8 @@ SIM = f"step={round(STEP_S * 1e6)}"
 ROWS = 64  # of the engine
 LINES = 20_000  # more than one round takes
 CLIENTS, ONE = 16, 20  # interactive at a time; requests of a lone client in a round
-BURSTS, BURST_APART_S = (
-    10,
-    0.5,
-)  # of CLIENTS requests each in a round; the batch has its rows back between two
+BURSTS = 10  # of CLIENTS requests each in a round
+BURST_APART_S = 0.5  # the batch has its rows back between two
 ROUNDS, REQUESTS, WARM_UP = 4, 320, 4
 APART_S = 0.1  # between the first requests of two clients, so that most arrive one by one
 SETTLE_S, LOOK_S = 4.0, 0.01
