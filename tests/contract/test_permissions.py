@@ -106,6 +106,8 @@ FORBIDDEN_WRITING = [
     "headrace.store.line.acme.b.1.ok", "$JS.API.STREAM.PURGE.HR_FILES",
     "$JS.API.DIRECT.GET.HR_FILES.headrace.store.file.acme.f.0",
     "headrace.store.work.acme.r", "headrace.store.record.acme.r", "headrace.store.check.acme.m",
+    "headrace.store.hook.h.e", "headrace.store.runs.acme.r", "$JS.ACK.HR_HOOKS.h.1.1.1.1.1",
+    "$JS.API.CONSUMER.MSG.NEXT.HR_HOOKS.h", "$JS.API.CONSUMER.CREATE.HR_HOOKS.h.headrace.store.hook.h.*",
     "$JS.API.DIRECT.GET.HR_DONE.headrace.store.record.acme.r", "$JS.ACK.HR_WORK.keeper.1.1.1.1.1",
     f"hr.{FLEET}.beat_ask", f"hr.{FLEET}.beat.tokenizer.1", f"hr.{FLEET}.scheduler.1.in.Tokenized",
     f"hr.{FLEET}.executor.1.in.StepPlan", f"hr.{FLEET}.detokenizer.1.in.Tokens",
@@ -178,6 +180,12 @@ async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsSe
         assert await may_write(nc, refused, "headrace.v1.keep.acme.r") == (kind == "gateway")
         assert await may_write(nc, refused, "headrace.store.record.acme.r") == (kind == "keeper")
         assert await may_write(nc, refused, "$JS.API.STREAM.DELETE.HR_DONE") is False
+        for subject in (
+            "$JS.API.STREAM.CREATE.HR_HOOKS", "headrace.store.hook.h.e", "$JS.ACK.HR_HOOKS.h.1.1.1.1.1",
+            "$JS.API.CONSUMER.MSG.NEXT.HR_HOOKS.h",
+            "$JS.API.CONSUMER.CREATE.HR_HOOKS.h.headrace.store.hook.h.*",
+        ):  # fmt: skip
+            assert await may_write(nc, refused, subject) == (kind == "keeper")
         assert await may_write(nc, refused, "$JS.API.DIRECT.GET.HR_DONE.headrace.store.record.acme.r") == (
             kind == "keeper"
         )
@@ -195,6 +203,7 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
         assert requests == (kind == "tokenizer")
         assert await may_read(nc, refused, "headrace.v1.attach.*.*") == (kind == "detokenizer")
         assert await may_read(nc, refused, "headrace.v1.keep.*.*") == (kind == "keeper")
+        assert await may_read(nc, refused, "headrace.store.runs.*.*") == (kind == "keeper")
 
 
 async def test_a_service_answers_whoever_asks_it_once(server: NatsServer, users: Path) -> None:

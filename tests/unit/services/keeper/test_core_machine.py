@@ -55,7 +55,8 @@ LAST = [BadRequest("wrong"), EngineError("killed three executors"), Cancelled("b
 
 
 def work(key: Key, submitted_us: int = 0) -> Work:
-    return Work(*key, "m", {"prompt": key[1], "seed": 7}, "digest", submitted_us)
+    webhook = "https://a.example" if key == KEYS[2] else ""
+    return Work(*key, "m", {"prompt": key[1], "seed": 7}, "digest", submitted_us, webhook=webhook)
 
 
 class Keepers(RuleBasedStateMachine):
@@ -84,8 +85,9 @@ class Keepers(RuleBasedStateMachine):
                 case Announce(key, status):
                     assert self.records[key]["status"] == status
                     self.announced.append(key)
-                case Ack(reply):
+                case Ack(reply, hook):
                     assert self.acks[reply] in self.records, "acked without a record"
+                    assert hook == work(self.acks[reply]).hook
                     self.waiting.discard(self.acks[reply])
                 case Nak(reply, delay_us):
                     assert 0 <= delay_us <= 20_000_000
