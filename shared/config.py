@@ -139,6 +139,9 @@ class Settings(BaseSettings):
     trust_request_chat_template: bool = Field(False, description="a request may bring its own chat template")
     max_waiting: int = Field(1024, ge=0, description="requests that may wait; above: 429")
     max_waiting_tokens: int = Field(1_048_576, ge=0, description="prompt tokens that may wait; above: 429")
+    cold_start_wait_s: float = Field(
+        0, ge=0, description="how long a request waits for its model's first executor, s; 0: 503 at once"
+    )
     request_timeout_s: float = Field(300, gt=0, description="time limit of a request without `timeout_s`, s")
     keep_alive_s: float = Field(
         300, ge=1, description="a fleet of `headrace run` ends after so many seconds without a request"
@@ -266,6 +269,7 @@ _METAVARS = {  # for names with an unclear last word
     "tenant_quotas": "FILE",
     "webhooks": "FILE",
     "drain_timeout_s": "SECONDS",
+    "cold_start_wait_s": "SECONDS",
     "request_timeout_s": "SECONDS",
     "answer_format": "NAME",
     "keep_alive_s": "SECONDS",

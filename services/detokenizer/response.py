@@ -212,6 +212,9 @@ class ResponseText:
         facts: dict[str, Any] = {"timings": timings_body(timings, prompt, longest)}
         if self.opened.include_usage:
             facts["usage"] = usage_body(prompt, completion, cached)
+            counts = [self.choices[i].reasoning_tokens(c.tokens) for i, c in self.closed.items()]
+            if reasoning := [count for count in counts if count is not None]:
+                facts["usage"]["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
         return facts
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.answer_formats.formats import markers_of
+from shared.answer_formats.reasoning import reasoning_tokens
 from shared.errors import EngineError
 from shared.messages import Open, Tokens
 from shared.vocab.vocabulary import Vocabulary
@@ -57,7 +58,7 @@ class SequenceStream:
     """One choice of one request, from Open to Close."""
 
     __slots__ = (
-        "_decoder", "_finder", "_least", "_pieces", "_scores", "_sent", "_shape",
+        "_decoder", "_finder", "_format", "_least", "_pieces", "_scores", "_sent", "_shape",
         "choice", "ended", "ids", "reason", "seq", "stop", "stop_index", "stop_reported", "taken",
     )  # fmt: skip
 
@@ -73,6 +74,7 @@ class SequenceStream:
         self.stop = ""  # the stop string that ended it
         self._sent = 0
         self._pieces: list[str] = []
+        self._format = opened.answer_format
         silent = () if opened.include_stop else opened.stop_ids
         self._decoder = TextDecoder(
             vocabulary, frozenset(silent), opened.format == "completion", markers_of(opened.answer_format)
@@ -173,6 +175,10 @@ class SequenceStream:
             self._finish_text()
         return final
 
+    def reasoning_tokens(self, final: int) -> int | None:
+        """How many of the first `final` tokens are reasoning; None if the model's answers have none."""
+        return reasoning_tokens(self._format, self.ids[:final], self._decoder.table)
+
     def _finish_text(self) -> None:
         rest = self._decoder.finish()
         if self._finder is not None:
@@ -199,7 +205,7 @@ class TextDecoder:
     `silent` end a sequence and have no text. Text that continues a prompt (`goes_on`) keeps its leading
     space. Control tokens among `markers` have their name as text."""
 
-    __slots__ = ("_rest", "_silent", "_strip", "_table")
+    __slots__ = ("_rest", "_silent", "_strip", "table")
 
     def __init__(
         self,
@@ -208,7 +214,7 @@ class TextDecoder:
         goes_on: bool = False,
         markers: frozenset[str] = frozenset(),
     ) -> None:
-        self._table = vocabulary.bytes_with(markers)
+        self.table = vocabulary.bytes_with(markers)
         self._silent = silent
         self._rest = b""  # the first bytes of a character
         self._strip = vocabulary.strips_leading_space and not goes_on
@@ -219,10 +225,10 @@ class TextDecoder:
         if ids and ids[-1] in self._silent:
             ids = ids[:-1]
         try:
-            data = b"".join([self._table[i] for i in ids])
+            data = b"".join([self.table[i] for i in ids])
         except IndexError:
-            size = len(self._table)
-            data = b"".join([self._table[i] for i in ids if i < size])
+            size = len(self.table)
+            data = b"".join([self.table[i] for i in ids if i < size])
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")

@@ -20,7 +20,6 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from services.gateway.openai_request import thinking
 from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder
 from shared.api import (
     MAX_MESSAGES,
@@ -34,7 +33,7 @@ from shared.api import (
     whole_numbers,
 )
 from shared.errors import BadRequest, HeadraceError
-from shared.openai.call import Call
+from shared.openai.call import Call, thinking
 from shared.openai.error_shape import status_of
 from shared.openai.whole_answer import answer
 

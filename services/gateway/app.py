@@ -65,7 +65,7 @@ from shared.fair_share import over_share
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
-from shared.openai.call import Call, read_call
+from shared.openai.call import Call, read_call, timed_id
 from shared.telemetry import traces
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
 from shared.telemetry.tracer import Tracer
@@ -257,7 +257,7 @@ class Endpoints:
         later = api is OPENAI and prefers_async(request)
         prefix = PREFIXES[request.url.path] if later else api.prefix
         if prefix:
-            exchange.request_id = exchanges.timed_id(prefix, self.clock.wall_us() // 1_000_000)
+            exchange.request_id = timed_id(prefix, self.clock.wall_us() // 1_000_000)
         if api is RESPONSES:
             fields = await self.durable.continued(fields, client)
         call = read_call(fields, chat=chat, request_id=exchange.request_id)

@@ -30,7 +30,6 @@ from shared.telemetry.traces import SpanRecord
 EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope
 ID_HEADER = "x-request-id"
 _ID_BYTES = 12
-_TIMED = rf"[a-z]+_([0-9a-f]{{8}})[0-9a-f]{{{2 * _ID_BYTES}}}"
 _GIVEN_CHARS = 96  # of the client's id, as a prefix of the request's own
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -80,17 +79,6 @@ def fresh_id(given: str) -> str:
     """A unique id. It starts with the client's id: a service mesh gives related calls the same one."""
     drawn = secrets.token_hex(_ID_BYTES)
     return f"{given[:_GIVEN_CHARS]}.{drawn}" if given else drawn
-
-
-def timed_id(prefix: str, now_s: int) -> str:
-    """A unique id with the time in it: one that is not found may then be known to be too old."""
-    return f"{prefix}{now_s:08x}{secrets.token_hex(_ID_BYTES)}"
-
-
-def drawn_at(request_id: str) -> int | None:
-    """When an id of `timed_id` was drawn, seconds; None for any other id."""
-    found = re.fullmatch(_TIMED, request_id)
-    return int(found[1], 16) if found else None
 
 
 def spans(exchange: Exchange, component: str) -> list[SpanRecord]:

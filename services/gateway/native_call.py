@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from services.gateway.errors import SlowRequest, WrongMediaType
-from shared.actor.membership import Peers, missing
+from shared.actor.membership import Peers, missing, starts_cold
 from shared.client import Client, probe
 from shared.errors import Cancelled, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel
 from shared.nats import subjects
@@ -241,13 +241,15 @@ class Health:
         a kind is missing ──▶ all are ready ──probe──▶ proven ──a kind goes, or a request gets 503──▶ …
 
     Each model has its own state; one proven model makes the gateway healthy. A probe requests the start of an
-    answer; it is repeated with the heartbeats until it succeeds.
+    answer; it is repeated with the heartbeats until it succeeds. A model whose scheduler keeps requests until
+    an executor joins is healthy without one, and is not probed: a probe would count as a waiting request.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._why = "starting"
         self._proven: set[str] = set()  # models
+        self._cold: set[str] = set()  # models that wait for their first executor
         self._last = ""  # model that was probed
         self._aliases: dict[str, str] = {}  # models by their further names
         self._probing: asyncio.Task[None] | None = None
@@ -276,11 +278,12 @@ class Health:
         lacking = {model: missing(peers, model) for model in models}
         whole = [model for model in models if not lacking[model]]
         self._proven &= set(whole)
-        if not whole:
+        self._cold = {model for model in models if starts_cold(peers, model)}
+        if not whole and not self._cold:
             gone = min(lacking.values(), key=len, default=missing(peers))
             self._why = f"waiting for: {', '.join(gone)}"
             return
-        if self._proven:
+        if self._proven or self._cold:
             self._why = ""
         unproven = [model for model in whole if model not in self._proven]
         if unproven and self._probing is None:  # probe the models in turn
@@ -290,7 +293,8 @@ class Health:
     def doubt(self, why: str, model: str = "") -> None:
         """A request (to a model) failed: the model, or all, must be proven again."""
         self._proven -= {self._aliases.get(model, model)} if model else set(self._proven)
-        if not self._proven:
+        self._cold = self._cold if model else set()
+        if not (self._proven or self._cold):
             self._why = why
 
     def stop(self) -> None:

@@ -17,7 +17,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from services.gateway.openai_request import thinking
 from services.gateway.openai_response import Api, Body, ChunkBuilder
 from shared.api import (
     MAX_MESSAGES,
@@ -35,7 +34,7 @@ from shared.api import (
     whole_numbers,
 )
 from shared.errors import HeadraceError
-from shared.openai.call import Call
+from shared.openai.call import Call, thinking
 from shared.openai.whole_answer import answer
 
 LATEST = ":latest"  # ollama's tag of a name without one

@@ -11,13 +11,6 @@ from shared.json_body import read_json
 from shared.openai.call import Body
 
 
-def thinking(wanted: bool) -> Body:
-    """The fields that turn reasoning on or off, under the two names that chat templates have for it: Qwen3's
-    (https://huggingface.co/Qwen/Qwen3-0.6B) and DeepSeek's (https://huggingface.co/deepseek-ai/DeepSeek-V3.1).
-    """
-    return {"chat_template_kwargs": {"enable_thinking": wanted, "thinking": wanted}}
-
-
 def fields_of(data: bytes) -> Body:
     """The fields of a JSON body, without null fields. Raises BadRequest, Unprocessable."""
     try:

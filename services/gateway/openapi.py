@@ -13,10 +13,10 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from services.gateway.anthropic import CountTokensRequest, MessagesRequest
 from services.gateway.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from services.gateway.responses.request import ResponseRequest
 from shared.api import ChatRequest, CompletionRequest
 from shared.openai.batch_lines import URLS, WINDOW
 from shared.openai.call import MAX_PROMPTS
+from shared.openai.responses.request import ResponseRequest
 
 Json = dict[str, Any]
 Schema = dict[str, Any]
@@ -104,7 +104,11 @@ def _paths() -> Json:
             "parameters": [_ID],
         },
         "/v1/responses": {"post": response},
-        "/v1/responses/{id}": {"get": _stored("Response", "a stored response"), "parameters": [_ID]},
+        "/v1/responses/{id}": {
+            "get": _stored("Response", "a stored response"),
+            "delete": _get("ResponseDeleted", "delete a response", _LOOKING),
+            "parameters": [_ID],
+        },
         "/v1/responses/{id}/cancel": {
             "post": {
                 **_get("ResponseAnswer", "cancel a response", _LOOKING),
@@ -326,8 +330,10 @@ def _requests() -> dict[str, Schema]:
 
 _USAGE = _object(
     "prompt_tokens_details",
+    "completion_tokens_details",
     **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT),
     prompt_tokens_details=_object(cached_tokens=COUNT),
+    completion_tokens_details=_object(reasoning_tokens=COUNT),
 )
 
 
@@ -531,6 +537,7 @@ COMPONENTS: dict[str, Schema] = {
     },
     "File": _FILE,
     "Files": _list_of("File"),
+    "ResponseDeleted": _object(id=TEXT, object=_one_of("response"), deleted=_one_of(True)),
     "FileDeleted": _object(id=TEXT, object=_one_of("file"), deleted=_one_of(True)),
     "BatchRequest": {
         "type": "object",

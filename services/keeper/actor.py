@@ -94,6 +94,7 @@ class KeeperActor(Actor):
         """`replicas`: servers of a cluster that have each message. `webhooks`: the file of hosts that may be
         called; empty: none."""
         self._replicas, self._hosts = replicas, webhooks
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox, bus = mailbox, mailbox.bus
@@ -121,6 +122,7 @@ class KeeperActor(Actor):
             await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
             await bus.subscribe(subjects.RESULT_ALL, self._answering(self._result), queue="keeper"),
             await bus.subscribe(subjects.CANCEL_ALL, self._on_cancel, queue="keeper"),
+            await bus.subscribe(subjects.DELETE_ALL, self._answering(self._verbs.delete), queue="keeper"),
             await bus.subscribe(subjects.KEEP_ALL, self._answering(self._verbs.keep), queue="keeper"),
             await bus.subscribe(subjects.FILES_ALL, self._answering(self._files.answer), queue="keeper"),
             await bus.subscribe(subjects.BATCHES_ALL, self._answering(batches.answer), queue="keeper"),
@@ -137,7 +139,6 @@ class KeeperActor(Actor):
             self._batches.reconnected()
 
     def upkeep(self) -> None:
-        self._webhooks.refresh()
         for task in self._tasks:
             if task.done():
                 task.result()  # a failed loop fails the actor, as a failed handler does
@@ -149,6 +150,7 @@ class KeeperActor(Actor):
     def metrics(self) -> Metrics:
         core, hooks = self._core, self._webhooks
         return (
+            MetricPoint("headrace.keeper.queued", self._queues.queued, "{request}"),
             MetricPoint("headrace.keeper.in_flight", len(core), "{request}"),
             MetricPoint("headrace.keeper.submitted", self._verbs.submitted, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.kept", self._verbs.kept, "{response}", is_counter=True),
@@ -163,6 +165,7 @@ class KeeperActor(Actor):
 
     def status(self) -> dict[str, object]:
         return {
+            "queued": self._queues.queued,
             "in_flight": len(self._core),
             "submitted": self._verbs.submitted,
             "stored": self._core.stored,

@@ -13,10 +13,11 @@ one for lack of room, and then grows by one line in the time of an answer, as co
 
 from __future__ import annotations
 
-from collections import deque
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from heapq import heappop, heappush
 
 from services.keeper.core import (
     ASK_AGAIN_US,
@@ -46,12 +47,15 @@ from shared.openai.call import Call
 FIRST_WINDOW = 8  # lines in flight at first
 MOST_IN_FLIGHT = 512  # of all batches of a keeper: half of what may wait at a scheduler by default
 FLIGHT_BYTES = 33_554_432  # of a batch's lines in flight and their answers
-READ_AHEAD, READ_BYTES = 256, 8_388_608  # lines and bytes that wait to be sent
+READ_AHEAD, READ_BYTES = 1_024, 8_388_608  # lines and bytes that wait to be sent
+LOOK_AHEAD = 1_024  # lines of the file that are sent in the order of their prompts
+PREFIX_BYTES = 4_096  # of a prompt that are compared: some thousand tokens
 SAVE_US = 1_000_000  # between two notes of a batch's state
 CLOSE_US = 5_000_000  # for the lines in flight of a cancelled or expired batch to end
 GIVEN_UP_S = 3_600  # after its time, a batch whose files find no room has failed
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
 COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"
+_PROMPT = re.compile(rb'"(?:instructions|messages|prompt|input)"\s*:')  # within a text its quotes are escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +268,12 @@ class Window:
 
 @dataclass(slots=True)
 class BatchCore:
-    """One batch that this keeper holds. `batch` is OpenAI's object, with private fields named `_…`."""
+    """One batch that this keeper holds. `batch` is OpenAI's object, with private fields named `_…`.
+
+    LOOK_AHEAD lines of the file at a time are sent in the order of their prompts: lines with one beginning
+    follow each other, and find its blocks in the prefix cache. The records show which lines are missing, so
+    any order is right.
+    """
 
     batch: Body
     ack: str
@@ -277,7 +286,7 @@ class BatchCore:
     refused: int = 0
     _flights: dict[int, _Flight] = field(default_factory=dict)  # by line
     _requests: dict[str, int] = field(default_factory=dict)  # line by id of a request
-    _queue: deque[tuple[int, bytes]] = field(default_factory=deque)
+    _queue: list[tuple[int, bytes, int, bytes]] = field(default_factory=list)  # a heap: see departure
     _queued_bytes: int = 0
     _flight_bytes: int = 0
     _read_all: bool = False
@@ -332,7 +341,8 @@ class BatchCore:
                 return [*self._checked(event), *self._go_on()]
             case LinesRead():
                 if not self._closing:
-                    self._queue += event.lines
+                    for line in event.lines:
+                        heappush(self._queue, departure(*line))
                     self._queued_bytes += sum(len(raw) for _, raw in event.lines)
                 self._read_all = event.end
                 return [*self._go_on()]
@@ -467,7 +477,7 @@ class BatchCore:
     def _feed(self) -> Iterator[BatchCommand]:
         most = min(int(self.window.size), self.share)
         while self._queue and len(self._flights) < most and self._flight_bytes < FLIGHT_BYTES:
-            number, raw = self._queue.popleft()
+            *_, number, raw = heappop(self._queue)
             self._queued_bytes -= len(raw)
             yield from self._depart(number, raw)
 
@@ -604,6 +614,13 @@ class BatchCore:
         self.batch["request_counts"] = {**counts, "completed": len(self.ok), "failed": len(self.failed)}
         self._changed, self._save_us = False, self._now_us + SAVE_US
         return SaveState(dict(self.batch))
+
+
+def departure(number: int, raw: bytes) -> tuple[int, bytes, int, bytes]:
+    """A line with its place in the order of departure before it: its part of the file, then its prompt."""
+    found = _PROMPT.search(raw)
+    at = found.start() if found else 0
+    return number // LOOK_AHEAD, raw[at : at + PREFIX_BYTES], number, raw
 
 
 def error_entry(code: str, message: str, line: int | None = None, param: str | None = None) -> Body:

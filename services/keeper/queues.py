@@ -51,6 +51,11 @@ class TenantQueues:
         self._held = Counter[str]()  # messages in the stream, by tenant, at the last look and since
         self._wake = asyncio.Event()
 
+    @property
+    def queued(self) -> int:
+        """Messages in the stream, of requests and batches that have not ended, as of the last look."""
+        return self._held.total()
+
     def has_room(self) -> None:
         """There is room again."""
         self._wake.set()

@@ -1,6 +1,7 @@
 """The two messages of the store: `Work`, a request that waits for its answer, and the record of its end.
 
-Both are JSON, each under a subject of its tenant and id. A record is made once and never changes.
+Both are JSON, each under a subject of its tenant and id. A record is made once and never changes, but for a
+mark that takes its place when its tenant deletes it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from shared.api import MAX_TIMEOUT_S
 from shared.errors import Cancelled, HeadraceError, error_body
 
 QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED = "queued", "running", "completed", "failed", "cancelled"
+DELETED = "deleted"  # in place of the record: the id is used, and what is delivered again is not computed
 
 REQUEST, RESPONSE, BATCH = "request", "response", "batch"  # what an event is about, as its type has it
 RESPONSES = "/v1/responses"  # the path of a response

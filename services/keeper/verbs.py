@@ -1,4 +1,5 @@
-"""What users ask of a keeper: `submit` stores a request, `result` answers with its state, `cancel` ends it.
+"""What users ask of a keeper: `submit` stores a request, `result` answers with its state, `cancel` ends it,
+`delete` removes its record.
 
     client ──submit──▶ keeper ──check──▶ tokenizer: valid? its seed and class
                        keeper ──create-only──▶ stream WORK
@@ -19,7 +20,9 @@ from typing import Any
 from services.keeper.core import KEPT_S, Key
 from services.keeper.queues import TenantQueues
 from services.keeper.records import (
+    CANCELLED,
     COMPLETED,
+    DELETED,
     QUEUED,
     RUNNING,
     Body,
@@ -112,7 +115,7 @@ class Verbs:
         """The state of a request, with its answer or its error once it has ended. Raises UnknownRequest for
         an id that this tenant has not submitted, or whose record is older than a day; Unavailable."""
         known = await self._known(tenant, request_id)
-        if known is None:
+        if known is None or known["status"] == DELETED:
             raise UnknownRequest(f"no durable request {request_id!r:.140} of this tenant is kept", param="id")
         return {name: value for name, value in known.items() if name != "digest"}
 
@@ -128,6 +131,18 @@ class Verbs:
         except Taken:
             return False
         return True
+
+    async def delete(self, tenant: str, request_id: str, _: bytes) -> Body:
+        """Delete the record of a request; one that waits or runs is cancelled before. Raises like `result`,
+        and StreamFull."""
+        await self.result(tenant, request_id)
+        if await self.cancel(tenant, request_id):
+            news = to_json({"id": request_id, "status": CANCELLED})
+            self._bus.publish(subjects.done(tenant, request_id), news)
+            self._bus.publish(subjects.cancel(tenant, request_id), b"")  # services may run it
+        mark = to_json({"id": request_id, "digest": "", "status": DELETED})
+        await self._streams.replace(subjects.record(tenant, request_id), mark, ttl_s=KEPT_S)
+        return {"id": request_id, "deleted": True}
 
     async def keep(self, tenant: str, request_id: str, data: bytes) -> Body:
         """Store a request that was answered already: its fields `request`, `keep` and `answer`. Raises

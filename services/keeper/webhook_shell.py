@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 
-from services.keeper.records import BATCH, Hook, to_json
+from services.keeper.records import BATCH, DELETED, Hook, to_json
 from services.keeper.webhooks import GONE, Secrets, Target, delay_us, event_of, read_hosts, signed, target_of
 from shared.clock import Clock
 from shared.config import WatchedFile
@@ -67,11 +67,6 @@ class Webhooks:
         self._away = Rarely(log, clock)
         self.delivered = self.failed = self.given_up = 0
 
-    def refresh(self) -> None:
-        """Read the file again if it has changed."""
-        if self._hosts is not None:
-            self._hosts.refresh()
-
     def check(self, url: object) -> str:
         """`url`, if events may go there. Raises BadRequest, Unavailable."""
         target = target_of(url)
@@ -101,10 +96,11 @@ class Webhooks:
     async def _store(self, hook: Hook) -> None:
         part = subjects.batch_part(hook.tenant, hook.id, "end")
         end = part if hook.kind == BATCH else subjects.record(hook.tenant, hook.id)
-        record = await self._streams.last(subjects.RECORD_STREAM, end)
-        if record is None:
-            return  # it was kept for its time
-        event, key = event_of(hook, json.loads(record)), target_of(hook.url).key
+        data = await self._streams.last(subjects.RECORD_STREAM, end)
+        record = json.loads(data) if data is not None else {"status": DELETED}
+        if record["status"] == DELETED:
+            return  # by its tenant, or it was kept for its time
+        event, key = event_of(hook, record), target_of(hook.url).key
         message = {"url": hook.url, "body": to_json(event).decode()}
         with contextlib.suppress(Taken):  # by a keeper that died before its ack
             await self._streams.create(subjects.hook(key, event["id"]), to_json(message))
@@ -132,6 +128,7 @@ class Webhooks:
                 now = asyncio.get_running_loop().time()
                 if now >= looks_at:
                     looks_at = now + LOOK_S
+                    hosts.refresh()
                     self._due |= {target_of(origin).key for origin in hosts.value}
                 self._wake.clear()
                 for key in [*self._due]:

@@ -13,7 +13,7 @@ from services.scheduler import model_kinds
 from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
 from services.scheduler.kv_tiers import store
-from services.scheduler.reports import status
+from services.scheduler.reports import scale, status
 from services.scheduler.reports.event_log import Recorder, attach
 from services.scheduler.state import policies, requests
 from services.scheduler.state.quotas import Quota, read_quotas
@@ -133,10 +133,13 @@ class SchedulerActor(Actor):
 
     @property
     def metrics(self) -> Metrics:
-        return [*status.metric_points(self._core.state), *status.usage_points(self._core.state, self._model)]
+        state, model = self._core.state, self._model
+        usage = status.usage_points(state, model)
+        return [*status.metric_points(state), *usage, *scale.points(state, model)]
 
     def status(self) -> dict[str, object]:
-        return {"model": self._model, **status.status(self._core.state)}
+        state = self._core.state
+        return {"model": self._model, "scale_wanted": scale.wanted(state), **status.status(state)}
 
     async def drain(self) -> None:
         self._handle(DrainRequested())
@@ -231,6 +234,7 @@ def build(settings: Settings) -> SchedulerActor:
         classes=requests.parse(settings.slo),
         model_digest=settings.model_digest,
         accept_mixed=settings.accept_mixed,
+        cold_start_wait_us=int(settings.cold_start_wait_s * 1e6),
         ended_within_us=detection_us(settings.heartbeat_interval_ms * 1000),
     )
     model = served_names(settings)[0]

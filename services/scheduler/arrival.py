@@ -34,20 +34,19 @@ def arrive(state: State, source: str, tokenized: Tokenized, trace: str, transit_
     if rejected is not None:
         state.send(source, rejected, trace)
         return
-    level = requests.level_of(tokenized.slo_class)
-    limit_us = state.limits.classes[level].ttft_us
     request = Request(
         tokenized=tokenized,
         trace=trace,
         tokenizer=source,
         arrival_us=state.now_us,
         deadline_us=state.now_us + tokenized.timeout_us,
-        level=level,
-        start_deadline_us=state.now_us + limit_us if limit_us else 0,
+        level=requests.level_of(tokenized.slo_class),
+        unchecked=not load_shedding.serving(state, tokenized.model),
         transit_us=transit_us,
         attempt=tokenized.attempt,
         model_digest=model_kinds.expected(state, tokenized.model),
     )
+    set_start_deadline(state, request)
     request.sequences = [new_sequence(state, request, choice) for choice in range(tokenized.n)]
     state.requests[key] = request
     state.quotas.charge(tokenized.tenant, state.now_us, requests=1, tokens=len(tokenized.tokens))
@@ -63,6 +62,38 @@ def arrive(state: State, source: str, tokenized: Tokenized, trace: str, transit_
     lookups.arrived(state, group)
     accept(state, source, tokenized)
     assign_shard(state, request)
+
+
+def set_start_deadline(state: State, request: Request) -> None:
+    """From now on a request that has not begun waits for an executor, or for its turn. The wait for an
+    executor does not count against its class's limit."""
+    if not load_shedding.serving(state, request.tokenized.model):
+        request.executor_deadline_us = state.now_us + state.limits.cold_start_wait_us
+        return
+    limit_us = state.limits.classes[request.level].ttft_us
+    request.start_deadline_us = state.now_us + limit_us if limit_us else 0
+    request.executor_deadline_us = 0
+
+
+def executors_changed(state: State) -> None:
+    """Executors have joined, left or begun to drain: requests begin or end their wait for one. One that
+    came before an executor, and fits none, is refused."""
+    for request in list(state.requests.values()) if state.limits.cold_start_wait_us else ():
+        tokenized = request.tokenized
+        waits, serves = bool(request.executor_deadline_us), load_shedding.serving(state, tokenized.model)
+        if waits != bool(serves) or any(s.admitted_us or not s.live for s in request.sequences):
+            continue
+        set_start_deadline(state, request)
+        for sequence in request.sequences:
+            state.watch(finish.due_at_us(sequence), sequence.seq)
+        if serves and request.unchecked:
+            request.unchecked = False
+            request.tokenized = tokenized = load_shedding.with_possible_max_tokens(state, tokenized)
+            for sequence in request.sequences:
+                sequence.max_length = sequence.prompt_tokens + tokenized.max_tokens
+            if (why := load_shedding.unfit(state, tokenized, len(tokenized.tokens))) is not None:
+                state.counters.count_rejected(why[0])
+                finish.fail(state, request, *why)
 
 
 def assign_shard(state: State, request: Request) -> None:

@@ -233,6 +233,7 @@ def _executor_hello(state: State, source: str, message: ExecHello) -> None:
         tiers.joined(state, executor)
         state.waiting.unpark(state.now_us)
         state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
+        arrival.executors_changed(state)
     state.send(source, ExecWelcome(exec_epoch=epoch))
 
 
@@ -270,6 +271,7 @@ def _executor_leaves(state: State, executor_id: str) -> None:
     """An executor is gone or drains. If it was the last of its kind, another kind takes over."""
     for waiting in model_kinds.left(state, executor_id):
         _executor_hello(state, f"executor.{waiting.executor}", waiting)
+    arrival.executors_changed(state)
 
 
 def _drop_executor(state: State, executor_id: str, why: str, *, died: bool = False) -> None:
@@ -285,6 +287,7 @@ def _drop_executor(state: State, executor_id: str, why: str, *, died: bool = Fal
         sequence.leave()
         sequence.record_decision(state.now_us, "requeue", why, tokens=len(sequence.tokens))
         requeue(state, sequence)
+    arrival.executors_changed(state)
     for request in blamed:
         if (count := request.executor_deaths) >= admission.MOST_DEATHS:
             message = f"{count} executors have died while they computed this request, {executor_id} last"
@@ -435,6 +438,9 @@ def _taken_request(state: State, source: str, tokenized: Tokenized, trace: str) 
         shard=source.removeprefix("detokenizer."),
         model_digest=tokenized.model_digest,
     )
+    if not load_shedding.serving(state, tokenized.model):
+        request.unchecked = True
+        arrival.set_start_deadline(state, request)
     for choice, count in enumerate(tokenized.generated):
         sequence = arrival.new_sequence(state, request, choice)
         request.sequences.append(sequence)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from services.scheduler import headroom
+from services.scheduler.load_shedding import no_executor
 from services.scheduler.preemption import withdraw
 from services.scheduler.state.requests import EndedRequest, Phase, Request, Sequence, close_of, request_record
 from services.scheduler.state.state import State
@@ -87,6 +88,9 @@ def expire(state: State) -> None:
             forget(state, sequence)
         elif state.now_us >= sequence.request.deadline_us:
             fail(state, sequence.request, 408, _late(sequence.request))
+        elif sequence.request.executor_deadline_us:
+            state.counters.count_rejected(503)
+            fail(state, sequence.request, *no_executor(sequence.request.tokenized))
         else:
             state.counters.count_rejected(429)
             fail(state, sequence.request, 429, *_kept_waiting(state, sequence.request))
@@ -102,7 +106,8 @@ def due_at_us(sequence: Sequence) -> int:
     late_us, silent_us = request.deadline_us, sequence.close_deadline_us
     if sequence.live:
         begun = any(s.admitted_us for s in request.sequences)
-        return late_us if begun or not request.start_deadline_us else min(late_us, request.start_deadline_us)
+        start_us = request.executor_deadline_us or request.start_deadline_us
+        return late_us if begun or not start_us else min(late_us, start_us)
     return silent_us if request.shard else max(silent_us, late_us)  # no detokenizer has its Close yet
 
 

@@ -94,9 +94,20 @@ def _refusal(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
         return 503, "the scheduler is draining: send the request again", RETRY_AFTER_MS
     if not prompt:
         return 400, "the prompt is empty: send at least one token", 0
-    executors = _serving(state, tokenized)
-    if not executors:
-        return 503, f"no executor of {tokenized.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
+    if serving(state, tokenized.model):
+        return unfit(state, tokenized, prompt)
+    waits = state.limits.cold_start_wait_us and not any(tokenized.generated)
+    return None if waits else no_executor(tokenized)
+
+
+def no_executor(tokenized: Tokenized) -> Refusal:
+    """The refusal of a request whose model has no executor."""
+    return 503, f"no executor of {tokenized.model!r} is ready: see `headrace status`", RETRY_AFTER_MS
+
+
+def unfit(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
+    """Why none of the executors, of which there is one, can ever serve a request; None if one can."""
+    executors = serving(state, tokenized.model)
     if unknown := _unknown(executors, tokenized):
         return 400, unknown, 0
     if prompt + tokenized.max_tokens > _most_tokens(executors, tokenized.n, prompt):
@@ -160,7 +171,7 @@ def _too_late(state: State, tokenized: Tokenized) -> Refusal | None:
     level = requests.level_of(tokenized.slo_class)
     limit_us = state.limits.classes[level].ttft_us
     groups, _ = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
-    if not groups and any(_all_preempted(e, level) for e in _serving(state, tokenized)):
+    if not groups and any(_all_preempted(e, level) for e in serving(state, tokenized.model)):
         return None
     if not limit_us or (wait_us := ttft_us(state, tokenized, level)) <= limit_us:
         return None
@@ -177,13 +188,14 @@ def with_possible_max_tokens(state: State, tokenized: Tokenized) -> Tokenized:
     if not tokenized.open_end:
         return tokenized
     prompt = prompt_length(tokenized)
-    room = _most_tokens(_serving(state, tokenized), tokenized.n, prompt) - prompt
+    room = _most_tokens(serving(state, tokenized.model), tokenized.n, prompt) - prompt
     room = max(room, *tokenized.generated) if tokenized.generated else room
     return dataclasses.replace(tokenized, max_tokens=room) if 0 < room < tokenized.max_tokens else tokenized
 
 
-def _serving(state: State, tokenized: Tokenized) -> list[Executor]:
-    return [e for e in state.executors.values() if e.hello.model == tokenized.model and not e.draining]
+def serving(state: State, model: str) -> list[Executor]:
+    """The executors on which requests for a model may start."""
+    return [e for e in state.executors.values() if e.hello.model == model and not e.draining]
 
 
 def _most_tokens(executors: list[Executor], n: int, prompt: int) -> int:
@@ -229,13 +241,13 @@ def ttft_us(state: State, tokenized: Tokenized, level: int) -> int:
     Ahead are running and waiting prompts of its class and higher ones. One slot is enough: choices start one
     by one.
     """
-    executors = _serving(state, tokenized)
+    executors = serving(state, tokenized.model)
     if not executors or any(e.cost_model.seen < max(MIN_STEPS_SEEN, MIN_SEEN) for e in executors):
         return 0
     groups, tokens = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
-    running = [(e, _running(e, level)) for e in executors]
+    running = [(e, running_for(e, level)) for e in executors]
     ahead = tokens + sum(r.prompt_tokens for _, r in running) + len(tokenized.tokens)
-    speed = sum(1_000_000_000_000 // max(_ns_per_token(e, r), 1) for e, r in running)  # tokens in 1,000 s
+    speed = sum(1_000_000_000_000 // max(ns_per_token(e, r), 1) for e, r in running)  # tokens in 1,000 s
     slots, tokens = groups // len(executors) + 1, tokens // len(executors) + len(tokenized.tokens)
     wait_us = min(_slot_wait_us(state, e, r, slots, tokens) for e, r in running)
     return ahead * 1_000_000_000 // max(speed, 1) + wait_us + min(e.cost_model.loop_us for e in executors)
@@ -250,7 +262,8 @@ def _all_preempted(executor: Executor, level: int) -> bool:
     return not any(_stays(s, level) for s in executor.running)
 
 
-def _running(executor: Executor, level: int) -> Running:
+def running_for(executor: Executor, level: int) -> Running:
+    """What runs on an executor, for a request of this class."""
     running = Running([])
     for s in executor.running:  # one loop, over each row at each arrival
         if _stays(s, level):
@@ -265,7 +278,7 @@ def _running(executor: Executor, level: int) -> Running:
     return running
 
 
-def _ns_per_token(executor: Executor, running: Running) -> int:
+def ns_per_token(executor: Executor, running: Running) -> int:
     """Time per token of a prompt chunk in a step with the present decodes."""
     shape = StepShape(
         rows=running.decodes + 1,

@@ -16,6 +16,7 @@ MIN_DETECTION_US = 5_000_000  # lower bound of the time to detect a death, for b
 OWN_HEARTBEATS_LATE = 1.5  # intervals; an actor without its own heartbeats cannot judge the silence of others
 
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
+COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
 
 
 @dataclass(slots=True)
@@ -134,6 +135,11 @@ def _visible_state(heartbeat: Heartbeat) -> tuple[str, str, int, str]:
 def detection_us(heartbeat_interval_us: int) -> int:
     """The longest time to detect a death: the last heartbeat, MISSED_HEARTBEATS, and the check for them."""
     return max(MIN_DETECTION_US, (MISSED_HEARTBEATS + 2) * heartbeat_interval_us)
+
+
+def starts_cold(peers: Peers, model: str) -> bool:
+    """True if a model lacks nothing but executors, and its scheduler keeps requests until one joins."""
+    return missing(peers, model) == ["executor"] and peers.max_load("scheduler", COLD_START, model) > 0
 
 
 def missing(peers: Peers, model: str = "") -> list[str]:

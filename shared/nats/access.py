@@ -70,7 +70,10 @@ _READS = {
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
     "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.attach.*.*", "_R.*.*"),
     "keeper": (
-        *(f"{PUBLIC}.{verb}.*.*" for verb in ("submit", "result", "cancel", "keep", "files", "batches")),
+        *(
+            f"{PUBLIC}.{verb}.*.*"
+            for verb in ("submit", "result", "cancel", "delete", "keep", "files", "batches")
+        ),
         f"{STORE}.runs.*.*",
     ),
 }
@@ -105,7 +108,8 @@ _WRITES = {
 # The gateway alone may have an answer stored: a tenant has `submit`, and needs no way to fill the store.
 _KEEPS = f"{PUBLIC}.keep.*.*"
 _VERBS = (
-    "generate", "cancel", "tokenize", "detokenize", "submit", "result", "attach", "files", "batches",
+    "generate", "cancel", "tokenize", "detokenize", "submit", "result", "delete", "attach", "files",
+    "batches",
 )  # fmt: skip
 _ASKS = (*(f"{PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{PUBLIC}.models.*")
 _IN_A_NAME = frozenset((*_VERBS, "models", "keep"))  # the tenant follows the verb

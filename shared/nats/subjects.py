@@ -56,6 +56,7 @@ TRACE_ALL = f"{PUBLIC}.trace.*"
 SUBMIT_ALL = f"{PUBLIC}.submit.*.*"
 RESULT_ALL = f"{PUBLIC}.result.*.*"
 KEEP_ALL = f"{PUBLIC}.keep.*.*"
+DELETE_ALL = f"{PUBLIC}.delete.*.*"
 ATTACH_ALL = f"{PUBLIC}.attach.*.*"
 FILES_ALL = f"{PUBLIC}.files.*.*"
 BATCHES_ALL = f"{PUBLIC}.batches.*.*"
@@ -83,6 +84,11 @@ def submit(tenant: str, model: str) -> str:
 def result(tenant: str, request: str) -> str:
     """Request-reply: the state of a durable request, with its answer once there is one."""
     return f"{PUBLIC}.result.{token(tenant)}.{token(request)}"
+
+
+def delete(tenant: str, request: str) -> str:
+    """Request-reply: the record of a durable request goes; a request that waits or runs is cancelled."""
+    return f"{PUBLIC}.delete.{token(tenant)}.{token(request)}"
 
 
 def attach(tenant: str, request: str) -> str:

@@ -15,10 +15,12 @@ from shared.errors import BadRequest, HeadraceError
 from shared.json_body import read_json
 from shared.openai.call import Call, read_call
 from shared.openai.error_shape import body_of, status_of
+from shared.openai.responses.output import whole as response
+from shared.openai.responses.request import PATH, read
 from shared.openai.whole_answer import answer
 
 WINDOW = r"^([1-9]\d{0,3})([mhd])$"  # the time of a batch: 24h, as OpenAI has it, or another
-URLS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
+URLS = {"/v1/chat/completions": True, "/v1/completions": False, PATH: True}  # whether it is a chat
 
 Body = dict[str, Any]
 
@@ -33,7 +35,8 @@ class BatchLine:
 
     def call(self, request_id: str, defaults: Mapping[str, Any]) -> Call:
         """Its native requests; `defaults` are for fields that it leaves out. Raises BadRequest."""
-        return read_call({**defaults, **self.body}, chat=URLS[self.url], request_id=request_id)
+        fields = read({**self.body, "store": False}) if self.url == PATH else self.body
+        return read_call({**defaults, **fields}, chat=URLS[self.url], request_id=request_id)
 
 
 def read_line(raw: bytes) -> BatchLine:
@@ -57,6 +60,10 @@ def read_line(raw: bytes) -> BatchLine:
         raise BadRequest("`body.stream`: the answers of a batch are whole; leave it out", param="body.stream")
     if body.get("echo"):
         raise BadRequest("`body.echo` is not supported in a batch; leave it out", param="body.echo")
+    for name in ("background", "previous_response_id") if fields["url"] == PATH else ():
+        if body.get(name):
+            why = f"`body.{name}` is not supported in a batch, whose answers are in its files; leave it out"
+            raise BadRequest(why, param=f"body.{name}")
     line = BatchLine(custom_id, fields["url"], {n: v for n, v in body.items() if v is not None})
     line.call("any", {"model": "any"})
     return line
@@ -89,7 +96,8 @@ class InputCheck:
 
 def answered(call: Call, natives: Sequence[Body], custom_id: str) -> Body:
     """The output line of a request with an answer."""
-    return _output(custom_id, 200, call.request_id, answer(call, natives, ()))
+    whole = response if call.keep.get("path") == PATH else answer
+    return _output(custom_id, 200, call.request_id, whole(call, natives, ()))
 
 
 def refused(error: HeadraceError, request_id: str, custom_id: str) -> Body:

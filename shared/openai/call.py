@@ -8,6 +8,7 @@ with usage only on request.
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -19,6 +20,9 @@ from shared.openai.answer_parts import Functions, functions_of
 
 MAX_PROMPTS = 64  # of one completion
 _LONG_CHARS, _DIGEST_CHARS = 96, 24  # of a long id and its digest, when prompts get numbered ids
+
+_ID_BYTES = 12
+_TIMED = rf"[a-z]+_([0-9a-f]{{8}})[0-9a-f]{{{2 * _ID_BYTES}}}"
 
 Body = dict[str, Any]
 
@@ -125,3 +129,21 @@ def _short(request_id: str) -> str:
     if len(request_id) <= MAX_NAME_CHARS - len(f":{MAX_PROMPTS}"):
         return request_id
     return request_id[:_LONG_CHARS] + "." + sha256(request_id.encode()).hexdigest()[:_DIGEST_CHARS]
+
+
+def thinking(wanted: bool) -> Body:
+    """The fields that turn reasoning on or off, under the two names that chat templates have for it: Qwen3's
+    (https://huggingface.co/Qwen/Qwen3-0.6B) and DeepSeek's (https://huggingface.co/deepseek-ai/DeepSeek-V3.1).
+    """
+    return {"chat_template_kwargs": {"enable_thinking": wanted, "thinking": wanted}}
+
+
+def timed_id(prefix: str, now_s: int) -> str:
+    """A unique id with the time in it: one that is not found may then be known to be too old."""
+    return f"{prefix}{now_s:08x}{secrets.token_hex(_ID_BYTES)}"
+
+
+def drawn_at(request_id: str) -> int | None:
+    """When an id of `timed_id` was drawn, seconds; None for any other id."""
+    found = re.fullmatch(_TIMED, request_id)
+    return int(found[1], 16) if found else None

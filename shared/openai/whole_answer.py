@@ -36,9 +36,12 @@ def total(usages: Sequence[Body]) -> Body:
     """The total usage of several prompts."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    details = [usage["completion_tokens_details"] for usage in usages if "completion_tokens_details" in usage]
+    reasoning = {"reasoning_tokens": sum(each["reasoning_tokens"] for each in details)}
     return {
         **{name: sum(usage[name] for usage in usages) for name in names},
         "prompt_tokens_details": {"cached_tokens": cached},
+        **({"completion_tokens_details": reasoning} if details else {}),
     }
 
 

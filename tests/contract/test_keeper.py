@@ -55,6 +55,7 @@ class World:
         self.outcomes: list[HeadraceError | None] = []  # of the next requests; None: an answer
         self.asked: list[Delivery] = []
         self.news: list[Any] = []
+        self.cancels: list[Delivery] = []
         self.keepers: list[Runtime] = []
         self.came = asyncio.Event()
 
@@ -146,6 +147,10 @@ async def world(server: NatsServer) -> AsyncIterator[World]:
     await world.close()
 
 
+def test_a_heartbeat_may_come_before_the_server_has_answered() -> None:
+    KeeperActor().upkeep()
+
+
 async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: World) -> None:
     await world.opened()
     assert await world.submit() == {"id": "r", "status": "queued"}
@@ -155,6 +160,7 @@ async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: 
         **BODY, "seed": 7, "slo_class": "standard", "timeout_s": 86_400, "finish_detached": True,
     }  # fmt: skip
     assert (await world.result())["status"] == "running"
+    assert world.keepers[0].actor.status()["queued"] == 1, "until it has ended"
     world.answer(world.asked[0])
     await world.until(world.news)
     assert world.news == [{"id": "r", "status": "completed"}]
@@ -345,6 +351,40 @@ async def test_one_that_waits_is_cancelled_and_never_asked_for(
         while await world.messages(subjects.WORK_STREAM):
             await asyncio.sleep(0.05)
     assert [json.loads(asked.data)["request_id"] for asked in world.asked].count("fourth") == 0
+
+
+async def test_a_deleted_request_is_gone_and_never_computed_again(world: World) -> None:
+    """Of its tenant alone; one that runs is cancelled, and its late answer changes nothing."""
+    keeper = await world.opened()
+    world.outcomes = [None]
+    await world.submit(request_id="ended")
+    await world.until(world.news)
+    await world.submit(request_id="runs")
+    await world.until(world.asked, 2)
+    cancelled = await world.bus.subscribe("headrace.v1.cancel.public.runs", world.cancels.append)
+    for name in ("ended", "runs"):
+        with pytest.raises(UnknownModel):  # the 404 of any kind
+            await world.client.request(subjects.delete("other", name))
+        deleted = await world.client.request(subjects.delete("public", name))
+        assert deleted == {"id": name, "deleted": True}
+    await world.until(world.news, 2)
+    assert world.news[1] == {"id": "runs", "status": "cancelled"}
+    assert len(world.cancels) == 1
+    await cancelled.cancel()
+    await keeper.finish(5.0)  # it has the request in flight: the next one has it delivered again
+    world.keepers.clear()
+    await world.opened()
+    world.answer(world.asked[1])
+    async with asyncio.timeout(20):
+        while await world.messages(subjects.WORK_STREAM):
+            await asyncio.sleep(0.05)
+    assert len(world.asked) == 2
+    for name in ("ended", "runs"):
+        for verb in (subjects.result, subjects.delete):
+            with pytest.raises(UnknownModel):
+                await world.client.request(verb("public", name))
+        with pytest.raises(DuplicateRequest):
+            await world.submit(request_id=name)
 
 
 async def test_a_tenant_with_many_requests_does_not_hold_up_another(

@@ -100,6 +100,7 @@ FORBIDDEN_WRITING = [
     "headrace.v1.status", "headrace.v1.trace.r", "headrace.v1.events.s.snapshot", "hr.beat_ask",
     "headrace.v1.models", "headrace.v1.models.bob",
     "headrace.v1.submit.bob.m", "headrace.v1.result.bob.r", "headrace.v1.keep.bob.r",
+    "headrace.v1.delete.bob.r",
     "headrace.v1.keep.acme.r", "headrace.v1.attach.bob.r",
     "headrace.v1.done.acme.r",
     "headrace.v1.files.bob.put", "headrace.v1.batches.bob.create", "headrace.store.file.acme.f.0",
@@ -118,7 +119,7 @@ ALLOWED_WRITING = [
     "headrace.v1.generate.acme.m", "headrace.v1.cancel.acme.r", "headrace.v1.tokenize.acme.m",
     "headrace.v1.detokenize.acme.m", "headrace.v1.models.acme",
     "headrace.v1.submit.acme.m", "headrace.v1.result.acme.r", "headrace.v1.attach.acme.r",
-    "headrace.v1.files.acme.put", "headrace.v1.batches.acme.create",
+    "headrace.v1.delete.acme.r", "headrace.v1.files.acme.put", "headrace.v1.batches.acme.create",
 ]  # fmt: skip
 
 
@@ -202,7 +203,8 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
         requests = await may_read(nc, refused, "headrace.v1.generate.*.m")
         assert requests == (kind == "tokenizer")
         assert await may_read(nc, refused, "headrace.v1.attach.*.*") == (kind == "detokenizer")
-        assert await may_read(nc, refused, "headrace.v1.keep.*.*") == (kind == "keeper")
+        for verb in ("keep", "delete"):
+            assert await may_read(nc, refused, f"headrace.v1.{verb}.*.*") == (kind == "keeper")
         assert await may_read(nc, refused, "headrace.store.runs.*.*") == (kind == "keeper")
 
 

@@ -266,6 +266,28 @@ async def test_an_event_that_cannot_be_stored_keeps_its_request_in_the_queue(
     assert (failures, len(world.receiver.got)) == ([], 1)
 
 
+async def test_a_request_that_was_deleted_before_has_no_event(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, may, stored = Webhooks._store, asyncio.Event(), list[Any]()
+
+    async def late(self: Webhooks, hook: Any) -> None:
+        await may.wait()
+        await store(self, hook)
+        stored.append(hook)
+
+    monkeypatch.setattr(Webhooks, "_store", late)
+    await world.keeper()
+    await world.submit()
+    async with asyncio.timeout(20):
+        while await world.status() != "completed":
+            await asyncio.sleep(0.02)
+    await world.client.request(subjects.delete("public", "r"))
+    may.set()
+    await world.empty(subjects.WORK_STREAM)
+    assert (len(stored) > 0, await world.messages(subjects.HOOK_STREAM), world.receiver.got) == (True, 0, [])
+
+
 async def test_a_keeper_dies_between_the_event_and_the_ack(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

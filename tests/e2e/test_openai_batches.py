@@ -13,6 +13,7 @@ import openai
 import pytest
 from openai import OpenAI
 from openai.types import Batch
+from openai.types.responses import Response
 from support.running_up import Up, running_up
 
 MODEL = "smollm2-135m-instruct"
@@ -150,6 +151,21 @@ def test_a_refused_line_is_an_error_of_its_own_and_the_rest_completes(client: Op
     ]  # fmt: skip
     params = [each["response"]["body"]["error"]["param"] for each in refused]
     assert params == ["max_tokens", "temperature"]
+
+
+def test_lines_for_responses(client: OpenAI) -> None:
+    asked = {"model": MODEL, "input": "What is NATS?", "max_output_tokens": 5, "ignore_eos": True}
+    lines = [
+        {"custom_id": f"r{i}", "url": "/v1/responses", "body": {**asked, "instructions": "ab"[i % 2]}}
+        for i in range(4)
+    ]
+    found = ended(client, begun(client, lines, endpoint="/v1/responses"))
+    answers = lines_of(client, found.output_file_id)
+    assert [each["custom_id"] for each in answers] == ["r0", "r1", "r2", "r3"]
+    for each in answers:
+        response = Response.model_validate(each["response"]["body"])
+        assert (response.status, response.usage.output_tokens) == ("incomplete", 5)  # type: ignore[union-attr]
+        assert response.output_text
 
 
 def test_a_cancelled_batch_keeps_its_answers(client: OpenAI) -> None:

@@ -240,10 +240,24 @@ def test_a_running_response_is_cancelled(client: OpenAI) -> None:
     assert (late.type, late.response.status) == ("response.failed", "cancelled")  # type: ignore[union-attr]
 
 
+def test_a_deleted_response_is_gone(client: OpenAI, http: httpx.Client) -> None:
+    """One that was kept, and one that runs."""
+    kept = client.responses.create(**{**ASKED, "max_output_tokens": 2})
+    runs = client.responses.create(**{**ASKED, "max_output_tokens": 4000}, background=True)
+    for response in (kept, runs):
+        deleted = http.delete(f"/v1/responses/{response.id}")
+        assert deleted.json() == {"id": response.id, "object": "response", "deleted": True}
+        assert http.delete(f"/v1/responses/{response.id}").status_code == 404
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(**ASKED, previous_response_id=response.id)
+
+
 def test_what_is_not_there(client: OpenAI, http: httpx.Client) -> None:
     assert KEPT_S == core.KEPT_S
     for name, status in (("resp_x", 404), ("resp_00000001" + "0" * 24, 410), ("a b", 404)):
-        for call in (client.responses.retrieve, client.responses.cancel):
+        for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
             with pytest.raises(openai.APIStatusError) as missing:
                 call(name)
             assert missing.value.status_code == status
@@ -252,7 +266,7 @@ def test_what_is_not_there(client: OpenAI, http: httpx.Client) -> None:
     assert http.get(f"/v1/chat/completions/{kept.id}").status_code == 404
     assert http.get(f"/v1/responses/{kept.id}?stream=maybe").status_code == 400
     assert http.get(f"/v1/responses/{kept.id}?stream=true&starting_after=-1").status_code == 400
-    assert http.delete(f"/v1/responses/{kept.id}").status_code == 405
+    assert http.put(f"/v1/responses/{kept.id}").status_code == 405
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -58,8 +58,8 @@ HANGING = (
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 73, 21_014
-PRODUCT_FILES, PRODUCT_LINES = 231, 55_988
+PATH_FILES, PATH_LINES = 73, 21_101
+PRODUCT_FILES, PRODUCT_LINES = 233, 56_326
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -3,6 +3,7 @@
 POST with `background`, or `Prefer: respond-async`      the response `queued`, or 202 and `Location`
 GET  /v1/responses/{id}, /v1/chat/completions/{id}      JSON, or a stream from the place of its reader on
 POST /v1/responses/{id}/cancel                          the response
+DELETE /v1/responses/{id}                               it is gone
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from services.gateway.durable.numbered import NumberedChunks, read_last_id
 from services.gateway.durable.store import COMPLETED, ENDED, Pause, Store, call_of
 from services.gateway.exchange import ExchangeCounters, answer, exchange_of
 from services.gateway.openai_response import Chunks, EventStream
-from services.gateway.responses import output
 from services.gateway.responses.events import START, Place, ResponseEvents, place_of
-from services.gateway.responses.request import PATH
 from shared.api import REQUEST_ID
 from shared.client import Client, error_of
 from shared.clock import Clock
 from shared.errors import BadRequest, UnknownRequest
 from shared.openai.call import Body, Call, Kept
+from shared.openai.responses import output
+from shared.openai.responses.request import PATH
 from shared.openai.whole_answer import answer as openai_answer
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -62,7 +63,7 @@ class Durable:
     def routes(self) -> list[Route]:
         """The paths with an id."""
         return [
-            Route(f"{PATH}/{{id}}", self.response, methods=["GET"]),
+            Route(f"{PATH}/{{id}}", self.response, methods=["GET", "DELETE"]),
             Route(f"{PATH}/{{id}}/cancel", self.cancel, methods=["POST"]),
             Route(f"{CHATS}/{{id}}", self.completion, methods=["GET"]),
             Route(f"{COMPLETIONS}/{{id}}", self.completion, methods=["GET"]),
@@ -126,7 +127,9 @@ class Durable:
     # ---- GET ------------------------------------------------------------------------------------
 
     async def response(self, request: Request) -> Response:
-        """`GET /v1/responses/{id}`."""
+        """`GET /v1/responses/{id}`, and `DELETE`."""
+        if request.method == "DELETE":
+            return await self._delete(request)
         store, state = await self._found(request, PATH)
         call, after = call_of(state), _place(request)
         streams = request.query_params.get("stream", "true" if _wants_events(request) else "false")
@@ -136,6 +139,11 @@ class Durable:
             return answer(output.of_state(call, state))
         frames = store.frames(call.request_id, after, waits=after == START, fails=True)
         return self._stream(request, frames, ResponseEvents(call, (), after, stored=True))
+
+    async def _delete(self, request: Request) -> Response:
+        name = _id(request)
+        await Store(await self.client_of(request)).delete(name, PATH, self._now_s())
+        return answer({"id": name, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """`POST /v1/responses/{id}/cancel`."""

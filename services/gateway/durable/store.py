@@ -22,13 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.errors import Gone, NoKeeper, StoreAway
-from services.gateway.exchange import drawn_at
 from shared.client import Client, error_of
 from shared.clock import SystemClock
 from shared.errors import BadRequest, HeadraceError, Unavailable, UnknownModel, UnknownRequest
 from shared.nats import subjects
 from shared.nats.interface import NoResponders
-from shared.openai.call import Body, Call, read_call
+from shared.openai.call import Body, Call, drawn_at, read_call
 from shared.processes import Rarely
 
 log = logging.getLogger("headrace.gateway")
@@ -141,6 +140,14 @@ class Store:
             _away.warning("responses are not kept for %g s: no keeper has answered in %g s", PAUSE_S, KEEP_S)
         except HeadraceError as error:
             _away.warning("a response was not kept: %s", error.message)
+
+    async def delete(self, request_id: str, path: str, now_s: float) -> None:
+        """Delete a request; one that waits or runs is cancelled. Raises like `state`."""
+        await self.state(request_id, path, now_s)
+        try:
+            await self.client.request(subjects.delete(self.client.tenant, request_id))
+        except (NoResponders, Unavailable):
+            raise StoreAway("the keeper does not answer now: try again", retry_after_ms=1_000) from None
 
     async def cancel(self, request_id: str, path: str, now_s: float) -> Body:
         """Cancel a request; returns its state, which is the end of it unless that takes over CANCEL_S.

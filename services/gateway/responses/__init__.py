@@ -1,6 +1,4 @@
-"""OpenAI's Responses API, from and to native chats.
+"""Streams of the Responses API; shared/openai/responses/ has requests and whole answers.
 
-request.py   HTTP body -> the fields of a chat, and what the answer repeats of them
-output.py    native text -> output items and numbered events; the response object
 events.py    native frames -> the events of one stream, from the beginning or from a number on
 """

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from services.gateway.openai_response import EVENTS, Api, changed
-from services.gateway.responses.output import Event, Output, ended, failure_of, output_of, response, whole
-from services.gateway.responses.request import read
 from shared.openai.call import Call
+from shared.openai.responses.output import Event, Output, ended, failure_of, output_of, response, whole
+from shared.openai.responses.request import read
 
 Body = dict[str, Any]
 

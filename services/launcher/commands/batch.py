@@ -213,7 +213,8 @@ async def _work(
         response = written["response"]
         progress.done += 1
         progress.refused += response["status_code"] != 200
-        progress.tokens += response["body"].get("usage", {}).get("completion_tokens", 0)
+        usage = response["body"].get("usage", {})
+        progress.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
 
 
 async def _ask(client: Client, model: str, line: BatchLine, timeout_s: float) -> Body:

@@ -18,6 +18,7 @@ from services.scheduler.state.counters import Histogram
 from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.step_log import StepRecord
+from shared.actor.membership import COLD_START
 from shared.messages import ExecHello
 from shared.telemetry import traces as c
 from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
@@ -55,7 +56,15 @@ LAST_STEPS = 256  # of an executor, for the median of its step time
 def load(state: State) -> tuple[tuple[str, int], ...]:
     """Numbers for the heartbeat."""
     running = sum(len(e.running) for e in state.executors.values())
-    return (("requests", len(state.requests)), ("running", running), ("waiting", len(state.waiting)))
+    figures = ("requests", len(state.requests)), ("running", running), ("waiting", len(state.waiting))
+    wait_us = state.limits.cold_start_wait_us
+    return (*figures, (COLD_START, wait_us)) if wait_us else figures
+
+
+def awaiting_executor(state: State) -> int:
+    """The number of waiting groups, parked ones included, whose model has no executor."""
+    served = {e.hello.model for e in state.executors.values() if not e.draining}
+    return sum(group.request.tokenized.model not in served for group in state.waiting)
 
 
 def counts(state: State) -> dict[str, int]:
@@ -79,6 +88,7 @@ def status(state: State) -> dict[str, object]:
     return {
         "requests": len(state.requests),
         "waiting": phases.count(Phase.WAITING),
+        "awaiting_executor": awaiting_executor(state),
         "running": phases.count(Phase.RUNNING),
         "closing": phases.count(Phase.CLOSING),
         "detokenizers": sorted(state.detokenizers),
@@ -283,6 +293,7 @@ def usage_points(state: State, model: str) -> Iterator[MetricPoint]:
 def _gauges(state: State) -> Iterator[MetricPoint]:
     for name, groups in queued(state).items():
         yield MetricPoint(f"{PREFIX}.queue.requests", groups, "{request}", (("slo.class", name),))
+    yield MetricPoint(f"{PREFIX}.queue.awaiting_executor", awaiting_executor(state), "{request}")
     for executor in state.executors.values():
         where: Attributes = ((c.EXECUTOR, executor.hello.executor),)
         yield MetricPoint(f"{PREFIX}.running", len(executor.running), "{sequence}", where)

@@ -51,6 +51,8 @@ class Request:
     deadline_us: int
     level: int = 1  # of its class, 0 is the highest
     start_deadline_us: int = 0  # it fails if it has not started by then: its class's limit. 0: none
+    executor_deadline_us: int = 0  # it fails if its model has no executor by then; 0: it has one
+    unchecked: bool = False  # it came before an executor: whether it fits is checked when one joins
     transit_us: int = 0
     attempt: int = 1  # of the reply stream: one more each time another detokenizer takes over
     shard: str = ""  # detokenizer id, "" while none is alive

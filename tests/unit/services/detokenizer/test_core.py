@@ -91,6 +91,23 @@ def run(core: DetokenizerCore, *messages: Message) -> list[Command]:
     return out
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_usage_counts_the_reasoning_of_all_choices(core: DetokenizerCore, stream: bool) -> None:
+    """Up to where each choice ends; a token is a byte here."""
+    told = {"stream": stream, "choices": 2, "answer_format": "qwen3"}
+    out = run(
+        core,
+        opened(7, choice=0, **told),
+        opened(8, choice=1, **told),
+        tokens(0, "<think>\nh\u00e9</think>yes", 7),
+        tokens(0, "<think>one two", 8),
+        close(22, seq=7),
+        close(10, "length", seq=8),
+    )
+    usage = frames(out)[-1]["usage"]
+    assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (32, {"reasoning_tokens": 6})
+
+
 def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
     out = run(core, opened(), tokens(0, 'a"'), tokens(2, "é\n"), close(5, "length", cached=3))
     published = [c for c in out if isinstance(c, Publish)]

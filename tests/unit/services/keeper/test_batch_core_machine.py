@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.keeper.batch_core import (
     CLOSE_US,
     FIRST_WINDOW,
+    LOOK_AHEAD,
     MOST_IN_FLIGHT,
     AskLine,
     BatchCommand,
@@ -62,7 +65,7 @@ TEXTS = {
         {
             "custom_id": f"c{number}",
             "url": "/v1/completions",
-            "body": {"prompt": ["a", "b"] if number == 3 else "a", "request_id": "mine"},
+            "body": {"prompt": ["a", "b"] if number == 3 else "abc"[-number % 3], "request_id": "mine"},
         }
     ).encode()
     for number in range(1, LINES + 1)
@@ -373,3 +376,47 @@ def test_a_batch_that_is_given_back_is_delivered_at_once() -> None:
     core, first = running()
     assert core.give_back() == [Nak("ack", 0)]
     assert core.handle(LineAnswered(first[0], dict(NATIVE)), 0, 0) == []
+
+
+def test_lines_with_one_beginning_follow_each_other_within_the_look_ahead() -> None:
+    """Three beginnings in turn over more than two parts of the file; `"messages":` in a custom_id is none."""
+    texts = {
+        number: json.dumps(
+            {
+                "custom_id": f'"messages":{number}',
+                "url": "/v1/completions",
+                "body": {"prompt": f"{'xyz'[number % 3]}{number}"},
+            }
+        ).encode()
+        for number in range(1, 2 * LOOK_AHEAD + 10)
+    }
+
+    def sent(done: Collection[int], most: int) -> list[int]:
+        """The lines that a keeper sends, in their order, until it has stored `most` records."""
+        core = BatchCore(job() | {"status": "in_progress", "_model": "m"}, "ack", 1_000_000)
+        core.begin(0)
+        left = [number for number in texts if number not in done]
+        commands = core.handle(Opened(False, core.batch, done), 0, 0)
+        order = list[int]()
+        while commands and len(order) < most:
+            command = commands.pop(0)
+            if isinstance(command, ReadLines):
+                now, left = left[: command.most], left[command.most :]
+                lines = tuple((number, texts[number]) for number in now)
+                commands += core.handle(LinesRead(lines, end=not left), 0, 0)
+            elif isinstance(command, AskLine):
+                order.append(int(command.body["request_id"].rpartition(".")[2]))
+                commands += core.handle(LineAnswered(command.body["request_id"], dict(NATIVE)), 0, 0)
+            elif isinstance(command, StoreLine):
+                commands += core.handle(LineStored(command.number, True), 0, 0)
+        return order
+
+    order = sent((), len(texts))
+    assert sorted(order) == [*texts]
+    parts = [number // LOOK_AHEAD for number in order]
+    assert parts == sorted(parts), "no line is overtaken by one of a later part"
+    begins = ["xyz"[number % 3] for number in order]
+    changes = sum(a != b for a, b in pairwise(begins))
+    assert changes < 3 * 3 + FIRST_WINDOW, "of 2,057 in the order of the file"
+    first = sent((), 700)
+    assert sorted(first + sent(first, len(texts))) == [*texts], "the next keeper sends the others"

@@ -87,6 +87,7 @@ async def test_a_request_passes_through(house: House) -> None:
     assert house.tokenizer.of(Accepted) == [Accepted(tenant="t", request="r", attempt=1)]
     assert [o.prompt_tokens for o in house.detokenizer.of(Open)] == [2]
     assert house.actor.heartbeat_payload().load == (("requests", 1), ("running", 1), ("waiting", 0))
+    assert house.actor.status()["scale_wanted"] == {"rows": 1, "prompt_tokens": 0, "blocks": 1}
     await house.step()
     (close,) = house.detokenizer.of(Close)
     assert (close.final, close.reason) == (1, "length")

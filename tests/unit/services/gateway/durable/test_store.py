@@ -10,7 +10,6 @@ import pytest
 
 from services.gateway.durable.store import Pause, Store, call_of
 from services.gateway.errors import Gone, NoKeeper, StoreAway
-from services.gateway.exchange import drawn_at, timed_id
 from shared.errors import (
     BadRequest,
     EngineError,
@@ -22,7 +21,7 @@ from shared.errors import (
     error_body,
 )
 from shared.nats.interface import NoResponders
-from shared.openai.call import read_call
+from shared.openai.call import drawn_at, read_call, timed_id
 
 PATH = "/v1/responses"
 DRAWN_S = 1_795_000_000

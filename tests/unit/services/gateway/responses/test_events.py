@@ -14,11 +14,11 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
 from services.gateway.responses.events import START, Place, ResponseEvents, place_of
-from services.gateway.responses.output import whole
-from services.gateway.responses.request import read
 from shared.errors import Cancelled, EngineError
 from shared.openai.call import Call, read_call
 from shared.openai.error_shape import body_of
+from shared.openai.responses.output import whole
+from shared.openai.responses.request import read
 
 ID = "resp_6b073829d5707f8dadaf2ca8884accf7"
 USAGE = {

@@ -40,7 +40,7 @@ def test_the_place_of_each_request() -> None:
         (line(""), "line 3: `custom_id`: a text"),
         (line("a"), "line 3: its custom_id 'a' is that of line 1"),
         (line("c", method="GET"), "line 3: `method`: POST"),
-        (line("c", url="/v1/embeddings"), "line 3: `url`: one of /v1/chat/completions, /v1/completions is"),
+        (line("c", url="/v1/embeddings"), "line 3: `url`: one of /v1/chat/completions, /v1/completions"),
         (line("c", body="x"), "line 3: `body`: a JSON object"),
         (line("c", body={"prompt": "x", "stream": True}), "line 3: `body.stream`"),
         (line("c", body={"prompt": "x", "echo": True}), "line 3: `body.echo`"),

@@ -19,11 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.gateway.exchange import drawn_at
 from shared.client import error_of
 from shared.errors import BadRequest, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
-from shared.openai.call import Call
+from shared.openai.call import Call, drawn_at
 from shared.openai.error_shape import status_of
 from shared.openai.whole_answer import answer
 
@@ -228,7 +227,8 @@ def whole(call: Call, natives: Sequence[Body], echoed: Sequence[str] = ()) -> Bo
     reason = choice["finish_reason"]
     for _ in (*output.feed(choice["message"]["content"], entries), *output.finish(reason)):
         pass
-    return ended(call, output.items, reason, native["usage"])
+    body = ended(call, output.items, reason, native["usage"])
+    return {**body, "created_at": body["created_at"] or native["created"]}
 
 
 def failure_of(error: HeadraceError) -> Body:
@@ -262,6 +262,6 @@ def _usage(usage: Body) -> Body:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": usage["total_tokens"],
     }

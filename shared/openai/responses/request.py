@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from services.gateway.openai_request import thinking
 from shared.api import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
@@ -32,7 +31,7 @@ from shared.api import (
     whole_numbers,
 )
 from shared.errors import BadRequest
-from shared.openai.call import Kept
+from shared.openai.call import Kept, thinking
 
 Body = dict[str, Any]
 

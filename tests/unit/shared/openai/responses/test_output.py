@@ -6,10 +6,11 @@ from typing import Any
 
 from openai.types.responses import Response
 
-from services.gateway.responses.output import Event, failure_of, of_state, output_of, said, whole
-from services.gateway.responses.request import read
 from shared.errors import BadRequest, Overloaded
 from shared.openai.call import Call, read_call
+from shared.openai.responses.output import Event, failure_of, of_state, output_of, said, whole
+from shared.openai.responses.request import read
+from shared.openai.whole_answer import answer
 
 ID = "resp_6b073829d5707f8dadaf2ca8884accf7"
 NAME = ID.removeprefix("resp_")
@@ -64,9 +65,12 @@ def test_a_plain_answer() -> None:
 
 def test_reasoning_text_and_calls_are_items() -> None:
     call = asked(tools=[TOOL])
-    answered = native(f"{THOUGHT}So:\n{CALLED}\n{CALLED}", answer_format="qwen3")
+    usage = {**USAGE, "completion_tokens_details": {"reasoning_tokens": 4}}
+    answered = native(f"{THOUGHT}So:\n{CALLED}\n{CALLED}", answer_format="qwen3", usage=usage)
     body = whole(call, [answered])
     Response.model_validate(body, strict=True)
+    assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+    assert answer(call, [answered], ())["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
     reasoning, message, first, second = body["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert (reasoning["summary"], reasoning["status"]) == ([], "completed")

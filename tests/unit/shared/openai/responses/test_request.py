@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.responses.request import PATH, read
 from shared.errors import BadRequest
 from shared.openai.call import read_call
+from shared.openai.responses.request import PATH, read
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "name": "weather", "description": "now", "parameters": SCHEMA, "strict": True}
