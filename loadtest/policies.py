@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from services.scheduler.state.policies import BatchingView, OffloadView, StepShare, on_demand, with_traits
+from services.scheduler.state.policies import (
+    BatchingView,
+    OffloadView,
+    RoutingOption,
+    StepShare,
+    on_demand,
+    with_traits,
+)
 from services.scheduler.state.requests import Sequence
 from shared.kv_blocks import blocks_for
 
 CHUNK_TOKENS = 1_024  # the first chunk, to by_chunk
+# A running sequence counts as much as so many tokens of prefix hit, to prefix. Without it all requests with a
+# common prefix pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6).
+LOAD_TOKENS = 512
 
 
 @with_traits("closed")
@@ -26,6 +36,11 @@ def by_chunk(tokens: int, max_length: int, block_tokens: int) -> int:
     """What its first chunk needs, and else as `greedy`: as vLLM V1 admits. Want of a block may pause a
     sequence within its prompt."""
     return blocks_for(min(tokens + 1, max_length, CHUNK_TOKENS), block_tokens)
+
+
+def prefix(options: list[RoutingOption]) -> RoutingOption:
+    """The most cached tokens of the prompt, minus LOAD_TOKENS a running sequence; if equal, the most room."""
+    return max(options, key=lambda o: (o.hit_tokens - LOAD_TOKENS * o.running, o.room_blocks, o.source))
 
 
 def least_computed(candidates: list[Sequence]) -> list[Sequence]:

@@ -25,7 +25,7 @@ def run_arm(scenario: Scenario, arm: Arm, options: Options) -> Figures:
     """The mean of each figure over the seeds."""
     rows = []
     for seed in range(options.seed, options.seed + scenario.seeds):
-        machines, tier = (scenario.machine,) * scenario.replicas, scenario.tier
+        machines, tier = (*(scenario.machine,) * scenario.replicas, *scenario.others), scenario.tier
         made = partial(RealTier, tier, scenario.machine.block_bytes) if tier is not None else None
         setup = Setup(machines, limits_of(arm), seed, scenario.until_us, made)
         world = World(setup, scenario.workload(replace(options, seed=seed)))

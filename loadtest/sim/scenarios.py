@@ -5,17 +5,17 @@ An arm names its differences from the scheduler's defaults: parts of the setting
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from loadtest.sim import synthetic, traces
+from loadtest.sim import many_executors, synthetic, traces
 from loadtest.sim.extras import classes, fairness
 from loadtest.simulator.copies import Link
 from loadtest.simulator.engine import Machine
 from loadtest.simulator.hops import Hop
 from loadtest.simulator.report import Bounds, Figures, steady
-from loadtest.simulator.requests import Workload
+from loadtest.simulator.requests import SimRequest, Workload
 from loadtest.simulator.tiers import TierSpec
 from loadtest.simulator.world import World
 from shared.step_model import PRESETS
@@ -70,6 +70,7 @@ class Scenario:
     seeds: int = 1
     until_us: int = 0
     replicas: int = 1  # of the machine
+    others: tuple[Machine, ...] = ()  # beside them
     extra: Callable[[World], Figures] | None = None
     plot: str = ""  # the figure that is drawn
     tier: TierSpec | None = None  # below every machine
@@ -94,6 +95,9 @@ VLLM = (  # admits by the chunk, keeps no room for growth; without prefix cachin
 )
 L1 = TierSpec(l1_bytes=128 << 30)  # 1M tokens
 TOKEN_BYTES = 128 << 10
+ROUTING = tuple(
+    Arm(n, f"routing={p}") for n, p in (("ttft", "ttft"), ("prefix", f"{OURS}prefix"), ("room", "room"))
+)
 PATIENT = "standard=0/100/0"  # nobody is refused, nobody ages: the rank alone decides
 ROOM = (("max_waiting", 10_000), ("max_waiting_tokens", 100_000_000))
 ALL = "interactive=0/50/0,standard=0/100/0,batch=0/500/0"  # the classes, but nobody is refused
@@ -135,6 +139,35 @@ def _pressure(
         seeds=3,
         plot="in_slo_pct",
         tier=tier,
+    )
+
+
+def _slower(machine: Machine, times: int) -> Machine:
+    model = replace(
+        machine.model,
+        weights_us=machine.model.weights_us * times,
+        token_ns=machine.model.token_ns * times,
+        row_ns=machine.model.row_ns * times,
+        kv_token_ps=machine.model.kv_token_ps * times,
+        pair_ps=machine.model.pair_ps * times,
+    )
+    return replace(machine, model=model)
+
+
+def _routing(title: str, *parts: Callable[[int], Iterator[SimRequest]], slow: int = 0) -> Scenario:
+    return Scenario(
+        title=f"Four executors: {title}",
+        why="Which executor a request gets: by its predicted time to the first token, by the cached part of "
+        "its prompt, or by room.",
+        workload=lambda options: many_executors.workload(*(part(options.seed) for part in parts)),
+        machine=H200,
+        replicas=4 - slow,
+        others=(_slower(H200, 4),) * slow,
+        arms=ROUTING,
+        columns=(*LATENCY, "cached_pct", "busiest_to_mean"),
+        seeds=2,
+        extra=many_executors.balance,
+        plot="ttft_ms_p99",
     )
 
 
@@ -223,10 +256,20 @@ SCENARIOS: dict[str, Scenario] = {
         workload=_mooncake,
         machine=H200,
         replicas=4,
-        arms=(Arm("prefix", "routing=prefix"), Arm("room", "routing=room")),
+        arms=ROUTING,
         columns=(*LATENCY, "cached_pct", "prefill_tokens"),
         plot="ttft_ms_p50",
     ),
+    "routing_prefixes": _routing(
+        "40 system prompts", lambda seed: many_executors.shared_prefixes(seed, 30.0)
+    ),
+    "routing_chats": _routing("conversations", lambda seed: many_executors.conversations(seed, 300)),
+    "routing_documents": _routing("long prompts", lambda seed: many_executors.documents(seed, 8.0)),
+    "routing_mixed": _routing("all three at once", many_executors.mixed),
+    "routing_speeds": _routing(
+        "all three at once, two of them four times slower", many_executors.mixed, slow=2
+    ),
+    "routing_hot": _routing("one prefix", many_executors.one_hot),
     "long_prompt": _beside(
         "interactive",
         "interactive",

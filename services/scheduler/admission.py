@@ -25,6 +25,7 @@ from services.scheduler import (
     preemption,
     prefix_cache,
     recompute_cost,
+    routing_forecast,
 )
 from services.scheduler.headroom import headroom_blocks, headroom_bound
 from services.scheduler.kv_tiers import load, lookups
@@ -111,7 +112,7 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
     free = [e for e in executors if e.source not in held.sources]
     offers = [offer for e in free if (offer := _offer(state, e, group)) is not None]
     if offers:
-        offer = _route(state, offers)
+        offer = _route(state, offers, group)
         if not lookups.pending(state, group):
             _start(state, offer, group)
             return True
@@ -197,7 +198,9 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
         if not reservations:
             return None
     coming = pool.unreserved_blocks + pool.coming_blocks
-    option = RoutingOption(executor.source, len(hits) * hello.block_tokens, coming, len(executor.running))
+    empty = pool.free_blocks - pool.cached_blocks
+    held = len(hits) * hello.block_tokens
+    option = RoutingOption(executor.source, held, coming, len(executor.running), empty)
     return Offer(executor, hits, tail, reservations, option)
 
 
@@ -242,9 +245,14 @@ def _safe(executor: Executor, group: SequenceGroup) -> bool:
     return len(unproven) + joining <= MAX_UNPROVEN
 
 
-def _route(state: State, offers: list[Offer]) -> Offer:
+def _route(state: State, offers: list[Offer], group: SequenceGroup) -> Offer:
     if len(offers) == 1:
         return offers[0]
+    if state.limits.policy.forecasts:
+        for offer in offers:
+            below = load.predicted(state, offer.executor, group, held := len(offer.hits))
+            ttft_us, harm_us = routing_forecast.forecast(offer.executor, group, held, below)
+            offer.option = offer.option._replace(ttft_us=ttft_us, harm_us=harm_us)
     chosen = state.limits.policy.function("routing")([offer.option for offer in offers])
     return next(offer for offer in offers if offer.option == chosen)
 

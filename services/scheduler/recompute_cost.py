@@ -70,6 +70,10 @@ class RecomputeCost:
             start += count
         return total
 
+    def beside_us(self, tokens: int) -> int:
+        """Time of the present decodes in the steps that compute `tokens` tokens."""
+        return -(-tokens // self.chunk_tokens) * self.base_us
+
     def block_us(self, at: int) -> int:
         """Time to compute the `at`-th block of a sequence, as part of a larger chunk."""
         if not self.known:
@@ -79,6 +83,17 @@ class RecomputeCost:
 
     def _chunk_us(self, start: int, tokens: int) -> int:
         return max(self.costs.predict_us(self.base.with_chunk(start, tokens)) - self.base_us, 0)
+
+
+def backlog_us(executor: Executor, sequence: Sequence | None, costs: RecomputeCost) -> int:
+    """Time of the device's work before this sequence: the steps in flight and the prompts before it. A load
+    does not wait for them."""
+    block_tokens, tokens = executor.hello.block_tokens, 0
+    for other in executor.running:
+        if other.prefilling and other is not sequence and other.parent is None:
+            known = max(other.computed, len(other.table) * block_tokens) if other.load_job else other.computed
+            tokens += max(other.opened_length - known, 0)
+    return sum(flight.predicted_us for flight in executor.in_flight) + costs.tokens_us(0, tokens)
 
 
 def decode_shape(executor: Executor) -> StepShape:

@@ -105,7 +105,7 @@ QUESTIONS = (
             "services/kv_offload/backends/lmcache.py:open_remote",
         ),
     ),
-    Question("add a routing policy", 2, ("services/scheduler/state/policies.py:prefix",)),
+    Question("add a routing policy", 2, ("services/scheduler/state/policies.py:room",)),
     Question(
         "add an HTTP endpoint",
         3,

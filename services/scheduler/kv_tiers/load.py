@@ -45,7 +45,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
     load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
     costs = RecomputeCost.of(executor)
     compute_us = costs.tokens_us(sequence.computed, sum(valid))
-    if compute_us and load_us >= _backlog_us(executor, sequence, costs) + compute_us:
+    if compute_us and load_us >= recompute_cost.backlog_us(executor, sequence, costs) + compute_us:
         sequence.record_decision(
             state.now_us,
             "recompute",
@@ -60,15 +60,15 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
         job.fetched = [at in result.fetched for at in range(first, first + len(keys))]
 
 
-def _backlog_us(executor: Executor, sequence: Sequence, costs: RecomputeCost) -> int:
-    """Time of the device's work before this sequence: the steps in flight and the prompts before it. A load
-    does not wait for them."""
-    block_tokens, tokens = executor.hello.block_tokens, 0
-    for other in executor.running:
-        if other.prefilling and other is not sequence and other.parent is None:
-            known = max(other.computed, len(other.table) * block_tokens) if other.load_job else other.computed
-            tokens += max(other.opened_length - known, 0)
-    return sum(flight.predicted_us for flight in executor.in_flight) + costs.tokens_us(0, tokens)
+def predicted(state: State, executor: Executor, group: SequenceGroup, held_blocks: int) -> tuple[int, int]:
+    """How many blocks of a waiting group a tier holds after those that the executor holds, and the predicted
+    time to load them; (0, 0) if none."""
+    tier = state.tiers.below(executor.hello, state.now_us)
+    result = group.lookup_results.get((tier.actor, executor.hello.fingerprint)) if tier is not None else None
+    if tier is None or result is None or result.at_us < 0:
+        return 0, 0
+    found = list(takewhile(bool, result.found[held_blocks:]))
+    return len(found), _load_us(executor, tier, len(found), found.count(REMOTE), state.now_us)
 
 
 def _available(executor: Executor, sequence: Sequence, result: LookupResult) -> tuple[list[bytes], list[int]]:

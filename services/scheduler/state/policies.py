@@ -1,12 +1,12 @@
 """The policies: pure functions with a name, chosen in the configuration.
 
-    policy = "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=prefix,tier=tiered"
+    policy = "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=ttft,tier=tiered"
 
 order        which sequence group of a class is admitted next?            vtc, fcfs
 batching     what does the next step of an executor consist of?           mixed, prefill_first, decode_first
 reservation  how many blocks are reserved for a sequence at admission?    on_demand, foreseen, reserve
 victim       which sequence is preempted first when blocks are short?     latest
-routing      which of the executors that can run a group gets it?         prefix, room
+routing      which of the executors that can run a group gets it?         ttft, room
 tier         is an unheld block without a copy below copied or dropped?   tiered
 
 A name with a colon, `module:function`, is a policy of your own; the scheduler must be able to import it.
@@ -45,18 +45,17 @@ KINDS = {  # names, arguments
     "batching": (("mixed", "prefill_first", "decode_first"), ("view",)),
     "reservation": (("on_demand", "foreseen", "reserve"), ("tokens", "max_length", "block_tokens")),
     "victim": (("latest",), ("candidates",)),
-    "routing": (("prefix", "room"), ("options",)),
+    "routing": (("ttft", "room"), ("options",)),
     "tier": (("tiered",), ("view",)),
 }
 OLD_KINDS = {"rank": "order", "fill": "batching", "kv": "reservation", "place": "routing"}  # accepted in 0.1
 BASELINES = "loadtest.policies"
 MOVED = {  # to BASELINES; accepted without the module in 0.1
     "batching": ("static",), "reservation": ("greedy", "by_chunk"), "tier": ("swap", "recompute", "forget"),
+    "routing": ("prefix",),
 }  # fmt: skip
 STALL_US = 1_000_000  # how long decodes wait for prompts: see prefill_first
-# A running sequence counts as much as so many tokens of prefix hit. Without it all requests with a common
-# prefix pile up on one executor (Mooncake trace, four executors: TTFT p50 5.5 s instead of 0.6).
-LOAD_TOKENS = 512
+HARM_PM = 100  # a delay of another request's token counts as a tenth of one of the first token, per mille
 EAGER_COPY_PM = 250  # least chance of reuse for an eager copy: less likely ones would evict better blocks
 
 log = logging.getLogger("headrace.scheduler")
@@ -89,7 +88,7 @@ class Policy:
     batching: str = "mixed"
     reservation: str = "on_demand"
     victim: str = "latest"
-    routing: str = "prefix"
+    routing: str = "ttft"
     tier: str = "tiered"
 
     def function(self, kind: str) -> Callable[..., Any]:
@@ -101,6 +100,7 @@ class Policy:
     greedy = _trait("reservation", "greedy")  # no headroom for growth, and no sequence is spared or pinned
     looks_ahead = _trait("reservation", "looks_ahead")  # headroom for known growth: see ../headroom.py
     no_tiers = _trait("tier", "no_tiers")  # no copies to tiers and no lookups
+    forecasts = _trait("routing", "forecasts")  # options have predictions: see ../routing_forecast.py
     forgets = _trait("tier", "forgets")  # no block of a preempted sequence stays cached
     leaves = _trait("tier", "leaves")  # a copied block leaves the device at once
     ahead = _trait("tier", "ahead")  # blocks of the next victim are copied before its preemption
@@ -238,11 +238,21 @@ class RoutingOption(NamedTuple):
     hit_tokens: int  # tokens of the prompt in this executor's prefix cache
     room_blocks: int  # free and unreserved, now or soon
     running: int
+    empty_blocks: int = 0  # free blocks without content
+    ttft_us: int = 0  # predicted, 0 while unknown: only for a policy with the trait `forecasts`
+    harm_us: int = 0  # likewise: see ../routing_forecast.py
 
 
-def prefix(options: list[RoutingOption]) -> RoutingOption:
-    """The most cached tokens of the prompt, minus LOAD_TOKENS a running sequence; if equal, the most room."""
-    return max(options, key=lambda o: (o.hit_tokens - LOAD_TOKENS * o.running, o.room_blocks, o.source))
+@with_traits("forecasts")
+def ttft(options: list[RoutingOption]) -> RoutingOption:
+    """The least predicted time to the first token and HARM_PM of the delay of the rows that decode there; if
+    equal, the most blocks without content: cached prefixes of others stay. While an executor has no
+    prediction, the fewest running sequences, then the most cached tokens."""
+    if not all(option.ttft_us for option in options):
+        return min(options, key=lambda o: (o.running, -o.hit_tokens, -o.room_blocks, o.source))
+    return min(
+        options, key=lambda o: (o.ttft_us + o.harm_us * HARM_PM // 1000, -o.empty_blocks, o.running, o.source)
+    )
 
 
 def room(options: list[RoutingOption]) -> RoutingOption:

@@ -124,7 +124,7 @@ def test_another_policy_is_simulated_as_it_would_have_been(recorded: tuple[bytes
     truth = _column(readers, 0, limits.classes)
     assert (
         found.policies[1]
-        == f"order=vtc,{other.partition(',')[0]},reservation=reserve,victim=latest,routing=prefix,tier=tiered"
+        == f"order=vtc,{other.partition(',')[0]},reservation=reserve,victim=latest,routing=ttft,tier=tiered"
     )
     for name, within in (
         ("ttft_ms_p50", 0.15),
@@ -144,7 +144,7 @@ def test_the_command_prints_three_columns(
     assert main(["replay", str(path), "--policy", "batching=decode_first"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "simulation of 150 requests from the log; only the first column was measured"
-    other = "order=fcfs,batching=decode_first,reservation=reserve,victim=latest,routing=prefix,tier=tiered"
+    other = "order=fcfs,batching=decode_first,reservation=reserve,victim=latest,routing=ttft,tier=tiered"
     assert lines[2] == f"  other policy       {other}"
     assert lines[5].split() == ["happened", "simulated", "simulated,", "other", "policy"]
     assert lines[6].split() == ["served", "150", "150", "150"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from loadtest import policies as baselines
 from services.scheduler.state import policies
 from services.scheduler.state.policies import (
     KINDS,
@@ -27,7 +28,7 @@ def test_every_name_is_a_function() -> None:
 def test_what_is_not_named_stays() -> None:
     assert (
         str(parse(""))
-        == "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=prefix,tier=tiered"
+        == "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=ttft,tier=tiered"
     )
     assert parse("reservation=reserve, order=fcfs") == Policy(reservation="reserve", order="fcfs")
     assert parse("batching=decode_first", Policy(reservation="reserve")) == Policy(
@@ -127,13 +128,13 @@ def test_what_becomes_of_a_block(
 
 
 def test_places() -> None:
-    load = policies.LOAD_TOKENS
+    load = baselines.LOAD_TOKENS
     options = [
         RoutingOption("e1", 0, 9, 1),
         RoutingOption("e2", 2 * load + 1, 5, 3),
         RoutingOption("e3", 2 * load + 1, 6, 3),
     ]
-    assert policies.prefix(options).source == "e3"
-    assert policies.prefix([*options, RoutingOption("e4", 2 * load, 9, 2)]).source == "e4"
+    assert baselines.prefix(options).source == "e3"
+    assert baselines.prefix([*options, RoutingOption("e4", 2 * load, 9, 2)]).source == "e4"
     assert policies.room(options).source == "e1"
     assert policies.room([RoutingOption("e1", 0, 9, 2), RoutingOption("e2", 0, 9, 1)]).source == "e2"
