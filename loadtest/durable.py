@@ -2,11 +2,13 @@
 
     python -m loadtest.durable --requests 1000 --kills 3 --out total_loss.json
     python -m loadtest.durable --mix real --requests 24 --kills 1 -- --backend torch --dtype f32
+    python -m loadtest.durable --checkpoints --requests 200 --kills 2
 
 Requests of three tenants are submitted; at random moments, measured in records, every process is killed and
 a new `headrace up` starts on the same folder. A submit without a reply is repeated under its id. At the end
 each request must have one record, and those with a seed must have the answers that an undisturbed fleet gives
 to plain requests. `--mix real` asks for two choices, JSON schemas, stop strings and log probabilities.
+With `--checkpoints` the tokens are kept; `resumed` has the requests that went on, and their tokens, by fleet.
 Flags after `--` go to `headrace up` and replace the simulated engine.
 """
 
@@ -27,10 +29,12 @@ from typing import Any
 from loadtest import faults
 from loadtest.running_up import running_up
 from shared.client import Client
+from shared.codec import decode
 from shared.errors import HeadraceError, Unavailable
+from shared.messages import Tokenized
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
-from shared.nats.interface import RequestTimeout
+from shared.nats.interface import Delivery, RequestTimeout
 
 MODEL = "smollm2-135m-instruct"
 TENANTS = ("public", "acme", "bob")
@@ -103,9 +107,25 @@ async def submit_all(client: Client, numbered: Numbered, replies: dict[int, Body
     await asyncio.gather(*(one_by_one() for _ in range(OPEN)))
 
 
-async def until_records(url: str, numbered: Numbered, replies: dict[int, Body], ended: int) -> None:
+class Resumed(dict[str, int]):
+    """The tokens after which requests go on in one fleet, by tenant and id."""
+
+    async def listen(self, bus: NatsBus) -> None:
+        """Count what detokenizers send to schedulers."""
+        await bus.subscribe("hr.*.scheduler.*.in.Tokenized", self._take)
+
+    def _take(self, delivery: Delivery) -> None:
+        message = decode(delivery.data).message
+        if isinstance(message, Tokenized) and any(message.generated):
+            self[f"{message.tenant} {message.request}"] = sum(message.generated)
+
+
+async def until_records(
+    url: str, numbered: Numbered, replies: dict[int, Body], ended: int, resumed: Resumed
+) -> None:
     """Submit; returns when stream HR_DONE has `ended` records."""
     bus = await NatsBus.connect(url, timeout_s=5)
+    await resumed.listen(bus)
     client = await Client.open(bus)
     submitting = asyncio.create_task(submit_all(client, numbered, replies))
     async with asyncio.timeout(LOST_S):
@@ -129,10 +149,12 @@ async def messages(bus: NatsBus) -> Counter[str]:
 
 
 async def all_records(
-    url: str, numbered: Numbered, replies: dict[int, Body]
+    url: str, numbered: Numbered, replies: dict[int, Body], resumed: Resumed | None = None
 ) -> tuple[list[Body], Counter[str]]:
     """Submit the rest; the record of each request, and the messages of the streams at the end."""
     bus = await NatsBus.connect(url, timeout_s=5)
+    if resumed is not None:
+        await resumed.listen(bus)
     client = await Client.open(bus)
     await submit_all(client, numbered, replies)
     records = [await record_of(client, tenant, body["request_id"]) for tenant, body in numbered]
@@ -172,12 +194,16 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--mix", choices=("sim", "real"), default="sim")
+    parser.add_argument("--checkpoints", action="store_true", help="keep the tokens of all requests")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--out", type=Path)
     parser.add_argument("up", nargs="*", help="for `headrace up`")
     given = parser.parse_args()
     make: Callable[[int], tuple[str, Body]] = real if given.mix == "real" else simulated
-    report = total_loss([make(i) for i in range(given.requests)], given.kills, given.seed, given.up or SIM)
+    numbered = [make(i) for i in range(given.requests)]
+    if given.checkpoints:
+        numbered = [(tenant, {**body, "durable": "tokens"}) for tenant, body in numbered]
+    report = total_loss(numbered, given.kills, given.seed, given.up or SIM)
     print(json.dumps(report, indent=1))
     if given.out:
         given.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -188,20 +214,22 @@ def total_loss(numbered: Numbered, kills: int, seed: int, flags: list[str] | tup
     """Submit all, kill everything so often, compare. Moments are drawn from `seed`."""
     moments = sorted(random.Random(seed).sample(range(1, len(numbered)), kills))
     replies: dict[int, Body] = {}
+    resumed = [Resumed() for _ in range(kills + 1)]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as state:
         env = {"XDG_STATE_HOME": state, "HEADRACE_SIM": "step=4000"}
-        for ended in moments:
+        for ended, going_on in zip(moments, resumed, strict=False):
             print(f"until {ended} records", file=sys.stderr)
             with running_up(("--durable", *flags), env) as (pid, url):
-                run(until_records(url, numbered, replies, ended))
+                run(until_records(url, numbered, replies, ended, going_on))
                 kill_all(pid)
         with running_up(("--durable", *flags), env) as (_, url):
-            records, counts = run(all_records(url, numbered, replies))
+            records, counts = run(all_records(url, numbered, replies, resumed[-1]))
     took_s = time.monotonic() - began
     seeded = [i for i, (_, body) in enumerate(numbered) if "seed" in body]
     with running_up(("--no-durable", *flags), {"HEADRACE_SIM": "step=4000"}) as (_, url):
-        answers = run(plain(url, [numbered[i] for i in seeded]))
+        asked = [(tenant, {**body, "durable": None}) for tenant, body in (numbered[i] for i in seeded)]
+        answers = run(plain(url, asked))
     equal = sum(
         records[i].get("answer", {}).get("choices") == answer["choices"]
         for i, answer in zip(seeded, answers, strict=True)
@@ -210,12 +238,14 @@ def total_loss(numbered: Numbered, kills: int, seed: int, flags: list[str] | tup
         "requests": len(numbered), "killed_after_records": moments, "seed": seed, "up": list(flags),
         "statuses": dict(Counter(record["status"] for record in records)),
         "records": counts[subjects.RECORD_STREAM], "left_in_queue": counts[subjects.WORK_STREAM],
+        "resumed": [{"requests": len(each), "tokens": sum(each.values())} for each in resumed],
         "compared": len(seeded), "equal": equal, "seconds": round(took_s, 1),
     }  # fmt: skip
     report["holds"] = (
         report["statuses"] == {"completed": len(numbered)}
         and report["records"] == len(numbered)
         and equal == len(seeded)
+        and any(resumed) == any("durable" in body for _, body in numbered)
     )
     return report
 

@@ -338,6 +338,9 @@ class GenerateRequest(_WithoutEffect, BaseModel):  # type: ignore[misc,valid-typ
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="time limit, seconds")
     slo_class: SloClass = Field("standard", description="latency class: docs/design/scheduler.md")
     finish_detached: bool = Field(False, description="continue after the client has gone")
+    durable: Literal["tokens"] | None = Field(
+        None, description="of a submitted request: it goes on after its last token kept (docs/durability.md)"
+    )
     logits_processors: list[Processor] = Field(
         default_factory=list, max_length=MAX_PROCESSORS, description="applied in this order"
     )

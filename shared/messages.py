@@ -194,6 +194,7 @@ class Tokenized:
     answer_format: str = (
         ""  # of a chat: a name of shared/answer_formats, with THINKING if its prompt opens it
     )
+    checkpoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.detokenizer import failover
+from services.detokenizer.checkpoint_store import CheckpointStore
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.open_requests import Command, Fault, Finished, Publish, SendTo
 from services.detokenizer.reconnect import TURN_S
@@ -81,6 +82,8 @@ class DetokenizerActor(Actor):
         self._client_events = ClientEvents(mailbox, self._core, self._run)
         await self._client_events.listen()
         await mailbox.bus.subscribe(subjects.ATTACH_ALL, mailbox.guarded(self._on_attach))
+        self._store = CheckpointStore(mailbox, self._core, self._after_loss, self._backlog_limit_bytes)
+        await self._store.listen(self._model, self._names)
         for name in self._names:
             reply = partial(answer, mailbox.bus, name, self._vocabulary)
             await mailbox.bus.subscribe(subjects.detokenize_any_tenant(name), reply, queue="detokenize")
@@ -128,7 +131,11 @@ class DetokenizerActor(Actor):
             MetricPoint(f"headrace.detokenizer.{name}", value, "1", is_counter=name in ("frames", "tokens"))
             for name, value in self._core.load().items()
         )
-        return (*counted, MetricPoint("headrace.detokenizer.backlog", self._mailbox.bus.backlog_bytes, "By"))
+        return (
+            *counted,
+            MetricPoint("headrace.detokenizer.backlog", self._mailbox.bus.backlog_bytes, "By"),
+            *self._store.metrics,
+        )
 
     def status(self) -> dict[str, object]:
         return {"model": self._model, **self._core.load()}
@@ -202,6 +209,7 @@ class DetokenizerActor(Actor):
                 finished = command
         if finished is not None:
             self._endings.add(finished, None)
+        self._store.watch()
         if not self._claims_timer and self._core.backups.unsent:
             self._claims_timer = True
             asyncio.get_running_loop().call_later(CLAIMS_EVERY_S, self._send_claims)

@@ -9,9 +9,11 @@ longer frames.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from services.detokenizer.attach import Attachments
 from services.detokenizer.backups import Backups
+from services.detokenizer.checkpoints import Checkpoints
 from services.detokenizer.failover import Failover
 from services.detokenizer.open_requests import (
     Command,
@@ -57,6 +59,7 @@ class DetokenizerCore:
         self.failover = Failover(self._table, self._fail, self._forget)
         self.backups = Backups()
         self.attachments = Attachments(self._table, self.reconnect)
+        self.checkpoints = Checkpoints(self._table)
         self.frames = 0
         self.tokens = 0
         self._torn: set[str] = set()  # schedulers with requests that missed messages at the last heartbeat
@@ -177,7 +180,8 @@ class DetokenizerCore:
         for copy in self.backups.gone(source, lives, self._now_us, void=void):
             if self._table.named(copy.tokenized.tenant, copy.tokenized.request):
                 continue
-            request = self._table.adopt(copy.scheduler, copy.tokenized, copy.trace)
+            again = replace(copy.tokenized, attempt=copy.tokenized.attempt + 1)
+            request = self._table.adopt(copy.scheduler, again, copy.trace)
             request.opens(copy.since_us, self._wall_us)
             if copy.cancelled:
                 request.unwanted = Cancelled("cancelled by the client")
@@ -185,6 +189,23 @@ class DetokenizerCore:
                 commands.append(self._publish(request, request.accepted()))
             commands += self.failover.lost(copy.scheduler, f"{why}, as its other service has", void=True)
         return commands
+
+    def resume(self, tokenized: Tokenized, scores: Tokens | None, wall_us: int, now_us: int) -> list[Command]:
+        """Have a request go on after its checkpoint, unless it is open here. As attempt 1 it is never newer
+        than one that runs, maybe from the start: its scheduler refuses, and no two texts are mixed."""
+        name = (tokenized.tenant, tokenized.request)
+        if self._table.named(*name) or self.failover.seeks(*name):
+            return []
+        at = len(tokenized.tokens) - sum(tokenized.generated)
+        asked = replace(tokenized, attempt=1, tokens=tokenized.tokens[:at], generated=ints(), reasons=())
+        request = self._table.adopt("", replace(asked, parent_span=""), "")
+        request.opens(now_us, wall_us)
+        reader = None if scores is None else ScoreReader(scores)
+        for choice, count in enumerate(tokenized.generated):
+            row = () if reader is None else reader.next_row(count)
+            request.choices[choice].take(0, tokenized.tokens[at : at + count], row)
+            at += count
+        return self.failover.lost("", "its services have gone", void=True)
 
     def load(self) -> dict[str, int]:
         """The counts of this shard; `sequences` and `requests` are 0 when idle."""

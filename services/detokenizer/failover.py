@@ -66,11 +66,15 @@ class Failover:
         """True while `turn` has work."""
         return bool(self._lost)
 
+    def seeks(self, tenant: str, request: str) -> bool:
+        """True while a request of this name has no scheduler."""
+        return (tenant, request) in self._lost
+
     def keep(self, scheduler: str, tokenized: Tokenized) -> None:
         """Keep the request as its scheduler sent it."""
         request = self._table.requests.get((scheduler, tokenized.tenant, tokenized.request))
         if request is not None:
-            request.kept = tokenized
+            self._table.keep(request, tokenized)
 
     def lost(self, scheduler: str, why: str, *, void: bool = False) -> list[Command]:
         """The scheduler is silent, or has lost its state (`void`)."""
@@ -188,6 +192,8 @@ class Failover:
 
     def _detached(self, lost: _LostRequest) -> list[Command]:
         """Detach the request at its old scheduler, which may only have been stopped."""
+        if not lost.key[0]:  # from a checkpoint
+            return []
         request = self._table.requests[lost.key]
         known = lost.void and request.seqs
         return [] if known else [detached(lost.key, request, moved=True)]

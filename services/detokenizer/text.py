@@ -147,6 +147,11 @@ class SequenceStream:
         """The text that `drain` would return."""
         return "".join(self._pieces)
 
+    @property
+    def scores(self) -> Sequence[Score]:
+        """The log probabilities that `drain` would return: of an answer without a stream, all."""
+        return self._scores
+
     def since(self, mark: Mark) -> Delta | None:
         """The text after `mark`, which moves to its end; None if there is none. Nothing is drained."""
         text = "".join(self._pieces[mark.pieces :])[mark.skip :]

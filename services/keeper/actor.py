@@ -26,6 +26,7 @@ from services.keeper.core import (
     Ask,
     Command,
     Delivered,
+    Drop,
     Event,
     KeeperCore,
     Key,
@@ -64,7 +65,9 @@ from shared.telemetry.readings import MetricPoint, Metrics
 
 log = logging.getLogger("headrace.keeper")
 
-WORK_BYTES, DONE_BYTES = 268_435_456, 536_870_912  # together less than the 1 GB of the server of `up`
+WORK_BYTES, DONE_BYTES = 268_435_456, 536_870_912  # with the next less than the 1 GB of the server of `up`
+STATE_BYTES = 134_217_728  # 1,000 requests of 32,000 tokens
+STATE_S = 3_600  # by then a fleet is back
 STREAMS: dict[str, Body] = {
     subjects.WORK_STREAM: {
         "subjects": [subjects.WORK_ALL], "retention": "workqueue", "storage": "file", "discard": "new",
@@ -74,6 +77,10 @@ STREAMS: dict[str, Body] = {
         "subjects": [subjects.RECORD_ALL], "storage": "file", "discard": "new", "max_msgs_per_subject": 1,
         "max_bytes": DONE_BYTES, "allow_direct": True, "allow_msg_ttl": True,
     },
+}  # fmt: skip
+STATE: Body = {  # checkpoints: the last one of each request; full, it drops the oldest
+    "subjects": [subjects.STATE_ALL], "storage": "file", "discard": "old", "max_msgs_per_subject": 1,
+    "max_bytes": STATE_BYTES, "max_age": STATE_S * 1_000_000_000, "allow_direct": True,
 }  # fmt: skip
 OPEN_AGAIN_S = 1.0
 TICK_S = 0.5
@@ -117,6 +124,7 @@ class KeeperActor(Actor):
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
+        self._keeps_state = False  # there is a stream of checkpoints
         self._answers = await bus.subscribe(REPLIES, mailbox.guarded(self._on_reply))
         self._verb_subscriptions: list[Subscription] = [
             await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
@@ -198,6 +206,13 @@ class KeeperActor(Actor):
                 for name, config in STREAMS.items():
                     await self._streams.make_stream(name, {**config, "num_replicas": self._replicas})
                 try:
+                    await self._streams.make_stream(
+                        subjects.STATE_STREAM, {**STATE, "num_replicas": self._replicas}
+                    )
+                    self._keeps_state = True
+                except HeadraceError as error:  # requests then start over
+                    self._away.warning("there are no checkpoints: %s", error.message)
+                try:
                     await self._files.open(self._replicas)
                 except StreamFull as error:  # durable requests need none
                     self._away.warning("there is no store of files, and no batch: %s", error.message)
@@ -236,10 +251,12 @@ class KeeperActor(Actor):
     def _run(self, commands: Iterable[Command]) -> None:
         for command in commands:
             match command:
-                case LookUp(key):
-                    self._call(self._look_up(key))
-                case Ask(work):
-                    self._ask(work)
+                case LookUp(key, checkpoint):
+                    self._call(self._look_up(key, checkpoint=checkpoint))
+                case Ask(work, checkpoint):
+                    self._ask(work, checkpoint)
+                case Drop(key):
+                    self._call(self._drop(key))
                 case Store(key, record):
                     self._call(self._store(key, record))
                 case Announce((tenant, request), status):
@@ -265,13 +282,21 @@ class KeeperActor(Actor):
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _look_up(self, key: Key) -> None:
+    async def _look_up(self, key: Key, *, checkpoint: bool) -> None:
         exists: bool | None = None
+        found: bytes | None = None
         try:
+            if checkpoint and self._keeps_state:
+                found = await self._streams.last(subjects.STATE_STREAM, subjects.state(*key))
             exists = await self._streams.last(subjects.RECORD_STREAM, subjects.record(*key)) is not None
         except HeadraceError as error:
             self._away.warning("durable requests wait: %s", error.message)
-        self._handle(LookedUp(key, exists))
+        self._handle(LookedUp(key, exists, found or b""))
+
+    async def _drop(self, key: Key) -> None:
+        if self._keeps_state:
+            with contextlib.suppress(HeadraceError):  # it expires
+                await self._streams.purge(subjects.STATE_STREAM, subjects.state(*key))
 
     async def _store(self, key: Key, record: Body) -> None:
         new: bool | None = None
@@ -284,9 +309,10 @@ class KeeperActor(Actor):
             self._away.warning("answers of durable requests wait to be stored: %s", error.message)
         self._handle(Stored(key, new))
 
-    def _ask(self, work: Work) -> None:
-        subject, reply = subjects.generate(work.tenant, work.model), reply_subject(work.tenant, work.id)
-        self._mailbox.bus.publish(subject, to_json(work.body), reply=reply)
+    def _ask(self, work: Work, checkpoint: bytes) -> None:
+        make = subjects.resume if checkpoint else subjects.generate
+        subject, reply = make(work.tenant, work.model), reply_subject(work.tenant, work.id)
+        self._mailbox.bus.publish(subject, checkpoint or to_json(work.body), reply=reply)
 
     def _on_reply(self, delivery: Delivery) -> None:
         _, tenant, _, request = delivery.subject.split(".")

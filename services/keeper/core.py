@@ -2,12 +2,14 @@
 
     delivered ──▶ looking ──no record──▶ asked ──answer──▶ storing ──record is stored──▶ ack
                      │ record: ack          │ 409, 429, 503: nak with a delay
+                                            │ an error after a checkpoint: asked from the start, once
 
 The actor runs the commands and returns what came of them as events. Invariants: a delivery is acked only if
 there is a record; a delivery of a request that has a record is acked and nothing else; an answer is stored
 at most once, since records are create-only. A keeper may die anywhere: the delivery comes again, to the same
 or another keeper, and starts at `looking`. A request that still runs is not started again: it is asked for on
-the same reply subject, and the services take this for a repetition.
+the same reply subject, and the services take this for a repetition. A request with checkpoints is looked up
+each time before it is asked for, and goes on after its last one.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.keeper.records import Body, Hook, Work
+from services.keeper.records import Body, Hook, Work, to_json
+from shared import checkpoints
 from shared.errors import (
+    Cancelled,
     DeadlineExceeded,
     DuplicateRequest,
     HeadraceError,
@@ -39,6 +43,7 @@ Key = tuple[str, str]  # tenant and id
 
 # Nothing is wrong with these requests: a queue is full, a service is away, or the id runs as another request.
 TRY_AGAIN = (Overloaded, Unavailable, UnknownModel, DuplicateRequest)
+LASTING = (*TRY_AGAIN, Cancelled, DeadlineExceeded)  # not because of a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +58,11 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """Whether a request has a record; None: the store did not answer."""
+    """Whether a request has a record, and its checkpoint, if it has one; None: the store did not answer."""
 
     key: Key
     exists: bool | None
+    checkpoint: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +93,18 @@ Event = Delivered | LookedUp | Answered | Stored | Tick
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Look for the record of a request; LookedUp follows."""
+    """Look for the record of a request, and for its checkpoint; LookedUp follows."""
 
     key: Key
+    checkpoint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send the request to a tokenizer; Answered may follow."""
+    """Send the request to a tokenizer, or its checkpoint to a detokenizer; Answered may follow."""
 
     work: Work
+    checkpoint: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,13 @@ class Store:
 
     key: Key
     record: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Remove the checkpoint of a request."""
+
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +153,7 @@ class Progress:
     reply: str
 
 
-Command = LookUp | Ask | Store | Announce | Ack | Nak | Progress
+Command = LookUp | Ask | Store | Drop | Announce | Ack | Nak | Progress
 
 
 @dataclass(slots=True)
@@ -151,6 +166,8 @@ class _Flight:
     size: int
     due_us: int  # of the next try
     asked: bool = False
+    resumed: bool = False  # asked with its checkpoint
+    restarted: bool = False  # from the start, since its checkpoint was of no use
     record: Body | None = None  # to store
 
 
@@ -233,22 +250,31 @@ class KeeperCore:
         self._flights[key] = _Flight(event.work, event.ack, event.times, event.size, now_us + RETRY_US)
         self._by_tenant[event.work.tenant] += 1
         self._bytes += event.size
-        return [LookUp(key)]
+        return [LookUp(key, event.work.checkpoints)]
 
     def _looked_up(self, event: LookedUp, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
-        if flight.asked or flight.record is not None or event.exists is None:
+        if flight.record is not None or event.exists is None:
             return []  # `due_us` brings the next try
+        if flight.asked and not flight.work.checkpoints:
+            return []
         if event.exists:
-            return [self._land(event.key)]
+            return self._land(event.key)
         if now_wall_us - flight.work.submitted_us > KEPT_S * 1_000_000:
             record = flight.work.record(now_wall_us, DeadlineExceeded(EXPIRED))
             return self._store(event.key, flight, record, now_us)
-        flight.asked, flight.due_us = True, now_us + ASK_AGAIN_US
-        return [Ask(flight.work)]
+        found = b"" if flight.restarted else event.checkpoint
+        checkpoint = found if found and checkpoints.is_of(found, to_json(flight.work.body)) else b""
+        flight.asked, flight.resumed, flight.due_us = True, bool(checkpoint), now_us + ASK_AGAIN_US
+        useless = found != checkpoint  # of another body or version
+        return [*([Drop(event.key)] if useless else []), Ask(flight.work, checkpoint)]
 
     def _answered(self, event: Answered, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
         if flight.record is not None:
             return []
+        failed = isinstance(event.outcome, HeadraceError) and not isinstance(event.outcome, LASTING)
+        if flight.resumed and failed:
+            flight.resumed, flight.restarted, flight.due_us = False, True, now_us + ASK_AGAIN_US
+            return [Drop(event.key), Ask(flight.work)]
         if not isinstance(event.outcome, TRY_AGAIN):
             flight.size += event.size
             self._bytes += event.size
@@ -266,15 +292,15 @@ class KeeperCore:
             return []  # `due_us` brings the next try
         self.stored += event.new
         news = [Announce(event.key, str(flight.record["status"]))] if event.new else []
-        return [*news, self._land(event.key)]
+        return [*news, *self._land(event.key)]
 
     def _store(self, key: Key, flight: _Flight, record: Body, now_us: int) -> list[Command]:
         flight.record, flight.due_us = record, now_us + RETRY_US
         return [Store(key, flight.record)]
 
-    def _land(self, key: Key) -> Ack:
+    def _land(self, key: Key) -> list[Command]:
         flight = self._forget(key)
-        return Ack(flight.ack, flight.work.hook)
+        return [Ack(flight.ack, flight.work.hook), *([Drop(key)] if flight.work.checkpoints else [])]
 
     def _forget(self, key: Key) -> _Flight:
         flight = self._flights.pop(key)
@@ -291,8 +317,10 @@ class KeeperCore:
             flight.due_us = now_us + (ASK_AGAIN_US if flight.asked and not flight.record else RETRY_US)
             if flight.record is not None:
                 yield Store(key, flight.record)
+            elif flight.asked and not flight.work.checkpoints:
+                yield Ask(flight.work)
             else:
-                yield Ask(flight.work) if flight.asked else LookUp(key)
+                yield LookUp(key, flight.work.checkpoints)
 
     def _progress(self, now_us: int) -> Iterator[Command]:
         if now_us >= self._progress_us:

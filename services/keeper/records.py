@@ -60,6 +60,11 @@ class Work:
         kind = RESPONSE if self.keep.get("path") == RESPONSES else REQUEST
         return Hook(self.webhook, kind, self.tenant, self.id, self.submitted_us) if self.webhook else None
 
+    @property
+    def checkpoints(self) -> bool:
+        """Whether its tokens are kept while it runs."""
+        return self.body.get("durable") == "tokens"
+
     def pack(self) -> bytes:
         """The message in stream WORK, without what is empty: keepers of an earlier version have fewer
         fields."""

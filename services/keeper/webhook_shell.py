@@ -33,7 +33,7 @@ from shared.processes import Rarely
 
 log = logging.getLogger("headrace.keeper")
 
-HOOK_BYTES = 134_217_728  # with the other streams less than the 3 GB of the server of `up`
+HOOK_BYTES = 67_108_864  # with the other streams less than the 3 GB of the server of `up`
 STREAM = {
     "subjects": [subjects.HOOK_ALL], "retention": "workqueue", "storage": "file", "discard": "new",
     "max_bytes": HOOK_BYTES, "max_age": 172_800_000_000_000,  # two days, for hosts that are listed no more

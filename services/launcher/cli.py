@@ -162,6 +162,9 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser], verb:
     submit.add_argument("-f", "--file", type=Path, help="read a JSON request from a file, - for stdin")
     submit.add_argument("--id", help="an id of your choice: the same request is stored once under it")
     submit.add_argument("--webhook", metavar="URL", help="gets a signed event when it has ended")
+    submit.add_argument(
+        "--checkpoints", action="store_true", help="keep its tokens: it goes on after the loss of everything"
+    )
     result = add("result", "the answer of a submitted request, or its state", _result)
     result.add_argument("id", help="the id that `submit` has printed")
     result.add_argument("--wait", action="store_true", help="wait until it has ended")
@@ -390,6 +393,8 @@ def _submit(given: argparse.Namespace) -> None:
         body["request_id"] = given.id
     if given.webhook is not None:
         body["webhook"] = given.webhook
+    if given.checkpoints:
+        body["durable"] = "tokens"
     _run(submit(find_target(_load(given)), body))
 
 

@@ -408,10 +408,27 @@ def _take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> N
     if rejected is not None:
         state.send(source, rejected, trace)
         return
+    over = bool(tokenized.checkpoints) and model_kinds.has_changed(state, tokenized)
+    if over:
+        tokenized = _from_the_start(tokenized)
     request = _taken_request(state, source, tokenized, trace)
     state.requests[request.key] = request
     _open(state, request, tokenized)
+    if over:  # its detokenizer drops the text with the request
+        arrival.send_to_shard(state, request)
     _go_on(state, request, tokenized.reasons)
+
+
+def _from_the_start(tokenized: Tokenized) -> Tokenized:
+    """The request without its generated tokens, as the next attempt."""
+    return dataclasses.replace(
+        tokenized,
+        attempt=tokenized.attempt + 1,
+        tokens=tokenized.tokens[: load_shedding.prompt_length(tokenized)],
+        generated=ints([0] * tokenized.n),
+        reasons=("",) * tokenized.n,
+        first_us=0,
+    )
 
 
 def _open(state: State, request: Request, tokenized: Tokenized) -> None:

@@ -5,15 +5,15 @@ The kind is `ExecHello.model_digest`: weights, dtype, KV format and deterministi
 has died or drains. With `accept_mixed` all kinds serve.
 
 A request stays with the kind that has generated its tokens: other weights would not continue the text that
-its client has read. If that kind is gone it fails with a typed error. A request without tokens starts
-anywhere.
+its client has read. If that kind is gone it fails with a typed error; a request with checkpoints, which has
+one plain answer, starts over when it is taken over. A request without tokens starts anywhere.
 """
 
 from __future__ import annotations
 
 from services.scheduler.state.requests import Request
 from services.scheduler.state.state import Executor, ModelKind, State
-from shared.messages import ExecHello
+from shared.messages import ExecHello, Tokenized
 
 SHOWN = 12  # characters of a digest
 
@@ -92,6 +92,12 @@ def stranded(state: State, request: Request) -> str:
         f"{request.model_digest[:SHOWN] or 'not given'}), and the others have another kind "
         f"({_shown(others[0].hello)}): send the request again"
     )
+
+
+def has_changed(state: State, tokenized: Tokenized) -> bool:
+    """Whether executors serve the model, and none of the kind that generated the tokens of a request."""
+    serving = [e for e in state.executors.values() if e.hello.model == tokenized.model and not e.draining]
+    return bool(serving) and all(e.hello.model_digest != tokenized.model_digest for e in serving)
 
 
 def _begun(request: Request) -> bool:

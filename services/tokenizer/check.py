@@ -58,7 +58,7 @@ class Checks:
         tenant = subjects.name_at(delivery.subject, 3)
         submission = Submission(
             tenant=tenant,
-            inbox=delivery.reply,
+            inbox=access.reply_inbox(access.user_of("keeper"), subjects.token(tenant), delivery.reply),
             body=delivery.data,
             fresh_id="",
             fresh_seed=secrets.randbits(64),

@@ -30,11 +30,12 @@ from shared.api import (
     GenerateRequest,
     bad_field,
 )
+from shared.checkpoints import body_hash
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
 from shared.json_body import read_json, refuse_odd_values
 from shared.messages import Sampling, Tokenized, floats, ints
-from shared.nats.access import CLASSES
+from shared.nats.access import CLASSES, is_keepers
 from shared.vocab.vocabulary import Vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
@@ -296,7 +297,22 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         open_end=request.limit[1] is None,
         min_tokens=request.min_tokens,
         answer_format="" if form is None else f"{form.name}{THINKING if thinking else ''}",
+        checkpoints=_checkpoints(request, submission),
     )
+
+
+def _checkpoints(request: Request, submission: Submission) -> str:
+    """The hash under which the request's tokens are kept, empty if they are not. Raises BadRequest for a
+    request that no keeper would send again."""
+    if request.durable is None:
+        return ""
+    if not is_keepers(submission.inbox):
+        raise BadRequest(
+            "`durable`: only the tokens of a submitted request are kept (docs/durability.md); submit it, or "
+            "leave it out",
+            param="durable",
+        )
+    return body_hash(submission.body)
 
 
 def _slo_class(request: Request, submission: Submission) -> str:

@@ -32,6 +32,7 @@ from shared.nats.subjects import (
     HOOK_STREAM,
     PUBLIC,
     RECORD_STREAM,
+    STATE_STREAM,
     STORE,
     WORK_STREAM,
     is_inbox,
@@ -46,7 +47,7 @@ INBOX = "_INBOX"
 CLASSES = ("interactive", "standard", "batch")  # service classes, the highest first
 DEFAULT_CLASSES = ("standard", "batch")  # of a tenant without an entry in `tenant_classes`
 
-_STREAMS = (WORK_STREAM, RECORD_STREAM, FILE_STREAM)
+_STREAMS = (WORK_STREAM, RECORD_STREAM, FILE_STREAM, STATE_STREAM)
 _MAILBOXES = {  # sender -> receivers
     "tokenizer": ("scheduler", "tokenizer"),
     "scheduler": ("tokenizer", "executor", "kv_offload", "detokenizer"),
@@ -68,7 +69,11 @@ _READS = {
         f"{STORE}.check.*.*",
     ),
     "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
-    "detokenizer": (f"{PUBLIC}.detokenize.*.*", f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.attach.*.*", "_R.*.*"),
+    "detokenizer": (
+        *(f"{PUBLIC}.{verb}.*.*" for verb in ("detokenize", "cancel", "attach")),
+        "_R.*.*",
+        f"{STORE}.resume.*.*",
+    ),
     "keeper": (
         *(
             f"{PUBLIC}.{verb}.*.*"
@@ -82,7 +87,7 @@ _WRITES = {
     # tokenize, models: see queries.py
     "tokenizer": (f"{INBOX}.>", "hr.beat_ask", f"{PUBLIC}.tokenize.*.*", f"{PUBLIC}.models"),
     "scheduler": (f"{PUBLIC}.events.*",),
-    "detokenizer": (f"{INBOX}.>",),
+    "detokenizer": (f"{INBOX}.>", f"{STORE}.state.*.*"),
     "keeper": (
         f"{PUBLIC}.generate.*.*",
         f"{PUBLIC}.cancel.*.*",
@@ -96,7 +101,7 @@ _WRITES = {
         ),
         *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in _STREAMS),
         *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in _STREAMS),
-        f"$JS.API.STREAM.PURGE.{FILE_STREAM}",
+        *(f"$JS.API.STREAM.PURGE.{stream}" for stream in (FILE_STREAM, STATE_STREAM)),
         f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*.{STORE}.work.*.>",
         f"$JS.API.CONSUMER.CREATE.{HOOK_STREAM}.*.{STORE}.hook.*.*",
         f"$JS.API.CONSUMER.DELETE.{WORK_STREAM}.*",
@@ -184,6 +189,11 @@ def reply_inbox(user: str, tenant: str, own: str) -> str:
     if not user.startswith(SERVICE_PREFIX):
         return own
     return f"{INBOX}.{tenant}.{user}.{own.rpartition('.')[2]}"
+
+
+def is_keepers(inbox: str) -> bool:
+    """True for an inbox of a keeper's requests as a tenant."""
+    return inbox.split(".")[2:3] == [user_of("keeper")]
 
 
 def answerable(bus: Bus, asked: Delivery) -> bool:

@@ -61,9 +61,10 @@ ATTACH_ALL = f"{PUBLIC}.attach.*.*"
 FILES_ALL = f"{PUBLIC}.files.*.*"
 BATCHES_ALL = f"{PUBLIC}.batches.*.*"
 WORK_STREAM, RECORD_STREAM, FILE_STREAM = "HR_WORK", "HR_DONE", "HR_FILES"
-HOOK_STREAM = "HR_HOOKS"
+HOOK_STREAM, STATE_STREAM = "HR_HOOKS", "HR_STATE"
 WORK_ALL = f"{STORE}.work.>"
 RECORD_ALL = f"{STORE}.record.>"
+STATE_ALL = f"{STORE}.state.>"
 FILE_ALL = f"{STORE}.file.>"
 LINE_ALL = f"{STORE}.line.>"
 RUNS_ALL = f"{STORE}.runs.*.*"
@@ -178,6 +179,21 @@ def check(tenant: str, model: str) -> str:
 def check_any_tenant(model: str) -> str:
     """`check` requests of all tenants for one model."""
     return f"{STORE}.check.*.{token(model)}"
+
+
+def state(tenant: str, request: str) -> str:
+    """The last checkpoint of a durable request, in stream HR_STATE."""
+    return f"{STORE}.state.{token(tenant)}.{token(request)}"
+
+
+def resume(tenant: str, model: str) -> str:
+    """Request-reply: a detokenizer has a durable request go on after its checkpoint."""
+    return f"{STORE}.resume.{token(tenant)}.{token(model)}"
+
+
+def resume_any_tenant(model: str) -> str:
+    """`resume` requests of all tenants for one model."""
+    return f"{STORE}.resume.*.{token(model)}"
 
 
 def trace(request: str) -> str:

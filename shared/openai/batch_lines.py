@@ -58,6 +58,9 @@ def read_line(raw: bytes) -> BatchLine:
         raise BadRequest("`body`: a JSON object is expected", param="body")
     if body.get("stream"):
         raise BadRequest("`body.stream`: the answers of a batch are whole; leave it out", param="body.stream")
+    if body.get("durable"):
+        why = "`body.durable`: a line of a batch starts over; leave it out"
+        raise BadRequest(why, param="body.durable")
     if body.get("echo"):
         raise BadRequest("`body.echo` is not supported in a batch; leave it out", param="body.echo")
     for name in ("background", "previous_response_id") if fields["url"] == PATH else ():

@@ -16,6 +16,7 @@ from services.keeper.actor import KeeperActor
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.runtime import Runtime
+from shared.checkpoints import body_hash
 from shared.client import Client
 from shared.errors import (
     BadRequest,
@@ -192,6 +193,35 @@ async def test_a_record_says_that_another_model_has_answered(
     await world.until(world.news)
     record = await world.result()
     assert (record["status"], record.get("model_changed", False)) == ("completed", changed)
+
+
+async def test_a_request_goes_on_after_its_checkpoint_which_then_goes(world: World) -> None:
+    first = await world.opened()
+    asked = await world.bus.request(f"$JS.API.STREAM.INFO.{subjects.STATE_STREAM}", b"", timeout_us=5_000_000)
+    config = json.loads(asked.data)["config"]
+    assert (config["max_msgs_per_subject"], config["discard"], config["max_age"]) == (1, "old", 3_600 * 10**9)
+    resumed: list[Delivery] = []
+
+    def on_resume(delivery: Delivery) -> None:
+        resumed.append(delivery)
+        world.came.set()
+
+    await world.bus.subscribe("headrace.store.resume.*.m", on_resume)
+    await world.submit(durable="tokens")
+    await world.until(world.asked)
+    sent = world.asked[0].data
+    for data in (b"an old version", f"1 {body_hash(sent)}\nids".encode()):  # the last one counts
+        await JetStream(world.bus).replace(subjects.state("public", "r"), data)
+    await first.finish(5.0)
+    await world.keeper()
+    await world.until(resumed)
+    assert (resumed[0].data, resumed[0].reply) == (data, world.asked[0].reply)
+    assert len(world.asked) == 1
+    world.answer(resumed[0]._replace(data=sent))
+    await world.until(world.news)
+    assert (await world.result())["status"] == "completed"
+    await world.keepers[1].finish(5.0)
+    assert await world.messages(subjects.STATE_STREAM) == 0
 
 
 KEEP = {"path": "/v1/responses", "response": {"metadata": {"a": "b"}}}

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,18 @@ import pytest
 from nats.aio.client import Client as Nats
 
 from services.gateway.native_call import TenantConnections
+from services.keeper.actor import STATE
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
-from services.launcher.nats_server import NatsServer
+from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.client import Client
 from shared.errors import SetupError
 from shared.nats import access, subjects
 from shared.nats.access import SERVICES
 from shared.nats.bus import NatsBus
 from shared.nats.interface import BusFault, Delivery
+from shared.nats.jetstream import JetStream
 
 FLEET = "default"
 
@@ -89,7 +92,7 @@ FORBIDDEN_READING = [
     ">", "*", "*.>", "_INBOX.>", "_INBOX.*.>", "_INBOX.*", "_INBOX.bob.>", "_INBOX.bob", "_INBOX.acm.x",
     "hr.>", "headrace.>", "headrace.v1.generate.>", "headrace.v1.generate.acme.*", "headrace.v1.generate.b.*",
     "headrace.v1.attach.acme.*", "headrace.v1.done.bob.*", "headrace.v1.done.>", "headrace.store.>",
-    "headrace.store.record.acme.*",
+    "headrace.store.record.acme.*", "headrace.store.state.acme.*", "headrace.store.resume.acme.*",
     "headrace.v1.status", "headrace.v1.events.*", f"hr.{FLEET}.scheduler.*.in.*", f"hr.{FLEET}.beat.*.*",
     "_R.>", "_R.*.*", "$SYS.>", "$SRV.>", "$JS.>", "$KV.>",
 ]  # fmt: skip
@@ -109,6 +112,8 @@ FORBIDDEN_WRITING = [
     "headrace.store.work.acme.r", "headrace.store.record.acme.r", "headrace.store.check.acme.m",
     "headrace.store.hook.h.e", "headrace.store.runs.acme.r", "$JS.ACK.HR_HOOKS.h.1.1.1.1.1",
     "$JS.API.CONSUMER.MSG.NEXT.HR_HOOKS.h", "$JS.API.CONSUMER.CREATE.HR_HOOKS.h.headrace.store.hook.h.*",
+    "headrace.store.state.acme.r", "headrace.store.resume.acme.m", "$JS.API.STREAM.PURGE.HR_STATE",
+    "$JS.API.DIRECT.GET.HR_STATE.headrace.store.state.acme.r",
     "$JS.API.DIRECT.GET.HR_DONE.headrace.store.record.acme.r", "$JS.ACK.HR_WORK.keeper.1.1.1.1.1",
     f"hr.{FLEET}.beat_ask", f"hr.{FLEET}.beat.tokenizer.1", f"hr.{FLEET}.scheduler.1.in.Tokenized",
     f"hr.{FLEET}.executor.1.in.StepPlan", f"hr.{FLEET}.detokenizer.1.in.Tokens",
@@ -180,6 +185,10 @@ async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsSe
         assert await may_write(nc, refused, "headrace.v1.attach.acme.r") == (kind == "gateway")
         assert await may_write(nc, refused, "headrace.v1.keep.acme.r") == (kind == "gateway")
         assert await may_write(nc, refused, "headrace.store.record.acme.r") == (kind == "keeper")
+        kept = await may_write(nc, refused, "headrace.store.state.acme.r")
+        assert kept == (kind in ("detokenizer", "keeper"))
+        assert await may_write(nc, refused, "headrace.store.resume.acme.m") == (kind == "keeper")
+        assert await may_write(nc, refused, "$JS.API.STREAM.CREATE.HR_STATE") == (kind == "keeper")
         assert await may_write(nc, refused, "$JS.API.STREAM.DELETE.HR_DONE") is False
         for subject in (
             "$JS.API.STREAM.CREATE.HR_HOOKS", "headrace.store.hook.h.e", "$JS.ACK.HR_HOOKS.h.1.1.1.1.1",
@@ -203,9 +212,37 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
         requests = await may_read(nc, refused, "headrace.v1.generate.*.m")
         assert requests == (kind == "tokenizer")
         assert await may_read(nc, refused, "headrace.v1.attach.*.*") == (kind == "detokenizer")
+        assert await may_read(nc, refused, "headrace.store.resume.*.m") == (kind == "detokenizer")
         for verb in ("keep", "delete"):
             assert await may_read(nc, refused, f"headrace.v1.{verb}.*.*") == (kind == "keeper")
         assert await may_read(nc, refused, "headrace.store.runs.*.*") == (kind == "keeper")
+
+
+async def test_a_detokenizer_stores_checkpoints_and_a_keeper_reads_and_removes_them(users: Path) -> None:
+    limits = replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB")
+    server = servers.start(limits=limits, extra=auth.authorization(users, FLEET))
+    connect = NatsBus.connect
+    keeper = await connect(auth.url_of(users, "keeper", server.url), timeout_s=5)
+    detokenizer = await connect(auth.url_of(users, "detokenizer", server.url), timeout_s=5)
+    streams, subject = JetStream(keeper), subjects.state("acme", "r")
+    await streams.make_stream(subjects.STATE_STREAM, STATE)
+    acks = asyncio.Queue[Delivery]()
+    inbox = detokenizer.new_inbox()
+    await detokenizer.subscribe(inbox, acks.put_nowait)
+    for data in (b"1", b"2"):
+        detokenizer.publish(subject, data, reply=inbox)
+        assert b'"seq"' in (await asyncio.wait_for(acks.get(), 30)).data
+    assert await streams.last(subjects.STATE_STREAM, subject) == b"2"
+    await streams.purge(subjects.STATE_STREAM, subject)
+    assert await streams.last(subjects.STATE_STREAM, subject) is None
+    asked = asyncio.Queue[Delivery]()
+    await detokenizer.subscribe(subjects.resume_any_tenant("m"), asked.put_nowait, queue="detokenizer")
+    await detokenizer.flush()
+    keeper.publish(subjects.resume("acme", "m"), b"1", reply="_INBOX.acme.headrace-keeper.r")
+    assert (await asyncio.wait_for(asked.get(), 30)).reply == "_INBOX.acme.headrace-keeper.r"
+    await detokenizer.drain()
+    await keeper.drain()
+    server.stop()
 
 
 async def test_a_service_answers_whoever_asks_it_once(server: NatsServer, users: Path) -> None:

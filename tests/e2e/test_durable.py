@@ -93,9 +93,10 @@ def test_every_request_has_one_record_after_the_loss_of_every_process(
 
 def test_a_session_in_the_shell(start_up: StartUp) -> None:
     up = start_up("--durable")
-    said = up.run("submit", "Hi", "--id", "first", "--max-tokens", "5", "--seed", "7")
+    submit = ("submit", "Hi", "--id", "first", "--max-tokens", "5", "--seed", "7", "--checkpoints")
+    said = up.run(*submit)
     assert (said.returncode, said.stdout, said.stderr) == (0, "first\n", "")
-    again = up.run("submit", "Hi", "--id", "first", "--max-tokens", "5", "--seed", "7")
+    again = up.run(*submit)
     assert (again.returncode, again.stdout) == (0, "first\n")
     read = up.run("result", "first", "--wait")
     assert (read.returncode, read.stderr) == (0, "")

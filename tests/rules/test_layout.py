@@ -55,12 +55,12 @@ ONE_PATH = (
 HANGING = (
     "services/scheduler/kv_tiers/", "services/scheduler/reports/",
     "services/detokenizer/attach.py", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
-    "services/detokenizer/reconnect.py",
+    "services/detokenizer/reconnect.py", "services/detokenizer/checkpoint",
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 21_171
-PRODUCT_FILES, PRODUCT_LINES = 234, 56_396
+PATH_FILES, PATH_LINES = 74, 21_284
+PRODUCT_FILES, PRODUCT_LINES = 237, 56_860
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -110,6 +110,7 @@ REQUESTS: tuple[Message, ...] = (
         shard="d2",
         min_tokens=3,
         answer_format="qwen3/thinking",
+        checkpoints="9f86d081884c7d65",
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(

@@ -42,7 +42,8 @@ MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # as in OpenAI's API
 _SAME = (
     "temperature", "top_p", "parallel_tool_calls", "user", "stream",
     "seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs", "webhook",
+    "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs", "durable",
+    "webhook",
 )  # fmt: skip
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _OPEN = ConfigDict(extra="ignore", strict=True)  # clients send items back with fields that are not for us
@@ -289,6 +290,9 @@ class ResponseRequest(BaseModel):
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="time limit, seconds")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="variables for the template"
+    )
+    durable: Literal["tokens"] | None = Field(
+        None, description="with `background`: it goes on after its last token kept (docs/durability.md)"
     )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.actor_fleet import Fleet, watched_fleet
@@ -14,9 +17,11 @@ from services.detokenizer.actor import DetokenizerActor
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.failover import Failover
 from shared.actor.runtime import Runtime
+from shared.checkpoints import pack
 from shared.codec import Envelope
-from shared.messages import Close, Open, Usage
+from shared.messages import Close, Open, Tokenized, Tokens, Usage, ints
 from shared.nats import subjects
+from shared.nats.interface import Delivery
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import load_vocabulary
 
@@ -109,3 +114,67 @@ async def test_an_error_behind_a_timer_is_no_silence(
     async with asyncio.timeout(30):
         error = await runtime.failed()
     assert str(error) == f"broken in {broken}"
+
+
+def resumption(**more: Any) -> bytes:
+    asked = Tokenized(
+        request="r", attempt=1, tenant="t", model="m", inbox="_INBOX.t.headrace-keeper.r", timeout_us=10**9,
+        tokens=ints([5, 6, 7]), generated=ints([1]), reasons=("",), checkpoints="c",
+    )  # fmt: skip
+    return pack(dataclasses.replace(asked, **more), None)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"2 x", "not a checkpoint"),
+        (resumption(model="other"), "of another model"),
+        (resumption(tenant="u"), "of another model"),
+        (resumption(inbox="_INBOX.t.x"), "of another model"),
+        (resumption(), ""),
+    ],
+)
+async def test_a_keeper_is_told_why_a_checkpoint_is_of_no_use(
+    fleet: Fleet, runtime: Runtime, data: bytes, why: str
+) -> None:
+    told: list[Delivery] = []
+    reply = "_INBOX.t.headrace-keeper.r"
+    await fleet.outside.subscribe(reply, told.append)
+    fleet.outside.publish(subjects.resume("t", "m"), data, reply=reply)
+    await fleet.broker.settle()
+    assert [json.loads(each.data)["error"]["code"] for each in told] == ([400] if why else [])
+    assert all(why in each.data.decode() for each in told)
+    assert runtime.actor.status()["failover"] == (0 if why else 1)
+
+
+async def test_a_checkpoint_that_cannot_be_stored_is_counted_and_the_answer_goes_on(
+    fleet: Fleet, runtime: Runtime
+) -> None:
+    inbox = "_INBOX.t.headrace-keeper.r"
+    asked = Tokenized(
+        request="r", attempt=1, tenant="t", model="m", inbox=inbox, timeout_us=10**9,
+        tokens=ints([5]), max_tokens=99, checkpoints="c",
+    )  # fmt: skip
+    opened = Open(seq=7, request="r", attempt=1, tenant="t", model="m", inbox=inbox, prompt_tokens=1)
+    tokens = Tokens(
+        executor="e", step=1, seqs=ints([7]), first=ints([0]), counts=ints([70]), ids=ints([40] * 70)
+    )
+    answers: list[Delivery] = []
+    await fleet.outside.subscribe(inbox, answers.append)
+    for seq, message in enumerate((opened, asked, tokens), 1):
+        fleet.put(Envelope("scheduler.s", 1, seq, message), to="detokenizer.d")
+    await fleet.broker.settle()
+    store: Any = runtime.actor._store  # type: ignore[attr-defined]  # white box
+    store._turn()
+    await fleet.broker.settle()
+    assert (store.stored, store.failed) == (0, 1)  # nothing listens: there is no stream
+    for ack in (b'{"stream":"HR_STATE","seq":1}', b'{"error":{"code":503}}'):
+        fleet.outside.publish(store._acks, ack)
+    await fleet.broker.settle()
+    assert {m.name.rpartition(".")[2]: m.value for m in store.metrics} == {
+        "checkpoints": 1, "checkpoints_failed": 2,
+    }  # fmt: skip
+    close = Close(seq=7, final=70, reason="length", usage=Usage(prompt_tokens=1))
+    fleet.put(Envelope("scheduler.s", 1, 4, close), to="detokenizer.d")
+    await fleet.broker.settle()
+    assert json.loads(answers[0].data)["usage"]["completion_tokens"] == 70

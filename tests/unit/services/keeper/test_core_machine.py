@@ -21,6 +21,7 @@ from services.keeper.core import (
     Ask,
     Command,
     Delivered,
+    Drop,
     Event,
     KeeperCore,
     Key,
@@ -32,10 +33,12 @@ from services.keeper.core import (
     Stored,
     Tick,
 )
-from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work
+from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work, to_json
+from shared.checkpoints import body_hash
 from shared.errors import (
     BadRequest,
     Cancelled,
+    DeadlineExceeded,
     DuplicateRequest,
     EngineError,
     HeadraceError,
@@ -55,8 +58,14 @@ LAST = [BadRequest("wrong"), EngineError("killed three executors"), Cancelled("b
 
 
 def work(key: Key, submitted_us: int = 0) -> Work:
-    webhook = "https://a.example" if key == KEYS[2] else ""
-    return Work(*key, "m", {"prompt": key[1], "seed": 7}, "digest", submitted_us, webhook=webhook)
+    """The requests of tenant b have checkpoints."""
+    more = {"durable": "tokens"} if key[0] == "b" else {}
+    webhook = "https://a.example" if key == KEYS[1] else ""
+    return Work(*key, "m", {"prompt": key[1], "seed": 7, **more}, "digest", submitted_us, webhook=webhook)
+
+
+def checkpoint(key: Key) -> bytes:
+    return f"1 {body_hash(to_json(work(key).body))}\ntokens".encode()
 
 
 class Keepers(RuleBasedStateMachine):
@@ -79,8 +88,10 @@ class Keepers(RuleBasedStateMachine):
             match command:
                 case LookUp() | Store():
                     self.todo.append(command)
-                case Ask(asked):
+                case Ask(asked, found):
                     assert (asked.tenant, asked.id) in self.waiting
+                    assert found in (b"", checkpoint((asked.tenant, asked.id)))
+                    assert not found or asked.checkpoints
                     self.asked.append(asked)
                 case Announce(key, status):
                     assert self.records[key]["status"] == status
@@ -94,6 +105,8 @@ class Keepers(RuleBasedStateMachine):
                     assert self.acks[reply] in self.waiting
                 case Progress(reply):
                     assert reply in self.acks
+                case Drop(key):
+                    assert key[0] == "b"
 
     @rule(key=st.sampled_from(KEYS))
     def delivered(self, key: Key) -> None:
@@ -110,7 +123,10 @@ class Keepers(RuleBasedStateMachine):
     def store_answers(self, data: st.DataObject, there: str) -> None:
         command = self.todo.pop(data.draw(st.integers(0, len(self.todo) - 1)))
         if isinstance(command, LookUp):
-            self.feed(LookedUp(command.key, None if there != "yes" else command.key in self.records))
+            assert command.checkpoint == (command.key[0] == "b")
+            found = data.draw(st.sampled_from([b"", b"1 other\n", checkpoint(command.key)]))
+            exists = None if there != "yes" else command.key in self.records
+            self.feed(LookedUp(command.key, exists, found if command.checkpoint else b""))
             return
         assert isinstance(command, Store)
         new = command.key not in self.records
@@ -180,7 +196,8 @@ TestKeepers = Keepers.TestCase
 
 def flown(core: KeeperCore, key: Key = KEYS[0], times: int = 1, now_us: int = 0) -> None:
     """A request that has been asked."""
-    assert core.handle(Delivered(work(key), "ack", times), now_us, now_us) == [LookUp(key)]
+    looks = [LookUp(key, checkpoint=key[0] == "b")]
+    assert core.handle(Delivered(work(key), "ack", times), now_us, now_us) == looks
     assert core.handle(LookedUp(key, False), now_us, now_us) == [Ask(work(key))]
 
 
@@ -284,3 +301,66 @@ def test_all_requests_in_flight_report_progress_in_time() -> None:
     core.handle(Tick(), 1, 1)
     assert core.handle(Tick(), PROGRESS_US, 0) == []
     assert core.handle(Tick(), 1 + PROGRESS_US, 0) == [Progress("ack")] * 3
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------
+
+LONG = KEYS[2]
+
+
+def looked_up(found: bytes) -> tuple[KeeperCore, list[Command]]:
+    core = KeeperCore()
+    assert core.handle(Delivered(work(LONG), "ack"), 0, 0) == [LookUp(LONG, checkpoint=True)]
+    return core, core.handle(LookedUp(LONG, False, found), 0, 0)
+
+
+def test_a_request_goes_on_after_its_checkpoint() -> None:
+    assert looked_up(checkpoint(LONG))[1] == [Ask(work(LONG), checkpoint(LONG))]
+    assert looked_up(b"")[1] == [Ask(work(LONG))]
+
+
+def test_a_checkpoint_of_another_body_or_version_is_dropped() -> None:
+    for found in (checkpoint(KEYS[0]), b"2" + checkpoint(LONG)[1:], b"garbage"):
+        assert looked_up(found)[1] == [Drop(LONG), Ask(work(LONG))]
+
+
+def test_one_with_a_record_is_acked_and_its_checkpoint_dropped() -> None:
+    core = KeeperCore()
+    core.handle(Delivered(work(LONG), "ack"), 0, 0)
+    assert core.handle(LookedUp(LONG, True, checkpoint(LONG)), 0, 0) == [Ack("ack"), Drop(LONG)]
+    core, _ = looked_up(checkpoint(LONG))
+    core.handle(Answered(LONG, {"text": "x"}), 1, 1)
+    assert core.handle(Stored(LONG, True), 2, 2) == [Announce(LONG, COMPLETED), Ack("ack"), Drop(LONG)]
+
+
+def test_an_error_after_a_checkpoint_is_not_the_last_word() -> None:
+    """It starts over, once: the error may be of the checkpoint. The next one is of the request."""
+    core, _ = looked_up(checkpoint(LONG))
+    assert core.handle(Answered(LONG, BadRequest("unreadable")), 1, 1) == [Drop(LONG), Ask(work(LONG))]
+    core.handle(Tick(), 1, 1)
+    assert core.handle(Tick(), 1 + ASK_AGAIN_US, 1)[0] == LookUp(LONG, checkpoint=True)
+    assert core.handle(LookedUp(LONG, False, checkpoint(LONG)), 2, 2) == [Ask(work(LONG))]
+    (store,) = core.handle(Answered(LONG, EngineError("killed three executors")), 3, 3)
+    assert isinstance(store, Store)
+    assert store.record["status"] == FAILED
+
+
+def test_a_cancel_a_time_limit_and_a_fleet_that_is_not_ready_are_not_its_fault() -> None:
+    for outcome in (Cancelled("by the client"), DeadlineExceeded("late")):
+        core, _ = looked_up(checkpoint(LONG))
+        (store,) = core.handle(Answered(LONG, outcome), 1, 1)
+        assert isinstance(store, Store)
+    for outcome in AGAIN:
+        core, _ = looked_up(checkpoint(LONG))
+        (nak,) = core.handle(Answered(LONG, outcome), 1, 1)
+        assert isinstance(nak, Nak)
+
+
+def test_before_it_is_asked_again_its_newest_checkpoint_is_read() -> None:
+    """The fleet may have died while this keeper lived."""
+    core, asked = looked_up(b"")
+    assert asked == [Ask(work(LONG))]
+    core.handle(Tick(), 0, 0)
+    assert core.handle(Tick(), ASK_AGAIN_US, 0)[0] == LookUp(LONG, checkpoint=True)
+    again = core.handle(LookedUp(LONG, False, checkpoint(LONG)), ASK_AGAIN_US, 0)
+    assert again == [Ask(work(LONG), checkpoint(LONG))]

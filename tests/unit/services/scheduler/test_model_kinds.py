@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -169,9 +171,24 @@ def test_another_scheduler_goes_on_only_with_tokens_of_its_kind() -> None:
         assert (reader.closed.reason if reader.closed else "") == reason
 
 
-def test_its_detokenizer_knows_who_has_computed_a_request() -> None:
-    """Should this scheduler die, it tells the next one."""
-    world = of_kinds("aaa", "bbb")
+def test_one_with_checkpoints_starts_over_with_tokens_of_its_kind() -> None:
+    """It is opened as a new attempt without tokens, and its detokenizer gets the request again."""
+    for digest, attempt, kept in (("aaa", 1, set[int]()), ("bbb", 2, {2})):
+        world = of_kinds("aaa")
+        heard = listening(world)
+        asked = dataclasses.replace(resumed(digest, [7, 8]), checkpoints="c")
+        world.handle(Arrived("detokenizer.d1", asked))
+        (reader,) = world.readers_of("r")
+        assert (reader.opened.attempt, len(reader.opened.tokens)) == (attempt, 2 if digest == "aaa" else 0)
+        assert {message.attempt for message in heard} == kept
+        assert all(list(message.tokens) == PROMPT and not message.generated for message in heard)
+        world.run()
+        assert reader.closed is not None
+        assert (reader.closed.reason, len(reader.tokens)) == ("length", 12)
+
+
+def listening(world: World) -> list[Tokenized]:
+    """The requests that detokenizers get from now on."""
     kept: list[Tokenized] = []
     carry_out = world._carry_out
 
@@ -181,6 +198,13 @@ def test_its_detokenizer_knows_who_has_computed_a_request() -> None:
         carry_out(command)  # type: ignore[arg-type]
 
     world._carry_out = listen  # type: ignore[method-assign]
+    return kept
+
+
+def test_its_detokenizer_knows_who_has_computed_a_request() -> None:
+    """Should this scheduler die, it tells the next one."""
+    world = of_kinds("aaa", "bbb")
+    kept = listening(world)
     world.ask("r", PROMPT, 12)
     assert [asked.model_digest for asked in kept] == ["aaa"]
     world.crash("e1")  # before a token is back: e2 starts over

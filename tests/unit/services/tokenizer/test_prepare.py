@@ -19,6 +19,7 @@ from services.tokenizer.prepare import ServedModel, Submission, prepare, read_bo
 from services.tokenizer.queries import tokenize_body
 from shared.answer_formats.formats import FORMATS
 from shared.api import IGNORED, UNSUPPORTED
+from shared.checkpoints import body_hash
 from shared.errors import BadRequest, SetupError
 from shared.messages import Sampling, Tokenized, floats, ints
 from shared.vocab.vocabulary import Vocabulary, gguf_parts
@@ -532,6 +533,19 @@ def test_without_a_grammar_engine_a_grammar_is_refused_at_once(model: ServedMode
     assert caught.value.param == "response_format"
     assert prepare(dataclasses.replace(submission, grammars=True), read_body(body), model).grammar
     assert prepare(submission, CHAT, model) == prepared(model, CHAT)
+
+
+def test_only_a_keepers_request_has_checkpoints(model: ServedModel) -> None:
+    """They are stored under the hash of its body: another one cannot use them."""
+    body = json.dumps({**CHAT, "durable": "tokens"}).encode()
+    submission = Submission("acme", "_INBOX.acme.headrace-keeper.r", body, "fresh", 99, WALL_US)
+    got = prepare(submission, read_body(body), model)
+    assert got.checkpoints == body_hash(body)
+    assert dataclasses.replace(got, checkpoints="", inbox="inbox") == prepared(model, CHAT)
+    for inbox in ("inbox", "_INBOX.acme.x", "_INBOX.headrace-keeper.r"):
+        with pytest.raises(BadRequest, match="only the tokens of a submitted request") as caught:
+            prepare(dataclasses.replace(submission, inbox=inbox), read_body(body), model)
+        assert caught.value.param == "durable"
 
 
 def test_content_parts_are_joined(model: ServedModel) -> None:

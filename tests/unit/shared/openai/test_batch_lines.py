@@ -19,7 +19,8 @@ GOOD: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completi
     [
         {"custom_id": 1}, {"custom_id": ""}, {"method": "GET"}, {"method": []}, {"url": "/v1/embeddings"},
         {"url": {}}, {"url": []}, {"body": []}, {"body": {}}, {"body": {"prompt": "x", "stream": True}},
-        {"body": {"prompt": "x", "echo": True}}, {"body": {"messages": []}},
+        {"body": {"prompt": "x", "echo": True}}, {"body": {"prompt": "x", "durable": "tokens"}},
+        {"body": {"messages": []}},
     ],
 )  # fmt: skip
 def test_a_wrong_field_of_any_type_is_a_bad_request(wrong: dict[str, Any]) -> None:

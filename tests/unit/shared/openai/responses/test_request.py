@@ -42,6 +42,7 @@ def test_every_field_has_its_place() -> None:
             "reasoning": {"effort": "low", "summary": "auto"}, "include": ["message.output_text.logprobs"],
             "top_logprobs": 2, "metadata": {"a": "b"}, "user": "u", "store": False, "stream": True,
             "service_tier": "auto", "prompt_cache_key": "k", "truncation": "auto", "seed": 4, "stop": "x",
+            "durable": "tokens",
         }
     )  # fmt: skip
     keep = body.pop("keep")["response"]
@@ -54,7 +55,7 @@ def test_every_field_has_its_place() -> None:
         "tool_choice": {"type": "function", "function": {"name": "weather"}}, "parallel_tool_calls": False,
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
         "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
-        "logprobs": True, "top_logprobs": 2, "user": "u", "seed": 4, "stop": "x",
+        "logprobs": True, "top_logprobs": 2, "user": "u", "seed": 4, "stop": "x", "durable": "tokens",
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     assert (keep["metadata"], keep["store"], keep["tools"]) == ({"a": "b"}, False, [TOOL])
