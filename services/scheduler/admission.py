@@ -68,7 +68,7 @@ class HeldExecutors:
 def admit(state: State) -> None:
     """Start the groups that can start, in queue order."""
     waiting = state.waiting
-    if not waiting.queues:
+    if not waiting.groups:
         return
     waiting.promote_aged(state.now_us)
     for model in sorted({e.hello.model for e in state.executors.values()}):
@@ -125,15 +125,19 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
     if why := model_kinds.stranded(state, group.request):
         finish.fail(state, group.request, Unavailable.code, why, RETRY_AFTER_MS)
         return True
-    able = [e for e in executors if model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)]
-    if not able:
+
+    def able(e: Executor) -> bool:
+        return model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)
+
+    if not any(able(e) for e in executors):
         state.waiting.park(group)  # accepted for a larger executor that is gone or drains
         return True
-    if first and preemption.preempt_for(state, group, [e for e in executors if _may_join(state, e, group)]):
+    if first and preemption.preempt_for(state, group, (e for e in executors if _may_join(state, e, group))):
         return True
     if first:
         lookups.refresh(state, group)
-    _hold_executor(state, group, [e for e in able if e in free], held)
+    kept = [e for e in free if e.source == group.held_executor and able(e)]
+    _hold_executor(state, group, kept or [e for e in free if able(e)], held)
     return False
 
 
@@ -142,12 +146,21 @@ def _hold_executor(state: State, group: SequenceGroup, able: list[Executor], hel
     that becomes free on each executor in turn."""
     sources = [e.source for e in able]
     if group.held_executor not in sources and able:
-        group.held_executor = min(
-            able, key=lambda e: (_shortfall(state, e, group) if len(able) > 1 else 0, e.source)
-        ).source
+        group.held_executor = able[0].source if len(able) == 1 else _least_short(state, able, group)
         group.held_since_us, group.overtaken = state.now_us, 0
     if group.held_executor in sources:
         held.sources.add(group.held_executor)
+
+
+def _least_short(state: State, able: list[Executor], group: SequenceGroup) -> str:
+    """The executor that lacks least for the group. Looks at blocks only where few enough slots are short."""
+    least, count = (1 << 62, ""), len(group.sequences)
+    slots = sorted((max(count - e.pool.free_slots - e.pool.fenced_slots, 0), e.source, e) for e in able)
+    for short, source, executor in slots:
+        if (short, source) > least:
+            break
+        least = min(least, (_shortfall(state, executor, group), source))
+    return least[1]
 
 
 def _shortfall(state: State, executor: Executor, group: SequenceGroup) -> int:
@@ -220,10 +233,17 @@ def _others_above(state: State, first: SequenceGroup) -> tuple[int, int]:
 
 def _blocking_state(state: State, group: SequenceGroup) -> tuple[int, ...]:
     """A waiting group, or one after it, can start only after one of these numbers has changed."""
-    seen = [group.number, group.level, state.next_seq if len(state.executors) > 1 else 0]
-    seen += _others_above(state, group)
-    for e in state.executors.values():
-        seen += e.step, e.pool.free_blocks, e.pool.reserved, e.pool.free_slots, e.draining
+    seen, executors = [group.number, group.level], state.executors.values()
+    seen.append(state.next_seq if len(executors) > 1 else 0)
+    seen += (others := _others_above(state, group))
+    full = not any(e.pool.free_slots for e in executors)
+    if full and not (others[1] or state.tiers.by_host or any(preemption.victims_by(state, group))):
+        return (
+            *seen,
+            *[e.draining for e in executors],
+        )  # only a slot helps, and no other step of any executor
+    for e in executors:
+        seen += e.step, e.draining, *e.pool.room
     return tuple(seen)
 
 
@@ -254,7 +274,7 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
 
 def _may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """True if the group lacks nothing but room here."""
-    if not model_kinds.serves(executor, group.request) or not _safe(executor, group):
+    if not model_kinds.serves(executor, group.request) or (state.suspects and not _safe(executor, group)):
         return False
     return not (state.limits.policy.closed and any(s.computed for s in executor.running))
 

@@ -53,7 +53,7 @@ def make_room(state: State, executor: Executor) -> int:
     return len(short_rows)
 
 
-def preempt_for(state: State, group: SequenceGroup, open_to: list[Executor]) -> bool:
+def preempt_for(state: State, group: SequenceGroup, open_to: Iterable[Executor]) -> bool:
     """Preempt as many sequences as the group needs to start on one of the executors `open_to` it.
 
     First for all its sequences, from lower classes; then for its first sequence alone, from lower classes and
@@ -61,9 +61,9 @@ def preempt_for(state: State, group: SequenceGroup, open_to: list[Executor]) -> 
     were preempted: where no step is in flight their blocks are free at once.
     """
     tenant, one = group.client[0], group.first_choice()
-    serving = [e for e in state.executors.values() if model_kinds.serves(e, group.request)]
-    last = group.level == len(CLASS_NAMES) - 1
-    comes = not (group.resumes or last or any(tenant in e.running_by_tenant for e in serving))
+    lower_runs, comes = victims_by(state, group)
+    if not (lower_runs or comes):
+        return False
     able = [e for e in open_to if headroom.fits_alone(e, one)]
     ways = [
         (e, _of_lower_class(state, e, group), _of_tenants_over_share(state, e, one) if comes else [])
@@ -82,6 +82,15 @@ def preempt_for(state: State, group: SequenceGroup, open_to: list[Executor]) -> 
         ):
             return True
     return False
+
+
+def victims_by(state: State, group: SequenceGroup) -> tuple[bool, bool]:
+    """Whether the group may have victims by their lower class, and by its tenant, of which nothing runs."""
+    tenant, executors = group.client[0], state.executors.values()
+    lower = range(group.level + 1, len(CLASS_NAMES))
+    serving = (e for e in executors if model_kinds.serves(e, group.request))
+    comes = not (group.resumes or not lower or any(tenant in e.running_by_tenant for e in serving))
+    return any(e.running_by_class[level] for level in lower for e in executors), comes
 
 
 def preempt_for_next(

@@ -53,8 +53,13 @@ ROW_NUMBERS = ints(range(65_536))  # slicing it is fast
 
 def plan_next(state: State, executor: Executor) -> bool:
     """Plan and send the executor's next step; False when its window is full or no row is ready."""
+    if executor.settled == executor.changes:
+        return False
     mode, depth = overlap.mode_of(state, executor)
-    if len(executor.in_flight) >= depth or (mode == "run_ahead" and room_comes_soon(state, executor)):
+    if len(executor.in_flight) >= depth:
+        executor.settled = executor.changes
+        return False
+    if mode == "run_ahead" and room_comes_soon(state, executor):
         return False
     short_rows = preemption.make_room(state, executor)
     executor.awaits_copies = short_rows > 0 and worth_waiting(state, executor, short_rows)
@@ -68,6 +73,7 @@ def plan_next(state: State, executor: Executor) -> bool:
 
 
 def _plan_step(state: State, executor: Executor, mode: str, micro_batch: int | None) -> bool:
+    executor.changes += 1  # also if no row gets into the step: a row may have taken a block
     decodes, prompts = ready_rows(executor, mode == "run_ahead", micro_batch)
     if micro_batch is not None and decodes:
         decodes = balance(executor, micro_batch, decodes)
