@@ -273,7 +273,7 @@ NOTHING = ("", {"type": "text"})  # values of clients for "no structured output"
 # Fields of OpenAI, vLLM and llama.cpp's server that change no answer here.
 IGNORED = (
     "metadata", "store", "service_tier", "safety_identifier", "prediction",
-    "verbosity", "prompt_cache_key", "prompt_cache_retention", "spaces_between_special_tokens",
+    "verbosity", "prompt_cache_retention", "spaces_between_special_tokens",
     "guided_decoding_backend",
     "cache_prompt", "id_slot", "n_keep", "n_discard", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
     "dry_sequence_breakers", "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold",
@@ -334,6 +334,7 @@ class GenerateRequest(_WithoutEffect, BaseModel):  # type: ignore[misc,valid-typ
     stream: bool = Field(False, description="send the answer in pieces")
     stream_options: StreamOptions = StreamOptions()
     user: str = Field("", description=NO_EFFECT)
+    prompt_cache_key: str = Field("", description="requests with an equal one share a prefix cache")
     request_id: str | None = Field(None, pattern=REQUEST_ID, description="unique among running requests")
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="time limit, seconds")
     slo_class: SloClass = Field("standard", description="latency class: docs/design/scheduler.md")

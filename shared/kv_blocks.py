@@ -15,9 +15,10 @@ that picks a shard.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from blake3 import blake3
@@ -75,13 +76,18 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def rendezvous(key: str, members: Iterable[str]) -> str:
+def rendezvous(key: str, members: Iterable[str], weights: Mapping[str, int] | None = None) -> str:
     """The member that owns `key`. When a member joins or leaves, only its keys move.
 
-    Highest random weight hashing, Thaler and Ravishankar 1998. Raises ValueError without members.
+    A member owns keys in proportion to its weight, at least 1; all weigh 1 without `weights`. Highest random
+    weight hashing, Thaler and Ravishankar 1998. Raises ValueError without members.
     """
-    return max(members, key=lambda member: (_weight(key, member), member))
+    return max(
+        members, key=lambda member: (_score(key, member, weights.get(member, 1) if weights else 1), member)
+    )
 
 
-def _weight(key: str, member: str) -> bytes:
-    return hashlib.blake2b(f"{member}\0{key}".encode(), digest_size=8).digest()
+def _score(key: str, member: str, weight: int) -> float:
+    digest = hashlib.blake2b(f"{member}\0{key}".encode(), digest_size=8).digest()
+    drawn = ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52  # between 0 and 1, neither of them
+    return -max(weight, 1) / math.log(drawn)

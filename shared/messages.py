@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 else:  # array.array cannot be subscripted before Python 3.12
     IntArray = FloatArray = array
 
+ATTEMPTS = 100  # attempt numbers per tokenizer, more than one uses: a takeover starts above the previous ones
 MOVED = 410  # code of a Rejected or Cancel: another detokenizer answers the client of this request
 
 ROW_REFUSED = "refused: "  # prefix of a row error that is the client's fault: a 400, not a 500
@@ -195,6 +196,7 @@ class Tokenized:
         ""  # of a chat: a name of shared/answer_formats, with THINKING if its prompt opens it
     )
     checkpoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
+    routing_key: str = ""  # requests with an equal one go to the same scheduler; empty: the id decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,6 +423,7 @@ class ExecReset:
 
     exec_epoch: int
     why: str
+    scheduler: str = ""  # id of the scheduler that gets the ExecHello; empty: the sender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

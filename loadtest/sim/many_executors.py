@@ -25,12 +25,13 @@ def shared_prefixes(seed: int, rate: float, prefixes: int = 40, tokens: int = 3_
         yield _asked(f"p{number}", at_us, prompt, rng.randrange(50, 300))
 
 
-def conversations(seed: int, chats: int, turns: int = 8) -> Iterator[SimRequest]:
+def conversations(seed: int, chats: int, turns: int = 8, system: int = 0) -> Iterator[SimRequest]:
     """Chats that start at random times in the first half; each turn repeats all turns before it, and follows
-    10 to 25 s after the last. An answer stands for its tokens in the next prompt."""
+    10 to 25 s after the last. An answer stands for its tokens in the next prompt. `system`: tokens of a
+    prompt that all of them begin with."""
     rng = random.Random(seed)
     for chat in range(chats):
-        at_us, parts = rng.randrange(MINUTES * 30 * SECOND_US), []
+        at_us, parts = rng.randrange(MINUTES * 30 * SECOND_US), [(1, system)] if system else []
         for turn in range(turns):
             parts.append((10**7 + 1_000 * chat + turn, rng.randrange(100, 900)))
             yield _asked(f"c{chat}.{turn}", at_us, _prompt(*parts), rng.randrange(50, 300))

@@ -123,6 +123,16 @@ class World:
             self._handle(self._prepared(event))
         return True
 
+    def go_until(self, now_us: int) -> None:
+        """Everything before `now_us`."""
+        while self._heap and self._heap[0][0] < now_us:
+            self.next_event()
+        self.now_us = now_us
+
+    def ask(self, asked: SimRequest) -> None:
+        """A request arrives now."""
+        self._handle(self._prepared(asked))
+
     def _output_tokens(self, seq: int) -> int:
         """The real length of a sequence; its slot is opened before its reader, so that only the scheduler
         knows yet whose it is."""

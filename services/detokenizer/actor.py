@@ -73,6 +73,7 @@ class DetokenizerActor(Actor):
         self._flush_due = False
         self._finding = False
         self._claims_timer = False
+        self._idle_schedulers: set[str] = set()  # without an executor, while others have one
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -118,6 +119,10 @@ class DetokenizerActor(Actor):
 
     def upkeep(self) -> None:
         self._client_events.upkeep()
+        peers, before = self._mailbox.peers, self._idle_schedulers
+        self._idle_schedulers = {*peers.ready("scheduler", self._model)} - {*peers.serving(self._model)}
+        for actor in sorted(before & self._idle_schedulers):
+            self._after_loss(self._core.failover.lost(f"scheduler.{actor}", "the scheduler has no executor"))
         self._run(self._core.upkeep(self._mailbox.clock.now_us(), self._lives))
 
     def heartbeat_payload(self) -> HeartbeatPayload:

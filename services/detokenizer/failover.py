@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from services.detokenizer.open_requests import Command, OpenRequests, RequestKey, SendTo, detached
 from services.detokenizer.response import ResponseText
-from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
+from shared.errors import Cancelled, DuplicateRequest, HeadraceError, Unavailable, from_code
 from shared.kv_blocks import rendezvous
-from shared.messages import MOVED, Accepted, Cancel, Detached, Open, Rejected, Tokenized, ints
+from shared.messages import ATTEMPTS, MOVED, Accepted, Cancel, Detached, Open, Rejected, Tokenized, ints
 
 TURN_S = 0.25
 WAIT_TURNS = 120  # 30 s: a hung scheduler is replaced after 15 s, and the new one has to start
@@ -151,10 +151,22 @@ class Failover:
         return request if request is not None and request.opened.inbox == lost.inbox else None
 
     def _second(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
-        """A slow scheduler opens a request that another one has resumed meanwhile: detach it there."""
+        """A scheduler opens a request that another one runs: it is slow and this one has been resumed there,
+        or the request was sent twice and the loads chose another scheduler. The first one goes on. Another
+        client's request with the same id is refused."""
         for key, request in self._table.named(opened.tenant, opened.request):
-            reads_it = request.opened.inbox == opened.inbox and request.opened.attempt >= opened.attempt
-            if key[0] != scheduler and reads_it:
+            if key[0] == scheduler:
+                continue
+            if request.opened.inbox != opened.inbox:
+                if key[1:] in self._lost:
+                    continue
+                error = DuplicateRequest(f"request {opened.request!r} is running; use another request_id")
+                refused = Cancel(
+                    tenant=opened.tenant, request=opened.request, code=error.code, message=error.message
+                )
+                return [SendTo(scheduler, refused)], True
+            again = (opened.attempt - 1) // ATTEMPTS > (request.opened.attempt - 1) // ATTEMPTS  # a takeover
+            if request.opened.attempt >= opened.attempt or again:
                 return [SendTo(scheduler, Detached(seqs=ints([opened.seq]), moved=True))], False
         return [], True
 
@@ -174,7 +186,8 @@ class Failover:
             del self._lost[name]
         elif ready:
             others = [actor for actor in ready if f"scheduler.{actor}" != lost.refused_by]
-            lost.asked = f"scheduler.{rendezvous(name[1], others or ready)}"
+            key = (request.kept.routing_key if request.kept else "") or name[1]
+            lost.asked = f"scheduler.{rendezvous(key, others or ready)}"
             yield SendTo(lost.asked, resumption(request, now_us), request.trace)
 
     def _give_up(self, lost: _LostRequest, request: ResponseText | None) -> Iterator[Command]:

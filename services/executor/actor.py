@@ -23,6 +23,7 @@ from shared.actor.membership import Peer, Peers
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import EngineError, SetupError
+from shared.kv_blocks import rendezvous
 from shared.messages import (
     ExecHello,
     ExecRefused,
@@ -109,7 +110,7 @@ class ExecutorActor(Actor):
         self._backend = await built
         computing = lambda: self._device.since_us > 0  # noqa: E731
         self._arenas = ArenaTransfers(self._backend, mailbox, self._host_id, self._send_hello, computing)
-        self._choose_scheduler(scheduler_for(mailbox.peers, self._backend.info.model))
+        self._join()
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         if source != self._scheduler:
@@ -122,9 +123,10 @@ class ExecutorActor(Actor):
                 if why != self._kept_out:
                     log.warning("kept out by %s: %s", source, why)
                 self._kept_out = why
-            case ExecReset(exec_epoch=epoch, why=why) if epoch == self._exec_epoch:
+            case ExecReset(exec_epoch=epoch, why=why, scheduler=given) if epoch == self._exec_epoch:
                 log.warning("reset by the scheduler: %s", why)
-                self._begin_incarnation()
+                ready = self._mailbox.peers.ready("scheduler")
+                self._choose_scheduler(given if given in ready else source.removeprefix("scheduler."))
             case _ if self._welcomed:
                 self._apply(message)
 
@@ -148,7 +150,7 @@ class ExecutorActor(Actor):
         if self._arenas is not None:
             self._arenas.on_peer_gone(peer)
         if peer.source == self._scheduler and self._backend is not None:
-            self._choose_scheduler(scheduler_for(self._mailbox.peers, self._backend.info.model))
+            self._join()
 
     def upkeep(self) -> None:
         if self._alarm.why:
@@ -228,6 +230,11 @@ class ExecutorActor(Actor):
         if self._backend is not None:
             await asyncio.to_thread(self._device.join, within_s)
 
+    def _join(self) -> None:
+        assert self._backend is not None
+        box = self._mailbox
+        self._choose_scheduler(scheduler_for(box.peers, self._backend.info.model, box.actor))
+
     def _choose_scheduler(self, scheduler: str) -> None:
         """Start a new incarnation for this scheduler; "" for none."""
         self._scheduler = f"scheduler.{scheduler}" if scheduler else ""
@@ -297,17 +304,29 @@ class ExecutorActor(Actor):
         self._device.published_us = max(0, self._mailbox.clock.wall_us() - result.end_wall_us)
 
 
-def scheduler_for(peers: Peers, model: str) -> str:
-    """The scheduler of `model` that a new executor joins, "" without one. First a scheduler with requests and
-    no executor, then the one with the most executors: a second scheduler stands by."""
-    served = peers.executors_of(model)
+def scheduler_for(peers: Peers, model: str, executor: str) -> str:
+    """The scheduler of `model` that `executor` joins, "" without one. First a scheduler with requests and no
+    executor, then one with executors, which checks the kind of this one: a scheduler without executors gets
+    some from others (services/scheduler/division.py). The executors of a dead scheduler are dealt out in the
+    order of their names, each to the scheduler with the fewest, then by rendezvous."""
+    ready, served = peers.ready("scheduler", model), peers.executors_of(model)
 
-    def rank(actor: str) -> tuple[bool, int, str]:
+    def starves(actor: str) -> bool:
         peer = peers.get(f"scheduler.{actor}")
-        requests = dict(peer.heartbeat.load).get("requests", 0) if peer is not None else 0
-        return not (requests and not served[actor]), -served[actor], actor
+        return not served[actor] and peer is not None and dict(peer.heartbeat.load).get("requests", 0) > 0
 
-    return min(peers.ready("scheduler", model), key=rank, default="")
+    serving = {actor: served[actor] for actor in ready if served[actor]}
+    if not serving or any(map(starves, ready)):
+        return next((actor for actor in ready if starves(actor)), min(ready, default=""))
+    found = (peers.get(f"executor.{actor}") for actor in peers.ready("executor", model))
+    homeless = {peer.heartbeat.actor for peer in found if peer and peer.heartbeat.scheduler not in ready}
+    for each in sorted({*homeless, executor}):
+        fewest = min(serving.values())
+        chosen = rendezvous(each, [actor for actor in serving if serving[actor] == fewest])
+        if each == executor:
+            return chosen
+        serving[chosen] += 1
+    return ""
 
 
 def build(settings: Settings) -> ExecutorActor:

@@ -12,6 +12,7 @@ from collections import deque
 from services.scheduler import model_kinds
 from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
+from services.scheduler.division import Division, Drain
 from services.scheduler.kv_tiers import store
 from services.scheduler.reports import scale, status
 from services.scheduler.reports.event_log import Recorder, attach
@@ -37,7 +38,7 @@ from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer, detection_us
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings, WatchedFile
-from shared.messages import Cancel, Message, Tokenized
+from shared.messages import Cancel, ExecReset, Message, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.replies import to_json
@@ -70,6 +71,7 @@ class SchedulerActor(Actor):
         self._quotas = quotas
         self._quotas_set: dict[str, Quota] = {}  # as the core has them
         self._recorder: Recorder | None = None
+        self._division = Division()
         self._ticking: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -122,6 +124,7 @@ class SchedulerActor(Actor):
         if self._quotas is not None:
             self._quotas.refresh()
             self._set_quotas()
+        self._divide()
         if self._recorder is not None:
             self._recorder.upkeep(self._mailbox.clock.now_us())
 
@@ -168,6 +171,20 @@ class SchedulerActor(Actor):
         self._idle.clear()
         if self._ticking is None:
             self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    def _divide(self) -> None:
+        """Move an executor to another scheduler, if this one has too many."""
+        box, executors = self._mailbox, self._core.state.executors
+        running = {name: len(executor.running) for name, executor in executors.items()}
+        move = self._division.turn(box.actor, self._model, box.peers, running, box.clock.now_us())
+        if isinstance(move, Drain):
+            self._handle(PeerDraining("executor", move.executor))
+        elif move is not None:
+            log.info("executor %s moves to scheduler %s", move.executor, move.scheduler)
+            epoch, why = executors[move.executor].epoch, "the executors are divided among the schedulers"
+            self._handle(PeerLost("executor", move.executor, died=False))
+            reset = ExecReset(exec_epoch=epoch, why=why, scheduler=move.scheduler)
+            box.send(f"executor.{move.executor}", reset)
 
     def _set_quotas(self) -> None:
         if self._quotas is not None and self._quotas.value != self._quotas_set:

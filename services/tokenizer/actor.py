@@ -25,6 +25,7 @@ from services.tokenizer.core import (
     Command,
     Event,
     Fail,
+    Loads,
     RequestDone,
     Schedulers,
     Send,
@@ -140,6 +141,8 @@ class TokenizerActor(Actor):
 
     def upkeep(self) -> None:
         self._classes.refresh()
+        peers, model = self._mailbox.peers, self._name
+        self._handle(Loads(peers.executors_of(model), tuple(peers.crowded(model))))
         for task in (self._ticking, self._standing):
             if task is not None and task.done():
                 task.result()  # a failed tick fails the actor, as a failed handler does

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.tokenizer.prepare import (
@@ -67,6 +68,14 @@ class Schedulers:
 
 
 @dataclass(frozen=True, slots=True)
+class Loads:
+    """Event: the number of executors by scheduler, and the `crowded` schedulers. Sent once a heartbeat."""
+
+    executors: Mapping[str, int]
+    crowded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Event: time has passed. Sent while requests are pending. `cut_off`: no message could arrive."""
 
@@ -101,7 +110,7 @@ class RequestDone:
     key: int
 
 
-Event = Submission | Prepared | Accepted | Rejected | Cancel | Schedulers | Tick
+Event = Submission | Prepared | Accepted | Rejected | Cancel | Schedulers | Loads | Tick
 Command = Send | Fail | RequestDone
 Key = tuple[str, str]  # tenant, request
 
@@ -135,6 +144,7 @@ class TokenizerCore:
         self._counted: deque[_Pending] = deque()  # the oldest first; some are not counted any more
         self._hears_us = 0  # from then on all answers sent during a cut are read
         self._schedulers: tuple[str, ...] = ()
+        self._loads = Loads({})
         self._patient_until_us = 0
         self.cancels = Cancels()
         self.prompt_tokens = 0
@@ -170,6 +180,9 @@ class TokenizerCore:
                 return self._cancel(event, now_us)
             case Schedulers():
                 return self._scheduled(event, now_us)
+            case Loads():
+                self._loads = event
+                return []
             case Tick():
                 return self._tick(now_us, event.cut_off)
 
@@ -289,13 +302,15 @@ class TokenizerCore:
         return commands
 
     def _send_to_scheduler(self, pending: _Pending, now_us: int) -> Send:
-        """Send a request to the scheduler that its id hashes to, without those that have just refused it.
-        Each further send is a new attempt."""
+        """Send a request to the scheduler that its routing key hashes to, without those that have just
+        refused it and, if others are left, without crowded ones. Each further send is a new attempt."""
         if pending.scheduler:
             attempt = pending.tokenized.attempt + 1
             pending.tokenized = dataclasses.replace(pending.tokenized, attempt=attempt)
         others = [actor for actor in self._schedulers if actor not in pending.refused_by]
-        pending.scheduler = rendezvous(pending.tokenized.request, others or self._schedulers)
+        others = [actor for actor in others if actor not in self._loads.crowded] or others
+        key = pending.tokenized.routing_key or pending.tokenized.request
+        pending.scheduler = rendezvous(key, others or self._schedulers, self._loads.executors)
         pending.refused_by = tuple(actor for actor in pending.refused_by if actor != pending.scheduler)
         pending.waits, pending.resend_us = False, now_us + RESEND_US
         self._count(pending, now_us)

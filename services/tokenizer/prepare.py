@@ -8,6 +8,7 @@ is not supported. shared/api.py defines the fields.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import logging
 import re
@@ -42,6 +43,7 @@ log = logging.getLogger("headrace.tokenizer")
 
 DEFAULT_COMPLETION_TOKENS = 16  # as in the OpenAI API
 MAX_CANCELS = 10_000  # then the oldest is dropped: clients may cancel requests that do not exist
+ROUTING_TOKENS = 256  # of a completion: with more, texts with the same start find each other less often
 TAIL_TOKENS = 64  # of a prompt: more than the marker of reasoning and the white space after it take
 CANCELLED = "the request was cancelled"
 LATE = "the request's time limit passed in intake"
@@ -298,7 +300,23 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         min_tokens=request.min_tokens,
         answer_format="" if form is None else f"{form.name}{THINKING if thinking else ''}",
         checkpoints=_checkpoints(request, submission),
+        routing_key=_routing_key(submission.tenant, request, prompt),
     )
+
+
+def _routing_key(tenant: str, request: Request, prompt: list[int]) -> str:
+    """The hash of a tenant and its `prompt_cache_key`, else the start of the prompt. That of a chat ends with
+    the first message of the user: it is the same in every turn, and chats with one long system prompt do not
+    all go to one scheduler."""
+    if request.prompt_cache_key:
+        start = f"key {request.prompt_cache_key}".encode()
+    elif isinstance(request, ChatRequest):
+        roles = [message.role for message in request.messages]
+        first = request.messages[: roles.index("user") + 1 if "user" in roles else 1]
+        start = json.dumps([(message.role, message.content) for message in first]).encode()
+    else:
+        start = ints(prompt[:ROUTING_TOKENS]).tobytes()
+    return hashlib.blake2b(tenant.encode() + b"\0" + start, digest_size=8).hexdigest()
 
 
 def _checkpoints(request: Request, submission: Submission) -> str:

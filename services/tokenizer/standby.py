@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shared.messages import Claims, longs
+from shared.messages import ATTEMPTS, Claims, longs
 from shared.nats.interface import Delivery
 
 TURN_US = 250_000
@@ -30,7 +30,6 @@ STOPPED_US = 1_000_000  # between two turns: this process was stopped, and other
 DONE_US = 30_000_000  # done keys are kept: longer than a hung process lives
 MAX_COPIES, MAX_COPY_BYTES = 8_192, 64 * 1024 * 1024  # then the oldest are dropped: they are likely done
 HASHED_BYTES = 16_384  # of a body
-ATTEMPTS = 100  # attempt numbers per owner, more than one uses: each owner starts above the previous one
 
 
 @dataclass(slots=True)

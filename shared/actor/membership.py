@@ -15,6 +15,9 @@ MISSED_HEARTBEATS = 3
 MIN_DETECTION_US = 5_000_000  # lower bound of the time to detect a death, for busy machines
 OWN_HEARTBEATS_LATE = 1.5  # intervals; an actor without its own heartbeats cannot judge the silence of others
 
+BOUND = 1.25  # consistent hashing with bounded loads, Mirrokni et al. 2018, with a quarter over the mean
+SLACK = 8  # requests an executor over the mean: fewer are chance, and cost a step next to nothing
+
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
 
@@ -100,6 +103,14 @@ class Peers:
         ready, served = self.ready("scheduler", model), self.executors_of(model)
         return [actor for actor in ready if served[actor]] or ready
 
+    def crowded(self, model: str) -> list[str]:
+        """Ids of the `serving` schedulers with more requests for each executor than BOUND times the mean."""
+        served = self.executors_of(model)
+        load = {actor: self._requests(actor) for actor in self.serving(model) if served[actor]}
+        mean = sum(load.values()) / max(sum(served[actor] for actor in load), 1)
+        bound = max(BOUND * mean, mean + SLACK)
+        return [actor for actor, requests in load.items() if requests > bound * served[actor]]
+
     def models(self, kind: str) -> list[str]:
         """The models of the ready actors of a kind, sorted."""
         heartbeats = (p.heartbeat for p in self._peers.values())
@@ -121,6 +132,10 @@ class Peers:
         """The largest `figure` in the loads of the ready actors of a kind and model; 0 if there is none."""
         ready = [self._peers[f"{kind}.{actor}"].heartbeat.load for actor in self.ready(kind, model)]
         return max((dict(load).get(figure, 0) for load in ready), default=0)
+
+    def _requests(self, scheduler: str) -> int:
+        figures = dict(self._peers[f"scheduler.{scheduler}"].heartbeat.load)
+        return figures.get("running", 0) + figures.get("waiting", 0)
 
     def _in_state(self, state: str, kind: str, model: str) -> list[str]:
         heartbeats = (p.heartbeat for p in self._peers.values())

@@ -26,7 +26,7 @@ LAYERS = {
             "step_planner",
         ),
         ("core",),
-        ("reports",),
+        ("division", "reports"),
         ("actor",),
     ),
     "services/executor": (
@@ -53,14 +53,14 @@ ONE_PATH = (
     "services/detokenizer/",
 )  # fmt: skip
 HANGING = (
-    "services/scheduler/kv_tiers/", "services/scheduler/reports/",
+    "services/scheduler/division.py", "services/scheduler/kv_tiers/", "services/scheduler/reports/",
     "services/detokenizer/attach.py", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py", "services/detokenizer/checkpoint",
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 21_544
-PRODUCT_FILES, PRODUCT_LINES = 237, 57_123
+PATH_FILES, PATH_LINES = 74, 21_646
+PRODUCT_FILES, PRODUCT_LINES = 238, 57_307
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

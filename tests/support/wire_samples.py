@@ -111,6 +111,7 @@ REQUESTS: tuple[Message, ...] = (
         min_tokens=3,
         answer_format="qwen3/thinking",
         checkpoints="9f86d081884c7d65",
+        routing_key="5f0c2b",
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(
@@ -236,7 +237,7 @@ STEPS: tuple[Message, ...] = (
     ),
     ExecRefused(exec_epoch=1_700_000_000_000_008, why="other weights serve"),
     ExecWelcome(exec_epoch=1_700_000_000_000_000),
-    ExecReset(exec_epoch=1_700_000_000_000_000, why="plans are lost"),
+    ExecReset(exec_epoch=1_700_000_000_000_000, why="plans are lost", scheduler="s2"),
     SlotOpen(
         slot=5,
         generation=9,

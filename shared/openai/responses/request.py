@@ -40,7 +40,7 @@ LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks fo
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # as in OpenAI's API
 # Fields that the chat has under the same name.
 _SAME = (
-    "temperature", "top_p", "parallel_tool_calls", "user", "stream",
+    "temperature", "top_p", "parallel_tool_calls", "user", "prompt_cache_key", "stream",
     "seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs", "durable",
     "webhook",
@@ -268,7 +268,7 @@ class ResponseRequest(BaseModel):
     truncation: Literal["auto", "disabled"] = Field("disabled", description=NO_EFFECT)
     service_tier: Any = _IDLE
     safety_identifier: Any = _IDLE
-    prompt_cache_key: Any = _IDLE
+    prompt_cache_key: str = Field("", description="requests with an equal one share a prefix cache")
     prompt_cache_retention: Any = _IDLE
     prompt_cache_options: Any = _IDLE
     max_tool_calls: Any = _IDLE

@@ -17,6 +17,7 @@ from shared.actor.mailbox import Mailbox
 from shared.errors import PayloadTooLarge
 from shared.kv_blocks import rendezvous
 from shared.messages import (
+    ATTEMPTS,
     MOVED,
     Accepted,
     Cancel,
@@ -549,3 +550,55 @@ def test_of_an_adopted_request_its_scheduler_is_told_by_name(core: DetokenizerCo
         (A, str(Cancel(tenant="t", request="r1", code=MOVED)))
     }
     assert core.idle
+
+
+@pytest.mark.parametrize("attempt", [1, 1 + ATTEMPTS], ids=["sent again", "taken over by another tokenizer"])
+def test_a_request_that_two_schedulers_got_runs_at_the_first_one(core: DetokenizerCore, attempt: int) -> None:
+    """The load had changed between the two choices. After the death of the first it goes on at the other."""
+    begin(core)
+    give(core, A, tokens(5, 0, "ab"))
+    out = give(core, B, *opens(ASKED, 90, attempt), tokens(90, 0, "ab"))
+    assert (frames(out), told(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
+    core.failover.lost(A, "gone")
+    give(core, B, *opens(resumed(core.failover.turn(["b"], 0)), 91))
+    out = give(core, B, tokens(91, 2, "c"), Close(seq=91, final=3, reason="length"))
+    assert text(frames(out)) == "c"
+    assert core.idle
+
+
+def test_another_attempt_of_the_same_tokenizer_has_a_reason(core: DetokenizerCore) -> None:
+    """It has missed the first scheduler before this detokenizer did."""
+    begin(core)
+    assert told(give(core, B, *opens(ASKED, 90, attempt=2))) == []
+
+
+def test_an_id_in_use_at_another_scheduler_is_409(core: DetokenizerCore) -> None:
+    """For each choice; the one in use goes on."""
+    begin(core)
+    other = dataclasses.replace(ASKED, inbox="other", n=2)
+    out = told(give(core, B, *opens(other, 90), other))
+    assert [to for to, _ in out] == [B, B]
+    cancel = out[0][1]
+    assert isinstance(cancel, Cancel)
+    assert (cancel.tenant, cancel.request, cancel.code) == ("t", "r1", 409)
+    out = give(
+        core,
+        B,
+        *(Close(seq=seq, final=0, reason="error", code=409, message=cancel.message) for seq in (90, 91)),
+    )
+    assert {command.inbox for command in out if isinstance(command, Publish)} == {"other"}
+    assert frames(out)[0]["error"]["code"] == 409
+    out = give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
+    assert text(frames(out)) == "abc"
+    assert core.idle
+
+
+def test_a_request_goes_where_the_tokenizer_would_send_the_next_turn_of_its_chat(
+    core: DetokenizerCore,
+) -> None:
+    names = [f"s{i}" for i in range(9)]
+    asked = dataclasses.replace(ASKED, routing_key="a chat")
+    begin(core, asked)
+    core.failover.lost(A, "gone")
+    ((to, _),) = told(core.failover.turn(names, 0))
+    assert to == f"scheduler.{rendezvous('a chat', names)}" != f"scheduler.{rendezvous('r1', names)}"

@@ -264,6 +264,21 @@ async def test_a_reset_is_a_new_incarnation_with_empty_slots(fleet: Fleet) -> No
     assert len(hand.of(StepResult)) == 1
 
 
+@pytest.mark.parametrize("there", [True, False])
+async def test_a_reset_may_name_another_scheduler(fleet: Fleet, there: bool) -> None:
+    """One that has gone meanwhile is not waited for."""
+    actor, hand, hello = await welcomed(fleet)
+    other = HandScheduler()
+    if there:
+        await fleet.started(other, "s2")
+    hand.say(opened(), ExecReset(exec_epoch=hello.exec_epoch, why="test", scheduler="s2"))
+    again = await (other.until(ExecHello) if there else hand.until(ExecHello, 2))
+    assert again.exec_epoch > hello.exec_epoch
+    assert actor.status()["scheduler"] == ("scheduler.s2" if there else "scheduler.s")
+    assert actor.status()["open_slots"] == 0
+    assert len(hand.of(ExecHello)) == (1 if there else 2)
+
+
 async def test_a_late_result_of_a_past_incarnation_stays_here(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
     late = StepResult(exec_epoch=hello.exec_epoch - 1, step=1, ids=ints(), done=ints())

@@ -51,6 +51,12 @@ def submission(request: str = "r1", tenant: str = "t", **fields: Any) -> Submiss
     return Submission(tenant, f"inbox.{request}", json.dumps(body).encode(), "fresh", 7, 1, "trace")
 
 
+def key_of(submitted: Submission, model: ServedModel) -> str:
+    outcome = prepared(submitted, model).outcome
+    assert isinstance(outcome, Tokenized)
+    return outcome.routing_key
+
+
 def sent(commands: list[Command]) -> Tokenized:
     (command,) = commands
     assert isinstance(command, Send)
@@ -64,10 +70,13 @@ def failure(commands: list[Command]) -> tuple[str, str, int, str]:
     return fail.inbox, fail.request, fail.error.code, fail.error.message
 
 
-def test_a_request_goes_to_one_scheduler_with_its_trace(core: TokenizerCore) -> None:
+def test_a_request_goes_to_one_scheduler_with_its_trace(core: TokenizerCore, model: ServedModel) -> None:
     (command,) = core.handle(submission(), 0)
     assert isinstance(command, Send)
-    assert (command.scheduler, command.trace) == (rendezvous("r1", ("s1", "s2")), "trace")
+    assert (command.scheduler, command.trace) == (
+        rendezvous(key_of(submission(), model), ("s1", "s2")),
+        "trace",
+    )
     assert core.pending == 1
     assert core.handle(Accepted(tenant="t", request="r1", attempt=1), 5) == []
     assert core.pending == 0
@@ -112,7 +121,7 @@ def test_silence_is_asked_once_more_then_503_and_a_cancel(core: TokenizerCore) -
     assert core.handle(Tick(), GIVE_UP_US - 1) == []
     commands = core.handle(Tick(), GIVE_UP_US)
     assert failure(commands)[2] == 503
-    scheduler = rendezvous("r1", ("s1", "s2"))
+    scheduler = rendezvous(first.routing_key, ("s1", "s2"))
     (_, _, code, why) = failure(commands)
     assert commands[1] == Send(
         scheduler, Cancel(tenant="t", request="r1", code=code, message=why), "trace"
@@ -246,8 +255,8 @@ def test_a_time_limit_shorter_than_that_is_408(core: TokenizerCore) -> None:
 
 
 def test_a_vanished_scheduler_is_replaced_as_a_new_attempt(core: TokenizerCore) -> None:
-    core.handle(submission(), 0)
-    chosen = rendezvous("r1", ("s1", "s2"))
+    first = sent(core.handle(submission(), 0))
+    chosen = rendezvous(first.routing_key, ("s1", "s2"))
     other = "s1" if chosen == "s2" else "s2"
     assert core.handle(Schedulers(()), 10) == []
     (command,) = core.handle(Schedulers((other,)), 20)
@@ -305,15 +314,19 @@ def test_a_new_scheduler_that_cannot_serve_yet_is_asked_again(core: TokenizerCor
     assert failure([fail])[3] == "no executor is ready"
 
 
-def test_a_new_one_beside_others_may_stand_for_a_dead_one_that_is_not_missed_yet(core: TokenizerCore) -> None:
+def test_a_new_one_beside_others_may_stand_for_a_dead_one_that_is_not_missed_yet(
+    core: TokenizerCore, model: ServedModel
+) -> None:
     """Its executors are still with that one."""
     core.handle(Schedulers(("s1", "s2", "s3")), 0)
-    name = next(f"r{i}" for i in range(99) if rendezvous(f"r{i}", ("s1", "s2", "s3")) == "s3")
-    assert sent(core.handle(submission(name), 10)).attempt == 1
+    every = (submission(f"r{i}", prompt_cache_key=str(i)) for i in range(99))
+    asked_s3 = next(s for s in every if rendezvous(key_of(s, model), ("s1", "s2", "s3")) == "s3")
+    first = sent(core.handle(asked_s3, 10))
+    name = first.request
     refused = Rejected(tenant="t", request=name, attempt=1, code=503, message="no executor is ready")
     (again,) = core.handle(refused, 20)
     assert isinstance(again, Send)
-    assert again.scheduler == rendezvous(name, ("s1", "s2"))  # not the one that has just refused
+    assert again.scheduler == rendezvous(first.routing_key, ("s1", "s2"))  # not the one that has just refused
 
 
 def unavailable(attempt: int) -> Rejected:

@@ -71,6 +71,7 @@ def test_a_bare_chat(model: ServedModel) -> None:
         stop_ids=ints([0, 2]),
         tokens=ints(ids),
         open_end=True,
+        routing_key=got.routing_key,
     )
 
 
@@ -180,6 +181,7 @@ def test_every_field(model: ServedModel) -> None:
             '{"name": "wait", "args": {}}',
         ),
         min_tokens=2,
+        routing_key=got.routing_key,
     )
 
 
@@ -593,3 +595,45 @@ def test_tokenize_answers_what_a_request_would_get(model: ServedModel) -> None:
     }
     assert CONTROLS[1] == "<|im_start|>"
     assert body["tokens"][0] == 1
+
+
+def test_the_turns_of_a_chat_have_one_routing_key(model: ServedModel) -> None:
+    """Each tokenizer computes the same one. Others have another tenant, start or `prompt_cache_key`."""
+    start, more = [*range(3, 9)] * 50, [9, 9, 9]
+
+    def key(prompt: list[int], tenant: str = "t", **fields: Any) -> str:
+        body = json.dumps({"prompt": prompt, "max_tokens": 1, **fields}).encode()
+        wide = dataclasses.replace(model, max_context=1_000)
+        return prepare(
+            Submission(tenant, "inbox", body, "fresh", 9, WALL_US), read_body(body), wide
+        ).routing_key
+
+    first = key(start[:256])
+    assert key(start[:256] + more) == key(start, request_id="other", seed=1) == first
+    assert key(start[:255] + more) != first
+    assert key(start, "u") != first
+    named = key(start, prompt_cache_key="a")
+    assert key(more, prompt_cache_key="a") == named != first
+    assert named not in (key(start, prompt_cache_key="b"), key(start, "u", prompt_cache_key="a"))
+    assert key(start, prompt_cache_key=None) == first
+    with pytest.raises(BadRequest, match="prompt_cache_key"):
+        key(start, prompt_cache_key=3)
+
+
+def test_a_chat_has_its_routing_key_from_its_first_turn_on(model: ServedModel) -> None:
+    """A short one, too; and another chat behind the same system prompt has another one."""
+
+    def key(*messages: tuple[str, str]) -> str:
+        body = {**CHAT, "messages": [{"role": role, "content": content} for role, content in messages]}
+        return prepared(model, body).routing_key
+
+    system, first = ("system", "Be brief."), ("user", "Hi")
+    keys = [
+        key(system, first),
+        key(system, first, ("assistant", "Yes?"), ("user", "Why?")),
+        key(system, first, ("assistant", "No.")),
+    ]
+    assert len(set(keys)) == 1
+    others = [key(first), key(system, ("user", "Ho")), key(system), key(system, ("assistant", "Hi"))]
+    assert not set(keys) & set(others)
+    assert others[2] == others[3]

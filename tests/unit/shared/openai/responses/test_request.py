@@ -56,7 +56,7 @@ def test_every_field_has_its_place() -> None:
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
         "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
         "logprobs": True, "top_logprobs": 2, "user": "u", "seed": 4, "stop": "x", "durable": "tokens",
-        "stream": True, "stream_options": {"include_usage": True},
+        "prompt_cache_key": "k", "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     assert (keep["metadata"], keep["store"], keep["tools"]) == ({"a": "b"}, False, [TOOL])
 
