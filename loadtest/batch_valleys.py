@@ -3,9 +3,11 @@
     python -m loadtest.batch_valleys --parts valleys --out valleys.json
     python -m loadtest.batch_valleys --parts upload --megabytes 200 --out upload.json
 
-`valleys`: 16 interactive clients, then one, alone and beside a batch that does not end meanwhile, in turn.
-The rows that the batch takes are read from the scheduler. `upload`: a file goes up over HTTP and comes back;
-the gateway's resident memory is read meanwhile. `headrace up --durable` with the simulated engine.
+`valleys`: 16 interactive clients, then one, then 16 requests in one instant, alone and beside a batch that
+does not end meanwhile, in turn. `p99_ratio`, `one_p99_ratio`, `burst_p99_ratio`: the p99 beside the batch by
+the p99 alone. The rows that the batch takes are read from the scheduler. `upload`: a file goes up over HTTP
+and comes back; the gateway's resident memory is read meanwhile. `headrace up --durable` with the simulated
+engine.
 """
 
 from __future__ import annotations
@@ -33,24 +35,27 @@ from shared.client import Client, request_all
 from shared.file_client import asked
 from shared.nats import subjects
 
-SIM = "step=20000"  # a long step: what is measured is not the machine
+STEP_S = 0.02  # a long step: what is measured is not the machine
+SIM = f"step={round(STEP_S * 1e6)}"
 ROWS = 64  # of the engine
 LINES = 20_000  # more than one round takes
 CLIENTS, ONE = 16, 20  # interactive at a time; requests of a lone client in a round
+BURSTS = 10  # of CLIENTS requests each in a round
+BURST_APART_S = 0.5  # the batch has its rows back between two
 ROUNDS, REQUESTS, WARM_UP = 4, 320, 4
-APART_S = 0.1  # between the first requests of two clients: a batch's row is given up in a step or two
+APART_S = 0.1  # between the first requests of two clients, so that most arrive one by one
 SETTLE_S, LOOK_S = 4.0, 0.01
 BOUNDARY = "batch-valleys"
 
 Body = dict[str, Any]
 
 
-async def first_tokens(client: Client, count: int, clients: int = 1) -> list[float]:
+async def first_tokens(client: Client, count: int, clients: int = 1, apart_s: float = APART_S) -> list[float]:
     """Seconds to the first text of interactive requests of several clients, each with one at a time."""
     took, numbers = list[float](), iter(range(count))
 
     async def ask(client_number: int) -> None:
-        await asyncio.sleep(client_number * APART_S)
+        await asyncio.sleep(client_number * apart_s)
         for number in numbers:
             body = {"model": MODEL, "prompt": f"hello {number}", "max_tokens": 40, "ignore_eos": True}
             started_s, first_s = time.perf_counter(), 0.0
@@ -77,13 +82,18 @@ async def rows_taken(client: Client, seconds: float) -> float:
 
 async def valleys(rounds: int, requests: int) -> Body:
     """First tokens alone and beside a batch, in turn, and the rows of the batch."""
-    took: dict[str, list[float]] = {name: [] for name in ("alone", "beside", "one_alone", "one_beside")}
+    took: dict[str, list[float]] = {
+        f"{case}{where}": [] for case in ("", "one_", "burst_") for where in ("alone", "beside")
+    }
     rows = list[float]()
     flags = (*FLAGS, "--sim", SIM, "--slots", str(ROWS))
 
     async def measure(client: Client, name: str) -> None:
         took[name] += await first_tokens(client, requests, CLIENTS)
         took[f"one_{name}"] += await first_tokens(client, ONE)
+        for number in range(BURSTS):
+            await asyncio.sleep(BURST_APART_S + number * STEP_S / BURSTS)  # at any part of a step
+            took[f"burst_{name}"] += await first_tokens(client, CLIENTS, CLIENTS, apart_s=0.0)
 
     with tempfile.TemporaryDirectory() as state, running_up(flags, {"XDG_STATE_HOME": state}) as (_, url):
         async with client_at(url) as client:
@@ -98,11 +108,16 @@ async def valleys(rounds: int, requests: int) -> Body:
                 found = await asked(client, subjects.batches(client.tenant, "cancel"), {"id": batch})
                 assert found["status"] not in ENDED, "the batch ended meanwhile: more lines are needed"
                 await until(client, batch, LINES + 1)
-    document: Body = {"cpu": cpu_name(), "step_ms": 20, "clients": CLIENTS, "rows": statistics.mean(rows)}
+    document: Body = {
+        "cpu": cpu_name(),
+        "step_ms": STEP_S * 1e3,
+        "clients": CLIENTS,
+        "rows": statistics.mean(rows),
+    }
     for name, each in took.items():
         cuts = statistics.quantiles(each, n=100)
         document[name] = {"requests": len(each), "p50_ms": cuts[49] * 1e3, "p99_ms": cuts[98] * 1e3}
-    for name in ("", "one_"):
+    for name in ("", "one_", "burst_"):
         beside, alone = document[f"{name}beside"], document[f"{name}alone"]
         document[f"{name}p99_ratio"] = beside["p99_ms"] / alone["p99_ms"]
     return document

@@ -55,6 +55,9 @@ class Settings(BaseSettings):
     durable_replicas: int = Field(
         1, ge=1, le=5, description="servers of a cluster that store each durable request; 1, 3 or 5"
     )
+    webhooks: str = Field(
+        "", description="file of lines `host whsec_secret`: hosts that may get events of durable requests"
+    )
     backlog_limit_bytes: int = Field(8_388_608, ge=65_536, description="unsent bytes that make a client slow")
     # gateway
     http: str = Field(
@@ -264,6 +267,7 @@ _METAVARS = {  # for names with an unclear last word
     "links": "NAME=URL,...",
     "tenant_classes": "FILE",
     "tenant_quotas": "FILE",
+    "webhooks": "FILE",
     "drain_timeout_s": "SECONDS",
     "cold_start_wait_s": "SECONDS",
     "request_timeout_s": "SECONDS",

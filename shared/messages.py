@@ -79,6 +79,7 @@ class Heartbeat:
     rates: tuple[int, ...] = ()  # bytes per second per tier
     scheduler: str = ""  # executor: id of the scheduler that welcomed it
     aliases: tuple[str, ...] = ()  # tokenizer: further names of its model
+    model_digest: str = ""  # scheduler: of the executors that serve its model, as in ExecHello
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

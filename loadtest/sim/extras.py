@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from loadtest.sim.synthetic import ALONE_US
 from loadtest.simulator.readers import Record
 from loadtest.simulator.report import Figures, spread
 from loadtest.simulator.world import FIRST_US, World
@@ -18,6 +19,21 @@ def classes(world: World) -> Figures:
         made |= spread(f"ttft_ms_{slo_class}", [record.ttft_us for record in records])
         made[f"done_s_{slo_class}"] = round((max(r.ended_us for r in records) - FIRST_US) / 1e6, 2)
     return made
+
+
+def beside_batch(world: World) -> Figures:
+    """TTFT of synthetic.beside_batch by case, the ratio of its p99 beside the batch and alone, and tokens/s
+    from the start of the batch on."""
+    made: Figures = {}
+    for case in ("one", "burst"):
+        for beside in ("alone", "beside"):
+            name = f"{case}_{beside}"
+            records = [r for r in world.readers.records if r.asked.request.startswith(name)]
+            made |= spread(f"{name}_ms", [record.ttft_us for record in records])
+        made[f"{case}_p99_ratio"] = round(made[f"{case}_beside_ms_p99"] / made[f"{case}_alone_ms_p99"], 3)
+    readers, since_us = world.readers, FIRST_US + ALONE_US
+    tokens = sum(r.tokens for r in (*readers.records, *readers.open.values()) if r.arrival_us >= since_us)
+    return made | {"tok_s_beside": round(tokens / ((world.now_us - since_us) / 1e6), 1)}
 
 
 def fairness(world: World) -> Figures:

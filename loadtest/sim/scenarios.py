@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loadtest.sim import many_executors, synthetic, traces
-from loadtest.sim.extras import classes, fairness
+from loadtest.sim.extras import beside_batch, classes, fairness
 from loadtest.simulator.copies import Link
 from loadtest.simulator.engine import Machine
 from loadtest.simulator.hops import Hop
@@ -18,7 +18,7 @@ from loadtest.simulator.report import Bounds, Figures, steady
 from loadtest.simulator.requests import SimRequest, Workload
 from loadtest.simulator.tiers import TierSpec
 from loadtest.simulator.world import World
-from shared.step_model import PRESETS
+from shared.step_model import PRESETS, StepModel
 
 H200 = Machine(  # 896k tokens, as vLLM has there; 128 KiB of KV a token; PCIe as measured
     PRESETS["h200-8b"], blocks=56_000, hop=Hop(500, 200), block_bytes=2 << 20, link=Link()
@@ -279,6 +279,20 @@ SCENARIOS: dict[str, Scenario] = {
             Arm("whole prompts", "batching=prefill_first"),
             Arm("decode_first", "batching=decode_first"),
         ),
+    ),
+    "beside_batch": Scenario(
+        title="First tokens of interactive requests beside a batch that fills all 64 slots, steps of 20 ms",
+        why="What one request, and 16 in one instant, wait for rows of class batch and for steps in flight.",
+        workload=lambda options: synthetic.beside_batch(options.seed),
+        machine=Machine(StepModel(weights_us=20_000, token_ns=0), slots=64, hop=Hop(500, 200)),
+        arms=tuple(Arm(f"window {window}", slo=ALL, limits=(*ROOM, ("window", window))) for window in (1, 2)),
+        columns=(
+            *(f"{case}_{beside}_ms_p99" for case in ("one", "burst") for beside in ("alone", "beside")),
+            *("one_p99_ratio", "burst_p99_ratio", "tok_s_beside", "preemptions"),
+        ),
+        until_us=synthetic.ALONE_US + 70 * synthetic.SECOND_US,
+        extra=beside_batch,
+        plot="burst_beside_ms_p99",
     ),
     "fairness": Scenario(
         title="Two backlogged clients, one sending ten times as fast",

@@ -9,6 +9,7 @@ from loadtest.bench.workloads import LogNormal
 from loadtest.simulator.requests import SimRequest, Workload, plain_prompt
 
 SECOND_US = 1_000_000
+ALONE_US = 70 * SECOND_US  # `beside_batch`: nothing of class batch before
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,33 @@ def batch_beside_interactive(seed: int) -> Workload:
         for number in range(1, 51)
     ]
     return Workload((*jobs, *_mixed(seed + 1, INTERACTIVE).requests))
+
+
+def beside_batch(seed: int) -> Workload:
+    """Interactive requests with nothing beside them, then the same beside class batch, which has a row for
+    every slot and more that wait: one request at a time, and bursts of 16 in one instant."""
+    rng, requests = random.Random(seed), list[SimRequest]()
+    for beside, start_us in (("alone", SECOND_US), ("beside", ALONE_US)):
+        at_us = start_us + 2 * SECOND_US
+        for number in range(30):
+            for case, size in (("one", 1), ("burst", 16)):
+                at_us += SECOND_US + rng.randrange(SECOND_US // 10)
+                requests += [
+                    SimRequest(
+                        request=f"{case}_{beside}_{number}_{i}",
+                        arrival_us=at_us,
+                        prompt=plain_prompt(100_000 + len(requests) + i, 30),
+                        output_tokens=20,
+                        max_tokens=20,
+                        slo_class="interactive",
+                    )
+                    for i in range(size)
+                ]
+    requests += [
+        SimRequest(f"job{n}", ALONE_US, plain_prompt(n, 100), 200 + n % 200, 400, slo_class="batch")
+        for n in range(1, 901)
+    ]
+    return Workload(tuple(sorted(requests, key=lambda asked: asked.arrival_us)))
 
 
 def two_clients(seed: int) -> Workload:

@@ -84,12 +84,16 @@ class World:
 
     def run(self) -> Readers:
         """Everything, to the last Ended."""
+        self.begin()
+        return self._to_the_end()
+
+    def begin(self) -> None:
+        """Start all services; `next_event` then does the rest."""
         self._handle(PeerReady("detokenizer", "d", 1))
         for name, engine in self.engines.items():
             self._handle(Arrived(f"executor.{name}", engine.hello))
         if self.tier is not None:
             self._handle(self.tier.ready)
-        return self._to_the_end()
 
     def go_on(self, workload: Workload) -> Readers:
         """Another workload, after all of the one before has ended. Arrivals count from now."""
@@ -104,16 +108,23 @@ class World:
             self._push(self.now_us + asked.arrival_us, asked)
 
     def _to_the_end(self) -> Readers:
-        heap, until_us = self._heap, FIRST_US + self.setup.until_us if self.setup.until_us else 0
-        while heap:
-            self.now_us, _, event = heappop(heap)
-            if until_us and self.now_us > until_us:
-                break
-            if isinstance(event, ToTier):
-                self._at_tier(event)
-            else:
-                self._handle(self._prepared(event))
+        while self.next_event():
+            pass
         return self.readers
+
+    def next_event(self) -> bool:
+        """Handle the earliest event. False if there was none, or none before the end of the run."""
+        until_us = FIRST_US + self.setup.until_us if self.setup.until_us else 0
+        if not self._heap:
+            return False
+        self.now_us, _, event = heappop(self._heap)
+        if until_us and self.now_us > until_us:
+            return False
+        if isinstance(event, ToTier):
+            self._at_tier(event)
+        else:
+            self._handle(self._prepared(event))
+        return True
 
     def _output_tokens(self, seq: int) -> int:
         """The real length of a sequence; its slot is opened before its reader, so that only the scheduler

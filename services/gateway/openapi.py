@@ -52,7 +52,8 @@ _PREFER: Json = {
     "name": "Prefer",
     "in": "header",
     "schema": TEXT,
-    "description": "`respond-async`: answer 202 at once, and keep the request until it is answered",
+    "description": "`respond-async`: answer 202 at once, and keep the request until it is answered; "
+    "the body may then have `webhook`, a URL that gets a signed event at its end",
 }
 _LAST_ID: Json = {
     "name": "Last-Event-ID",
@@ -546,6 +547,7 @@ COMPONENTS: dict[str, Schema] = {
             "endpoint": _one_of(*URLS),
             "completion_window": {**TEXT, "pattern": WINDOW},
             "metadata": _METADATA,
+            "webhook": {**TEXT, "description": "a URL that gets a signed event when the batch has ended"},
         },
         "additionalProperties": False,
     },

@@ -40,8 +40,9 @@ from services.keeper.core import (
 )
 from services.keeper.file_verbs import FileVerbs
 from services.keeper.queues import MAX_QUEUED, TenantQueues
-from services.keeper.records import CANCELLED, Body, Work, to_json, work_of
+from services.keeper.records import CANCELLED, Body, Hook, Work, to_json, work_of
 from services.keeper.verbs import RECORD_ROOM, REPLIES, Verbs, reply_subject
+from services.keeper.webhook_shell import Webhooks
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.client import error_of
@@ -96,9 +97,10 @@ class KeeperActor(Actor):
 
     kind = "keeper"
 
-    def __init__(self, replicas: int = 1) -> None:
-        """`replicas`: servers of a cluster that have each message."""
-        self._replicas = replicas
+    def __init__(self, replicas: int = 1, webhooks: str = "") -> None:
+        """`replicas`: servers of a cluster that have each message. `webhooks`: the file of hosts that may be
+        called; empty: none."""
+        self._replicas, self._hosts = replicas, webhooks
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, mailbox: Mailbox) -> None:
@@ -106,11 +108,19 @@ class KeeperActor(Actor):
         self._core = KeeperCore()
         self._streams = JetStream(bus, replicated=self._replicas > 1)
         self._queues = TenantQueues(self._streams, mailbox.guarded(self._on_work), self._core.room)
-        self._verbs = Verbs(self._streams, mailbox.clock, self._queues, self._core.runs)
+        self._webhooks = Webhooks(self._streams, mailbox.clock, self._hosts)
+        self._verbs = Verbs(
+            self._streams,
+            mailbox.clock,
+            self._queues,
+            self._core.runs,
+            self._webhooks.check,
+            mailbox.peers,
+        )
         store = ObjectStore(self._streams)
         self._files = FileVerbs(store, mailbox.clock)
-        self._batches = Batches(bus, mailbox.clock, store, self._call)
-        batches = BatchVerbs(store, mailbox.clock, self._queues)
+        self._batches = Batches(bus, mailbox.clock, store, self._call, self._ack)
+        batches = BatchVerbs(store, mailbox.clock, self._queues, self._webhooks.check)
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
@@ -125,9 +135,11 @@ class KeeperActor(Actor):
             await bus.subscribe(subjects.FILES_ALL, self._answering(self._files.answer), queue="keeper"),
             await bus.subscribe(subjects.BATCHES_ALL, self._answering(batches.answer), queue="keeper"),
         ]
+        await bus.subscribe(subjects.RUNS_ALL, self._on_runs)
         await bus.flush()  # the server has them before this keeper is ready
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._pull()), loop.create_task(self._tick())]
+        loops = self._pull(), self._tick(), self._webhooks.run(self._replicas)
+        self._tasks = [loop.create_task(each) for each in loops]
 
     def on_broker(self, online: bool) -> None:
         if online:
@@ -144,7 +156,7 @@ class KeeperActor(Actor):
 
     @property
     def metrics(self) -> Metrics:
-        core = self._core
+        core, hooks = self._core, self._webhooks
         return (
             MetricPoint("headrace.keeper.queued", self._queues.queued, "{request}"),
             MetricPoint("headrace.keeper.in_flight", len(core), "{request}"),
@@ -152,6 +164,9 @@ class KeeperActor(Actor):
             MetricPoint("headrace.keeper.kept", self._verbs.kept, "{response}", is_counter=True),
             MetricPoint("headrace.keeper.stored", core.stored, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.refused", core.refused, "{request}", is_counter=True),
+            MetricPoint("headrace.keeper.webhooks", hooks.delivered, "{event}", is_counter=True),
+            MetricPoint("headrace.keeper.webhooks_failed", hooks.failed, "{try}", is_counter=True),
+            MetricPoint("headrace.keeper.webhooks_given_up", hooks.given_up, "{event}", is_counter=True),
             MetricPoint("headrace.keeper.batches", len(self._batches), "{batch}"),
             MetricPoint("headrace.keeper.batch_lines", self._batches.in_flight, "{request}"),
         )
@@ -175,6 +190,7 @@ class KeeperActor(Actor):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._webhooks.drain()
         self._batches.give_back()
         while self._calls:
             await asyncio.wait({*self._calls})
@@ -246,14 +262,20 @@ class KeeperActor(Actor):
                 case Announce((tenant, request), status):
                     news = to_json({"id": request, "status": status})
                     self._mailbox.bus.publish(subjects.done(tenant, request), news)
-                case Ack(reply):
-                    self._streams.ack(reply)
+                case Ack(reply, hook):
+                    self._ack(reply, hook)
                 case Nak(reply, delay_us):
                     self._streams.nak(reply, delay_us)
                 case Progress(reply):
                     self._streams.progress(reply)
         if not self._core.full:
             self._queues.has_room()
+
+    def _ack(self, reply: str, hook: Hook | None) -> None:
+        if hook is None:
+            self._streams.ack(reply)
+        else:
+            self._call(self._webhooks.land(hook, reply))
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -297,7 +319,14 @@ class KeeperActor(Actor):
         key = subjects.untoken(tenant), subjects.untoken(request)
         outcome = outcome_of(delivery, self._mailbox.bus.max_payload - self._core.kept_bytes(key))
         if not self._batches.answered(key, outcome, len(delivery.data)):
-            self._handle(Answered(key, outcome, len(delivery.data)))
+            self._handle(Answered(key, outcome, len(delivery.data), self._changed(key)))
+
+    def _changed(self, key: Key) -> bool:
+        """True if the executors of a request have other weights or modes than those at its `submit`."""
+        work = self._core.work(key)
+        before = work.model_digest if work is not None else ""
+        now = self._mailbox.peers.model_digest(work.model) if work is not None and before else ""
+        return bool(now) and now != before
 
     # ---- verbs -----------------------------------------------------------------------------------
 
@@ -317,6 +346,11 @@ class KeeperActor(Actor):
 
     async def _result(self, tenant: str, request: str, _: bytes) -> Body:
         return await self._verbs.result(tenant, request)
+
+    def _on_runs(self, delivery: Delivery) -> None:
+        """Answer another keeper if a request runs here; else be silent, since others may answer."""
+        if (names := subjects.names_in(delivery.subject)) is not None and self._core.runs(names):
+            self._mailbox.bus.publish(delivery.reply, b"{}")
 
     def _answering(self, verb: Verb) -> Callable[[Delivery], None]:
         """A handler that answers each request with what `verb` returns for the two names in its subject."""
@@ -365,4 +399,4 @@ def outcome_of(delivery: Delivery, max_payload: int) -> Body | HeadraceError:
 
 def build(settings: Settings) -> KeeperActor:
     """The keeper for the configuration."""
-    return KeeperActor(settings.durable_replicas)
+    return KeeperActor(settings.durable_replicas, settings.webhooks)

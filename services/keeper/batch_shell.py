@@ -44,7 +44,7 @@ from services.keeper.batch_core import (
 )
 from services.keeper.core import Ack, Key, Nak, Progress
 from services.keeper.file_verbs import KEPT_S, file_object
-from services.keeper.records import Body, to_json
+from services.keeper.records import BATCH, Body, Hook, to_json
 from services.keeper.verbs import reply_subject
 from shared.chunks import lines_of
 from shared.clock import Clock
@@ -62,6 +62,7 @@ MAX_LINES = 50_000  # of a batch, as OpenAI has it
 MAX_ERRORS = 100  # wrong lines that are named
 MAX_BATCHES = 16  # that one keeper holds; others wait in the queue
 FULL_DELAY_US = 5_000_000  # until a batch is delivered again that found no keeper
+WEBHOOK = "_webhook"  # the private field of a batch with the URL for the event of its end
 STATE_KEPT_S = 777_600  # nine days: longer than the longest batch
 READ_BYTES = 1_048_576  # of lines read at a time
 READERS = 16  # records on their way while a file is written
@@ -86,10 +87,15 @@ class Batches:
     """The batches of one keeper."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, store: ObjectStore, call: Callable[[Coroutine[Any, Any, None]], None]
+        self,
+        bus: Bus,
+        clock: Clock,
+        store: ObjectStore,
+        call: Callable[[Coroutine[Any, Any, None]], None],
+        ack: Callable[[str, Hook | None], None],
     ) -> None:
-        """`call` runs a coroutine beside the caller."""
-        self._bus, self._clock, self._store, self._call_soon = bus, clock, store, call
+        """`call` runs a coroutine beside the caller. `ack` acks a delivery once an event is stored."""
+        self._bus, self._clock, self._store, self._call_soon, self._ack = bus, clock, store, call, ack
         self._streams: JetStream = store.streams
         self._held: dict[Key, _Held] = {}
         self._away = Rarely(log, clock)
@@ -156,7 +162,7 @@ class Batches:
         for command in commands:
             match command:
                 case Ack(reply):
-                    self._streams.ack(reply)
+                    self._ack(reply, _hook(held))
                 case Nak(reply, delay_us):
                     self._streams.nak(reply, delay_us)
                 case Progress(reply):
@@ -405,6 +411,13 @@ class Batches:
                 await self._store.delete(held.tenant, file)
             lines = subjects.batch_line(held.tenant, held.core.id, "*", "*")
             await self._streams.purge(subjects.FILE_STREAM, lines)
+
+
+def _hook(held: _Held) -> Hook | None:
+    """The event of the end of a batch; None: its client asked for none."""
+    batch = held.core.batch
+    url = batch.get(WEBHOOK)
+    return Hook(url, BATCH, held.tenant, batch["id"], batch["created_at"]) if url else None
 
 
 def _flaw(check: InputCheck, raw: bytes, endpoint: str, models: set[str], default: str) -> Body | None:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from services.keeper.batch_core import CANCELLING, VALIDATING
-from services.keeper.batch_shell import STATE_KEPT_S
+from services.keeper.batch_shell import STATE_KEPT_S, WEBHOOK
 from services.keeper.file_verbs import KEPT_S, MIN_KEPT_S, fields_of, listing, page_of
 from services.keeper.queues import TenantQueues
 from services.keeper.records import Body, to_json
@@ -30,15 +30,18 @@ BATCH_ID = re.compile(r"batch_[0-9a-f]{22}")
 MAX_LINE_ID = f".50000:{MAX_PROMPTS}"  # what the longest id of a request has after that of its batch
 MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512  # entries and characters, as OpenAI has them
 _UNIT_S = {"m": 60, "h": 3_600, "d": 86_400}
-_FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
+_FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after", "webhook")
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
 class BatchVerbs:
     """Answers `headrace.v1.batches.TENANT.VERB`."""
 
-    def __init__(self, store: ObjectStore, clock: Clock, queues: TenantQueues) -> None:
-        self._store, self._clock, self._queues = store, clock, queues
+    def __init__(
+        self, store: ObjectStore, clock: Clock, queues: TenantQueues, webhook: Callable[[object], str]
+    ) -> None:
+        """`webhook` checks a URL."""
+        self._store, self._clock, self._queues, self._webhook = store, clock, queues, webhook
         self._streams: JetStream = store.streams
         self._verbs: dict[str, Callable[[str, Body], Awaitable[Body]]] = {
             "create": self._create, "show": self._show, "list": self._list, "cancel": self._cancel,
@@ -74,7 +77,8 @@ class BatchVerbs:
             "metadata": asked.get("metadata"),
         }
         kept_s = asked.get("output_expires_after", {}).get("seconds", KEPT_S)
-        data = to_json({**job, "_output_kept_s": kept_s})
+        hook = {WEBHOOK: self._webhook(asked["webhook"])} if "webhook" in asked else {}
+        data = to_json({**job, "_output_kept_s": kept_s, **hook})
         await self._queues.before(tenant)
         await self._streams.create(subjects.batch_job(tenant, batch), data)
         self._queues.stored(tenant)

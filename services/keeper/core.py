@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.keeper.records import Body, Work, to_json
+from services.keeper.records import Body, Hook, Work, to_json
 from shared import checkpoints
 from shared.errors import (
     Cancelled,
@@ -72,6 +72,7 @@ class Answered:
     key: Key
     outcome: Body | HeadraceError
     size: int = 0
+    changed: bool = False  # by another model than that of `submit`
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,10 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """The delivery is dealt with."""
+    """The delivery is dealt with, once the event of `hook` is stored."""
 
     reply: str
+    hook: Hook | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,10 @@ class KeeperCore:
         flight = self._flights.get(key)
         return flight.size if flight is not None and flight.work.keep else 0
 
+    def work(self, key: Key) -> Work | None:
+        """A request in flight."""
+        return self._flights[key].work if key in self._flights else None
+
     def reconnected(self, now_us: int) -> None:
         """The nats-server was away: an answer may be lost."""
         for flight in self._flights.values():
@@ -254,7 +260,8 @@ class KeeperCore:
         if event.exists:
             return self._land(event.key)
         if now_wall_us - flight.work.submitted_us > KEPT_S * 1_000_000:
-            return self._store(event.key, flight, DeadlineExceeded(EXPIRED), now_us, now_wall_us)
+            record = flight.work.record(now_wall_us, DeadlineExceeded(EXPIRED))
+            return self._store(event.key, flight, record, now_us)
         found = b"" if flight.restarted else event.checkpoint
         checkpoint = found if found and checkpoints.is_of(found, to_json(flight.work.body)) else b""
         flight.asked, flight.resumed, flight.due_us = True, bool(checkpoint), now_us + ASK_AGAIN_US
@@ -271,7 +278,8 @@ class KeeperCore:
         if not isinstance(event.outcome, TRY_AGAIN):
             flight.size += event.size
             self._bytes += event.size
-            return self._store(event.key, flight, event.outcome, now_us, now_wall_us)
+            record = flight.work.record(now_wall_us, event.outcome, changed=event.changed)
+            return self._store(event.key, flight, record, now_us)
         if not flight.asked:
             return []  # to an earlier keeper
         self.refused += 1
@@ -286,15 +294,13 @@ class KeeperCore:
         news = [Announce(event.key, str(flight.record["status"]))] if event.new else []
         return [*news, *self._land(event.key)]
 
-    def _store(
-        self, key: Key, flight: _Flight, outcome: Body | HeadraceError, now_us: int, now_wall_us: int
-    ) -> list[Command]:
-        flight.record, flight.due_us = flight.work.record(now_wall_us, outcome), now_us + RETRY_US
+    def _store(self, key: Key, flight: _Flight, record: Body, now_us: int) -> list[Command]:
+        flight.record, flight.due_us = record, now_us + RETRY_US
         return [Store(key, flight.record)]
 
     def _land(self, key: Key) -> list[Command]:
         flight = self._forget(key)
-        return [Ack(flight.ack), *([Drop(key)] if flight.work.checkpoints else [])]
+        return [Ack(flight.ack, flight.work.hook), *([Drop(key)] if flight.work.checkpoints else [])]
 
     def _forget(self, key: Key) -> _Flight:
         flight = self._flights.pop(key)

@@ -18,7 +18,21 @@ from shared.errors import Cancelled, HeadraceError, error_body
 QUEUED, RUNNING, COMPLETED, FAILED, CANCELLED = "queued", "running", "completed", "failed", "cancelled"
 DELETED = "deleted"  # in place of the record: the id is used, and what is delivered again is not computed
 
+REQUEST, RESPONSE, BATCH = "request", "response", "batch"  # what an event is about, as its type has it
+RESPONSES = "/v1/responses"  # the path of a response
+
 Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """The event that a client wants once a request or a batch has ended."""
+
+    url: str
+    kind: str
+    tenant: str
+    id: str  # of the request or the batch
+    submitted: int  # with it the event has an id of its own, also where an id is used again after a day
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,8 @@ class Work:
     digest: str  # of the body as it was submitted
     submitted_us: int  # wall clock
     keep: Body = field(default_factory=dict)  # what the gateway needs to answer for it over HTTP
+    webhook: str = ""  # the URL for the event of its end
+    model_digest: str = ""  # of the executors of its model at `submit`; empty: not known
 
     @property
     def kept(self) -> Body:
@@ -39,16 +55,24 @@ class Work:
         return {"keep": self.keep, "request": self.body} if self.keep else {}
 
     @property
+    def hook(self) -> Hook | None:
+        """The event of its end; None: its client asked for none."""
+        kind = RESPONSE if self.keep.get("path") == RESPONSES else REQUEST
+        return Hook(self.webhook, kind, self.tenant, self.id, self.submitted_us) if self.webhook else None
+
+    @property
     def checkpoints(self) -> bool:
         """Whether its tokens are kept while it runs."""
         return self.body.get("durable") == "tokens"
 
     def pack(self) -> bytes:
-        """The message in stream WORK."""
-        return to_json(asdict(self))
+        """The message in stream WORK, without what is empty: keepers of an earlier version have fewer
+        fields."""
+        return to_json({name: value for name, value in asdict(self).items() if value != ""})
 
-    def record(self, now_wall_us: int, outcome: Body | HeadraceError) -> Body:
-        """How it has ended: with an answer or an error."""
+    def record(self, now_wall_us: int, outcome: Body | HeadraceError, *, changed: bool = False) -> Body:
+        """How it has ended: with an answer or an error. `changed`: another model has answered than that of
+        `submit`."""
         record: Body = {
             "id": self.id,
             "model": self.model,
@@ -56,6 +80,7 @@ class Work:
             "submitted_at": self.submitted_us // 1_000_000,
             "ended_at": now_wall_us // 1_000_000,
             **self.kept,
+            **({"model_changed": True} if changed else {}),
         }
         if isinstance(outcome, HeadraceError):
             status = CANCELLED if isinstance(outcome, Cancelled) else FAILED

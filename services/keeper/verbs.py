@@ -32,6 +32,7 @@ from services.keeper.records import (
     to_json,
     work_of,
 )
+from shared.actor.membership import Peers
 from shared.api import REQUEST_ID
 from shared.client import error_of
 from shared.clock import Clock
@@ -52,6 +53,7 @@ from shared.nats.jetstream import FULL_RETRY_MS, JetStream, StreamFull, Taken
 CHECK_US = 10_000_000  # a tokenizer takes up to three seconds for a megabyte
 REPLIES = f"{access.INBOX}.*.{access.user_of('keeper')}.*"  # answers to the requests of all keepers
 LOOK_US = 5_000_000  # between two looks at the size of the stream; it fills in minutes
+RUNS_US = 100_000  # for another keeper to answer, far longer than it takes: a reader of a state waits for it
 RECORD_ROOM = 4_096  # bytes of a record beside its request and its answer
 SUBMIT_TRIES = 8  # of a second: a stream whose leader has died has another after six; clients wait for ten
 
@@ -60,11 +62,18 @@ class Verbs:
     """Serves `submit`, `result` and `cancel` for one keeper."""
 
     def __init__(
-        self, streams: JetStream, clock: Clock, queues: TenantQueues, runs: Callable[[Key], bool]
+        self,
+        streams: JetStream,
+        clock: Clock,
+        queues: TenantQueues,
+        runs: Callable[[Key], bool],
+        webhook: Callable[[object], str],
+        peers: Peers,
     ) -> None:
-        """`runs`: whether this keeper has sent a request to a tokenizer."""
+        """`runs`: whether this keeper has sent a request to a tokenizer. `webhook` checks a URL."""
         self._bus, self._streams = streams.bus, streams
         self._clock, self._queues, self._runs = clock, queues, runs
+        self._webhook, self._peers = webhook, peers
         self.submitted = self.kept = 0
         self._looked_us, self._half_full = 0, False
 
@@ -83,9 +92,11 @@ class Verbs:
         digest, keep = digest_of(model, body), _kept(body)
         if (known := await self._known(tenant, request_id)) is not None:
             return _same(known, digest)
+        webhook = self._webhook(body.pop("webhook")) if "webhook" in body else ""
         drawn = await self._checked(tenant, model, {**body, "request_id": request_id})
         stored = body_to_store(body, request_id, drawn)
-        work = Work(tenant, request_id, model, stored, digest, self._clock.wall_us(), keep)
+        now_us, computed_by = self._clock.wall_us(), self._peers.model_digest(model)
+        work = Work(tenant, request_id, model, stored, digest, now_us, keep, webhook, computed_by)
         packed = work.pack()
         if keep and len(packed) + RECORD_ROOM > self._bus.max_payload:  # its record has them, too
             size = f"a request of {len(packed)} bytes leaves no room for its record"
@@ -169,7 +180,8 @@ class Verbs:
         if waits is None:
             return None
         work = work_of(waits)
-        status = RUNNING if self._runs((tenant, request_id)) else QUEUED
+        runs = self._runs((tenant, request_id)) or await self._runs_elsewhere(tenant, request_id)
+        status = RUNNING if runs else QUEUED
         at = work.submitted_us // 1_000_000
         return {
             "id": work.id,
@@ -179,6 +191,16 @@ class Verbs:
             "status": status,
             **work.kept,
         }
+
+    async def _runs_elsewhere(self, tenant: str, request_id: str) -> bool:
+        """Whether another keeper of the fleet has sent a request to a tokenizer: only that one answers."""
+        if len(self._peers.ready("keeper")) < 2:
+            return False
+        try:
+            await self._bus.request(subjects.runs(tenant, request_id), b"", timeout_us=RUNS_US)
+        except (NoResponders, RequestTimeout):
+            return False
+        return True
 
     async def _create(self, subject: str, data: bytes) -> None:
         """Create-only, again and again while the stream does not answer."""

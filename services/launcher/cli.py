@@ -168,6 +168,7 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser], verb:
     submit.add_argument("prompt", nargs="?", help="the question; or a request with --file")
     submit.add_argument("-f", "--file", type=Path, help="read a JSON request from a file, - for stdin")
     submit.add_argument("--id", help="an id of your choice: the same request is stored once under it")
+    submit.add_argument("--webhook", metavar="URL", help="gets a signed event when it has ended")
     submit.add_argument(
         "--checkpoints", action="store_true", help="keep its tokens: it goes on after the loss of everything"
     )
@@ -207,6 +208,7 @@ def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: st
     submit.add_argument(
         "--completion-window", default="24h", metavar="TIME", help="m, h or d, up to 7d; default 24h"
     )
+    submit.add_argument("--webhook", metavar="URL", help="gets a signed event when the batch has ended")
     status = act("status", "the state of a batch")
     status.add_argument("id", help="the id that `submit` has printed")
     status.add_argument("--json", action="store_true", help="everything, as JSON")
@@ -369,7 +371,7 @@ def _batch(given: argparse.Namespace) -> int:
     loaded = _load(given)
     target = find_target(loaded)
     if given.action == "submit":
-        _run(batch_jobs.submit(target, given.input, given.endpoint, given.completion_window))
+        _run(batch_jobs.submit(target, given.input, given.endpoint, given.completion_window, given.webhook))
         return 0
     if given.action == "status":
         return _run(batch_jobs.status(target, given.id, as_json=given.json))
@@ -404,6 +406,8 @@ def _submit(given: argparse.Namespace) -> None:
         body = read_body(None, given.file)
     if given.id is not None:
         body["request_id"] = given.id
+    if given.webhook is not None:
+        body["webhook"] = given.webhook
     if given.checkpoints:
         body["durable"] = "tokens"
     _run(submit(find_target(_load(given)), body))

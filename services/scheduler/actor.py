@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import deque
 
-from services.scheduler import policy_change
+from services.scheduler import model_kinds, policy_change
 from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
 from services.scheduler.kv_tiers import store
@@ -131,7 +131,9 @@ class SchedulerActor(Actor):
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         state = self._core.state
-        return HeartbeatPayload(model=self._model, load=status.load(state), counts=status.counts(state))
+        digest = model_kinds.expected(state, self._model)
+        load, counts = status.load(state), status.counts(state)
+        return HeartbeatPayload(model=self._model, load=load, counts=counts, model_digest=digest)
 
     @property
     def metrics(self) -> Metrics:

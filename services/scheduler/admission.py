@@ -3,7 +3,8 @@
 Groups are taken in queue order. A group that must wait holds an executor: no later group starts there, so a
 large group is never overtaken for ever. Later groups start on the other executors. Tenants without a running
 sequence go first, within limits (`_next`). A request with several choices starts as many as there is room
-for. If the first group must wait, preemption.py may preempt sequences for it.
+for. If the first group must wait, preemption.py may preempt sequences for it, and then for those after it: so
+requests that arrive together start together.
 
 A request that ran on executors when they died is a suspect: it may be the cause. After the second death it is
 on trial until it has generated PROVEN_TOKENS past the last death. An executor tries one request at a time,
@@ -31,13 +32,15 @@ from services.scheduler.headroom import headroom_blocks, headroom_bound
 from services.scheduler.kv_tiers import load, lookups
 from services.scheduler.load_shedding import RETRY_AFTER_MS
 from services.scheduler.state.policies import RoutingOption
-from services.scheduler.state.requests import Phase, Request, Sequence
+from services.scheduler.state.requests import CLASS_NAMES, Phase, Request, Sequence
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.errors import Unavailable
 from shared.messages import SlotOpen
 
 OVERTAKEN, OVERTAKEN_US = 8, 5_000_000  # times, and time: after both no other group goes first
+MAX_TOGETHER = 32  # groups after the first that are given room: each arrival looks at all of them
+MAX_VICTIMS = 8  # for them in one event: each takes half a millisecond at 256 rows, and the next plan waits
 SUSPECT, MOST_DEATHS = 2, 4  # deaths
 MAX_UNPROVEN = 4  # sequences on an executor with a trial that have generated less than PROVEN_TOKENS
 PROVEN_TOKENS = 8  # per choice since admission, or since the death: results of some were in flight then
@@ -65,14 +68,14 @@ class HeldExecutors:
 def admit(state: State) -> None:
     """Start the groups that can start, in queue order."""
     waiting = state.waiting
-    if not waiting.queues:
+    if not waiting.groups:
         return
     waiting.promote_aged(state.now_us)
     for model in sorted({e.hello.model for e in state.executors.values()}):
         while (group := _next(state, model)) is not None:
             if state.blocked_on and state.blocked_on == _blocking_state(state, group):
                 break
-            if not _admit(state, group, held := HeldExecutors()):
+            if not _admit(state, group, held := HeldExecutors()) and not _preempt_for_others(state, group):
                 _admit_others(state, group, held)
                 break
 
@@ -122,15 +125,19 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
     if why := model_kinds.stranded(state, group.request):
         finish.fail(state, group.request, Unavailable.code, why, RETRY_AFTER_MS)
         return True
-    able = [e for e in executors if model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)]
-    if not able:
+
+    def able(e: Executor) -> bool:
+        return model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)
+
+    if not any(able(e) for e in executors):
         state.waiting.park(group)  # accepted for a larger executor that is gone or drains
         return True
-    if first and preemption.preempt_for(state, group, [e for e in executors if _may_join(state, e, group)]):
+    if first and preemption.preempt_for(state, group, (e for e in executors if _may_join(state, e, group))):
         return True
     if first:
         lookups.refresh(state, group)
-    _hold_executor(state, group, [e for e in able if e in free], held)
+    kept = [e for e in free if e.source == group.held_executor and able(e)]
+    _hold_executor(state, group, kept or [e for e in free if able(e)], held)
     return False
 
 
@@ -139,12 +146,21 @@ def _hold_executor(state: State, group: SequenceGroup, able: list[Executor], hel
     that becomes free on each executor in turn."""
     sources = [e.source for e in able]
     if group.held_executor not in sources and able:
-        group.held_executor = min(
-            able, key=lambda e: (_shortfall(state, e, group) if len(able) > 1 else 0, e.source)
-        ).source
+        group.held_executor = able[0].source if len(able) == 1 else _least_short(state, able, group)
         group.held_since_us, group.overtaken = state.now_us, 0
     if group.held_executor in sources:
         held.sources.add(group.held_executor)
+
+
+def _least_short(state: State, able: list[Executor], group: SequenceGroup) -> str:
+    """The executor that lacks least for the group. Looks at blocks only where few enough slots are short."""
+    least, count = (1 << 62, ""), len(group.sequences)
+    slots = sorted((max(count - e.pool.free_slots - e.pool.fenced_slots, 0), e.source, e) for e in able)
+    for short, source, executor in slots:
+        if (short, source) > least:
+            break
+        least = min(least, (_shortfall(state, executor, group), source))
+    return least[1]
 
 
 def _shortfall(state: State, executor: Executor, group: SequenceGroup) -> int:
@@ -171,11 +187,63 @@ def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> No
         state.blocked_on = _blocking_state(state, first)
 
 
+def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
+    """Preempt for groups after the first, if there is room for the first or about to be: so requests that
+    arrive together start together. A group without room keeps later ones off the executors where it may
+    start. True if room is there at once."""
+    lowest, count = _others_above(state, first)
+    if not count or on_trial(first.request):
+        return False
+    free = [e for e in state.executors.values() if _may_join(state, e, first) and not request_on_trial(e)]
+    free.sort(key=lambda e: e.source != first.held_executor)
+    own = next((e for e in free if max(headroom.shortfall(state, e, first)) <= 0), None)
+    if own is None:
+        return False
+    model = first.request.tokenized.model
+    running, last = _running(state, model), len(CLASS_NAMES) - 1
+
+    def counts(group: SequenceGroup) -> bool:
+        """It may preempt, or goes before those that may: see `_next`."""
+        return group.level < lowest or (group.level < last and group.client[0] not in running)
+
+    others = state.waiting.candidates_after(model, first, counts)[:MAX_TOGETHER]
+    others.sort(key=lambda group: group.client[0] in running)
+    preempted, earlier = state.counters.preemptions, {own.source: [first]}
+    for group in others:
+        if state.counters.preemptions - preempted >= MAX_VICTIMS:
+            break  # the next event goes on
+        able = [e for e in free if model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)]
+        if on_trial(group.request) or not preemption.preempt_for_next(state, group, earlier, able):
+            free = [e for e in free if e not in able]
+    return state.counters.preemptions > preempted and not all(e.in_flight for e in free)
+
+
+def _others_above(state: State, first: SequenceGroup) -> tuple[int, int]:
+    """The lowest class that runs, and how many groups other than the first wait in classes above it."""
+    model, lowest, count = first.request.tokenized.model, 0, 0
+    for e in state.executors.values():  # at each event while a group waits: fast
+        if e.hello.model == model:
+            while any(e.running_by_class[lowest + 1 :]):
+                lowest += 1
+    for level in range(lowest):
+        if (queue := state.waiting.queues.get((model, level))) is not None:
+            count += queue.groups
+    return lowest, count - (first.level < lowest)
+
+
 def _blocking_state(state: State, group: SequenceGroup) -> tuple[int, ...]:
     """A waiting group, or one after it, can start only after one of these numbers has changed."""
-    seen = [group.number, group.level, state.next_seq if len(state.executors) > 1 else 0]
-    for e in state.executors.values():
-        seen += e.step, e.pool.free_blocks, e.pool.reserved, e.pool.free_slots, e.draining
+    seen, executors = [group.number, group.level], state.executors.values()
+    seen.append(state.next_seq if len(executors) > 1 else 0)
+    seen += (others := _others_above(state, group))
+    full = not any(e.pool.free_slots for e in executors)
+    if full and not (others[1] or state.tiers.by_host or any(preemption.victims_by(state, group))):
+        return (
+            *seen,
+            *[e.draining for e in executors],
+        )  # only a slot helps, and no other step of any executor
+    for e in executors:
+        seen += e.step, e.draining, *e.pool.room
     return tuple(seen)
 
 
@@ -206,7 +274,7 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
 
 def _may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """True if the group lacks nothing but room here."""
-    if not model_kinds.serves(executor, group.request) or not _safe(executor, group):
+    if not model_kinds.serves(executor, group.request) or (state.suspects and not _safe(executor, group)):
         return False
     return not (state.limits.policy.closed and any(s.computed for s in executor.running))
 

@@ -85,9 +85,12 @@ def decide(state: State) -> None:
     an event in between changes nothing."""
     state.idle_since_us = 0 if state.requests else state.idle_since_us or state.now_us
     admission.admit(state)
-    while sum(store.copy_dirty(state, executor) for executor in state.executors.values()):
+    tiered = [executor for executor in state.executors.values() if executor.pool.write_back]
+    while sum([store.copy_dirty(state, executor) for executor in tiered]):
         admission.admit(state)  # `sum` calls each; some blocks are free now
     for executor in state.executors.values():
+        if executor.settled == executor.changes and not tiered:
+            continue  # most executors at most events
         _plan(state, executor)
         if executor.pool.stable_blocks:
             store.copy_dirty(state, executor)
@@ -285,7 +288,7 @@ def _drop_executor(state: State, executor_id: str, why: str, *, died: bool = Fal
     if executor is None:
         return
     tiers.executor_gone(state, executor)
-    blamed = _blame(executor) if died and not executor.draining else []
+    blamed = _blame(state, executor) if died and not executor.draining else []
     state.note_dropped(executor_id, executor.epoch, [request.key for request in blamed])
     for sequence in executor.running:
         sequence.leave()
@@ -298,7 +301,7 @@ def _drop_executor(state: State, executor_id: str, why: str, *, died: bool = Fal
             finish.fail(state, request, 500, f"{message}: it is not tried again; see their logs")
 
 
-def _blame(executor: Executor) -> list[Request]:
+def _blame(state: State, executor: Executor) -> list[Request]:
     """Count the death of an executor against the request on trial, or against all that ran if none was.
     Returns these requests."""
     tried = admission.request_on_trial(executor)
@@ -306,6 +309,7 @@ def _blame(executor: Executor) -> list[Request]:
     blamed = list(running.values()) if tried is None else [tried]
     for request in blamed:
         request.executor_deaths += 1
+        state.suspects.add(request.key)
         request.tokens_at_death = sum(s.generated for s in request.sequences)
     return blamed
 

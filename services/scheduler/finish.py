@@ -118,6 +118,7 @@ def forget(state: State, sequence: Sequence) -> None:
     request = sequence.request
     if all(s.phase is Phase.ENDED for s in request.sequences):
         state.requests.pop(request.key, None)
+        state.suspects.discard(request.key)
         _count_usage(state, request)
         state.ended.add(
             request.key,

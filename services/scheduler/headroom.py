@@ -14,9 +14,12 @@ Past-Future scheduler (arXiv:2507.10150); then none of them is preempted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
+from services.scheduler import prefix_cache
 from services.scheduler.state.policies import on_demand, reserve
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
@@ -40,12 +43,27 @@ def reservations(state: State, executor: Executor, group: SequenceGroup) -> list
     return [total[0]] + [blocks - shared for blocks in total[1:]]
 
 
-def shortfall(state: State, executor: Executor, group: SequenceGroup) -> tuple[int, int]:
-    """Blocks and slots that a group will still lack after the steps in flight; 0 or less if none."""
-    pool = executor.pool
-    blocks = sum(reservations(state, executor, group)) + headroom_blocks(state, executor, group.sequences)
+def shortfall(state: State, executor: Executor, *groups: SequenceGroup) -> tuple[int, int]:
+    """Blocks and slots that these groups together will still lack after the steps in flight; 0 or less if
+    none. A cached block of their prompts needs no other block while a sequence holds it, or for the second
+    group that has it."""
+    pool, joining = executor.pool, [s for group in groups for s in group.sequences]
+    slots = len(joining) - pool.free_slots - pool.fenced_slots
+    blocks = sum([sum(reservations(state, executor, group)) for group in groups])
     blocks -= pool.unreserved_blocks + pool.coming_blocks
-    return blocks, len(group.sequences) - pool.free_slots - pool.fenced_slots
+    bound = blocks + headroom_bound(state, executor, *joining)
+    if bound <= 0:
+        return bound, slots
+    blocks += headroom_blocks(state, executor, joining)
+    if blocks > 0:
+        hits = cached_blocks(executor, *groups)
+        blocks -= sum(hits.values()) - sum(not pool.refs[block] for block in hits)
+    return blocks, slots
+
+
+def cached_blocks(executor: Executor, *groups: SequenceGroup) -> Counter[int]:
+    """The cached blocks of the groups' prompts: how many of the groups have each."""
+    return Counter(chain.from_iterable(prefix_cache.lookup(executor, g.sequences[0]) for g in groups))
 
 
 def fits_alone(executor: Executor, group: SequenceGroup) -> bool:
@@ -87,11 +105,11 @@ def headroom_blocks(state: State, executor: Executor, joining: Iterable[Sequence
     return max(spare, least)
 
 
-def headroom_bound(state: State, executor: Executor, joining: Sequence) -> int:
+def headroom_bound(state: State, executor: Executor, *joining: Sequence) -> int:
     """An upper bound of `headroom_blocks`, without a loop over all rows."""
     if state.limits.policy.greedy:
         return len(executor.running)
-    if state.limits.policy.looks_ahead and (executor.fixed_lengths or joining.fixed_length):
+    if state.limits.policy.looks_ahead and (executor.fixed_lengths or any(s.fixed_length for s in joining)):
         return executor.pool.blocks
     each = max(state.mean_output_tokens, executor.hello.block_tokens) // executor.hello.block_tokens + 2
     return max(len(executor.running) * each * executor.headroom_pm // 1000, len(executor.running))

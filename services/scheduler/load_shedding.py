@@ -9,7 +9,6 @@ answer to a resend.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from services.scheduler.overlap import MIN_SEEN
 from services.scheduler.state import requests
@@ -173,7 +172,7 @@ def _too_late(state: State, tokenized: Tokenized) -> Refusal | None:
     groups, _ = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
     if not groups and any(_all_preempted(e, level) for e in serving(state, tokenized.model)):
         return None
-    if not limit_us or (wait_us := ttft_us(state, tokenized, level)) <= limit_us:
+    if not limit_us or (wait_us := ttft_us(state, tokenized, level, limit_us)) <= limit_us:
         return None
     message = (
         f"the first token would take {wait_us / 1e6:.1f} s, over the {limit_us / 1e6:g} s of class "
@@ -220,19 +219,9 @@ def _too_large(executors: list[Executor], tokenized: Tokenized, prompt: int) -> 
     )
 
 
-@dataclass(slots=True)
-class Running:
-    """The running sequences of one executor, for a request of one class."""
-
-    stay: list[Sequence]  # those that it cannot preempt
-    other_blocks: int = 0  # held by the others
-    prompt_tokens: int = 0  # left to compute, of its class and higher ones
-    decodes: int = 0
-    decode_tokens: int = 0  # in their KV cache
-
-
-def ttft_us(state: State, tokenized: Tokenized, level: int) -> int:
-    """The TTFT estimate of a request that arrives now; 0 while the cost models have seen too little.
+def ttft_us(state: State, tokenized: Tokenized, level: int, limit_us: int = 0) -> int:
+    """The TTFT estimate of a request that arrives now; 0 while the cost models have seen too little. If an
+    upper bound is within `limit_us`, that bound.
 
         prompt tokens ahead of it and its own, at the speed of prefill with the present decodes
         + the wait for a slot and for blocks, from the running sequences and the mean output
@@ -245,12 +234,18 @@ def ttft_us(state: State, tokenized: Tokenized, level: int) -> int:
     if not executors or any(e.cost_model.seen < max(MIN_STEPS_SEEN, MIN_SEEN) for e in executors):
         return 0
     groups, tokens = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
-    running = [(e, running_for(e, level)) for e in executors]
-    ahead = tokens + sum(r.prompt_tokens for _, r in running) + len(tokenized.tokens)
-    speed = sum(1_000_000_000_000 // max(ns_per_token(e, r), 1) for e, r in running)  # tokens in 1,000 s
+    ahead = sum([prompt_tokens(executor, level) for executor in executors]) + tokens + len(tokenized.tokens)
+    speed = sum([_speed(executor) for executor in executors])
+    us = ahead * 1_000_000_000 // max(speed, 1) + min([e.cost_model.loop_us for e in executors])
     slots, tokens = groups // len(executors) + 1, tokens // len(executors) + len(tokenized.tokens)
-    wait_us = min(_slot_wait_us(state, e, r, slots, tokens) for e, r in running)
-    return ahead * 1_000_000_000 // max(speed, 1) + wait_us + min(e.cost_model.loop_us for e in executors)
+    if (most_us := us + _most_wait_us(state, executors[0], slots, tokens)) <= limit_us:
+        return most_us  # the others may be sooner
+    return us + min(_slot_wait_us(state, e, level, slots, tokens) for e in executors)
+
+
+def prompt_tokens(executor: Executor, level: int) -> int:
+    """Prompt tokens left to compute on an executor, of this class and higher ones."""
+    return sum(executor.row_sums().prompt_tokens[: level + 1])
 
 
 def _stays(s: Sequence, level: int) -> bool:
@@ -262,50 +257,66 @@ def _all_preempted(executor: Executor, level: int) -> bool:
     return not any(_stays(s, level) for s in executor.running)
 
 
-def running_for(executor: Executor, level: int) -> Running:
-    """What runs on an executor, for a request of this class."""
-    running = Running([])
-    for s in executor.running:  # one loop, over each row at each arrival
-        if _stays(s, level):
-            running.stay.append(s)
-        else:
-            running.other_blocks += len(s.table)
-        if not s.prefilling:
-            running.decodes += 1
-            running.decode_tokens += s.computed
-        elif s.parent is None and s.level <= level:
-            running.prompt_tokens += s.opened_length - s.computed
-    return running
+def _speed(executor: Executor) -> int:
+    """Speed of prefill beside the present decodes, in tokens in 1,000 s."""
+    sums = executor.row_sums()
+    sums.speed = sums.speed or 1_000_000_000_000 // max(ns_per_token(executor), 1)
+    return sums.speed
 
 
-def ns_per_token(executor: Executor, running: Running) -> int:
+def ns_per_token(executor: Executor) -> int:
     """Time per token of a prompt chunk in a step with the present decodes."""
+    sums = executor.row_sums()
     shape = StepShape(
-        rows=running.decodes + 1,
-        tokens=running.decodes + CHUNK_TOKENS,
-        kv_tokens=running.decode_tokens + CHUNK_TOKENS,
-        attention=running.decode_tokens + CHUNK_TOKENS * CHUNK_TOKENS // 2,
+        rows=sums.decodes + 1,
+        tokens=sums.decodes + CHUNK_TOKENS,
+        kv_tokens=sums.decode_tokens + CHUNK_TOKENS,
+        attention=sums.decode_tokens + CHUNK_TOKENS * CHUNK_TOKENS // 2,
     )
     return executor.cost_model.predict_us(shape) * 1000 // CHUNK_TOKENS
 
 
-def _slot_wait_us(state: State, executor: Executor, running: Running, slots: int, tokens: int) -> int:
+def _most_wait_us(state: State, executor: Executor, slots: int, tokens: int) -> int:
+    """An upper bound of `_slot_wait_us`, without a loop over rows: none is preempted, and each takes the mean
+    output to end."""
+    pool, running = executor.pool, len(executor.running)
+    slots -= pool.free_slots
+    if slots <= 0 and blocks_for(tokens, pool.block_tokens) <= pool.unreserved_blocks + pool.coming_blocks:
+        return 0
+    turns = 1 + max(-(-(slots - running) // max(running, 1)), 0)
+    return turns * state.mean_output_tokens * executor.pace.step_us
+
+
+def _slot_wait_us(state: State, executor: Executor, level: int, slots: int, tokens: int) -> int:
     """Time until slots and blocks are free for the work ahead, the new request included. Lower classes free
     theirs at once."""
-    pool, stay = executor.pool, running.stay
-    slots -= pool.free_slots + len(executor.running) - len(stay)
-    free = pool.unreserved_blocks + pool.coming_blocks + running.other_blocks
+    pool = executor.pool
+    ends, other_blocks = _ends(state, executor, level)
+    slots -= pool.free_slots + len(executor.running) - len(ends)
+    free = pool.unreserved_blocks + pool.coming_blocks + other_blocks
     blocks = blocks_for(tokens, pool.block_tokens) - free
     if slots <= 0 and blocks <= 0:
         return 0
     steps = 0
-    for left, held in sorted((_left(state, s), len(s.table)) for s in stay):
+    for left, held in ends:
         if slots <= 0 and blocks <= 0:
             break
         slots, blocks, steps = slots - 1, blocks - held, left
     if slots > 0:  # waiting sequences run and end in turn, too
         steps += -(-slots // max(len(executor.running), 1)) * state.mean_output_tokens
     return steps * executor.pace.step_us
+
+
+def _ends(state: State, executor: Executor, level: int) -> tuple[list[tuple[int, int]], int]:
+    """The ends of the sequences that a request of this class cannot preempt, in order (tokens left, blocks
+    held), and the blocks of the others. Sorted again only after the rows or the mean output have changed."""
+    sums, mean = executor.row_sums(), state.mean_output_tokens
+    known = sums.ends.get(level)
+    if known is None or known[0] != mean:
+        stay = [s for s in executor.running if _stays(s, level)]
+        others = sum([len(s.table) for s in executor.running]) - sum([len(s.table) for s in stay])
+        known = sums.ends[level] = mean, sorted([(_left(state, s), len(s.table)) for s in stay]), others
+    return known[1:]
 
 
 def _left(state: State, s: Sequence) -> int:

@@ -2,7 +2,8 @@
 
 A preempted sequence waits with all its tokens and resumes by prefix lookup: KV that its blocks still hold, on
 the device or in a tier below, is not computed again. Every sequence leaves its executor through `withdraw`,
-and returns to the queue through `requeue`. Admission calls `preempt_for`, the step planner `make_room`.
+and returns to the queue through `requeue`. Admission calls `preempt_for` and `preempt_for_next`, the step
+planner `make_room`.
 
 Which sequences may be victims:
 
@@ -20,6 +21,9 @@ a tier below holds, and the predicted times to load or to recompute the rest.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable
 
 from services.scheduler import headroom, model_kinds, prefix_cache
 from services.scheduler.recompute_cost import RecomputeCost
@@ -49,7 +53,7 @@ def make_room(state: State, executor: Executor) -> int:
     return len(short_rows)
 
 
-def preempt_for(state: State, group: SequenceGroup, open_to: list[Executor]) -> bool:
+def preempt_for(state: State, group: SequenceGroup, open_to: Iterable[Executor]) -> bool:
     """Preempt as many sequences as the group needs to start on one of the executors `open_to` it.
 
     First for all its sequences, from lower classes; then for its first sequence alone, from lower classes and
@@ -57,12 +61,13 @@ def preempt_for(state: State, group: SequenceGroup, open_to: list[Executor]) -> 
     were preempted: where no step is in flight their blocks are free at once.
     """
     tenant, one = group.client[0], group.first_choice()
-    serving = [e for e in state.executors.values() if model_kinds.serves(e, group.request)]
-    last = group.level == len(CLASS_NAMES) - 1
-    comes = not (group.resumes or last or any(tenant in e.running_by_tenant for e in serving))
+    lower_runs, comes = victims_by(state, group)
+    if not (lower_runs or comes):
+        return False
     able = [e for e in open_to if headroom.fits_alone(e, one)]
     ways = [
-        (e, _of_lower_class(e, group), _of_tenants_over_share(state, e, one) if comes else []) for e in able
+        (e, _of_lower_class(state, e, group), _of_tenants_over_share(state, e, one) if comes else [])
+        for e in able
     ]
     ways = [way for way in ways if way[1] or way[2]]
     if not ways or any(max(headroom.shortfall(state, e, one)) <= 0 for e in able):
@@ -70,21 +75,59 @@ def preempt_for(state: State, group: SequenceGroup, open_to: list[Executor]) -> 
     why = f"seq {group.number} of class {group.request.tokenized.slo_class} needs room"
     for executor, lower, over in ways:
         for part in (group, one) if one is not group else (group,):
-            if _preempt_until_fits(state, executor, part, lower, why):
+            if _preempt_until_fits(state, executor, [part], lower, why):
                 return True
         if _preempt_until_fits(
-            state, executor, one, over, f"tenant {tenant!r} has no running sequence: {why}", cede=True
+            state, executor, [one], over, f"tenant {tenant!r} has no running sequence: {why}", cede=True
         ):
             return True
     return False
 
 
-def _of_lower_class(executor: Executor, group: SequenceGroup) -> list[Sequence]:
-    """Victims of a lower class. A tenant over its share preempts only tenants over theirs."""
+def victims_by(state: State, group: SequenceGroup) -> tuple[bool, bool]:
+    """Whether the group may have victims by their lower class, and by its tenant, of which nothing runs."""
+    tenant, executors = group.client[0], state.executors.values()
+    lower = range(group.level + 1, len(CLASS_NAMES))
+    serving = (e for e in executors if model_kinds.serves(e, group.request))
+    comes = not (group.resumes or not lower or any(tenant in e.running_by_tenant for e in serving))
+    return any(e.running_by_class[level] for level in lower for e in executors), comes
+
+
+def preempt_for_next(
+    state: State, group: SequenceGroup, earlier: dict[str, list[SequenceGroup]], able: list[Executor]
+) -> bool:
+    """Preempt as many sequences of lower classes as a group needs to start after others, on one of the
+    executors that are `able` to run it. `earlier` has the groups before it, by executor: those that have
+    room, or are about to have it. The group is added; False if there is no room for it, and nothing is
+    preempted then."""
+    why = f"seq {group.number} of class {group.request.tokenized.slo_class} needs room"
+    for executor in able:
+        groups = [*earlier.get(executor.source, ()), group]
+        if max(headroom.shortfall(state, executor, *groups)) <= 0:
+            earlier[executor.source] = groups
+            return True
+    for executor in able:
+        before = earlier.get(executor.source, [])
+        lower = _of_lower_class(state, executor, group, before)
+        if _preempt_until_fits(state, executor, [*before, group], lower, why):
+            earlier[executor.source] = [*before, group]
+            return True
+    return False
+
+
+def _of_lower_class(
+    state: State, executor: Executor, group: SequenceGroup, earlier: Iterable[SequenceGroup] = ()
+) -> list[Sequence]:
+    """Victims of a lower class. A tenant over its share preempts only tenants over theirs; `earlier` groups,
+    which are about to start, count as running."""
     if not any(executor.running_by_class[group.level + 1 :]):
         return []
     lower = _from_level(executor, group.level + 1)
-    over = over_share(executor, len(executor.running_by_tenant))
+    joining = [
+        (g.client[0], len(g.sequences), sum(headroom.reservations(state, executor, g))) for g in earlier
+    ]
+    tenants = executor.running_by_tenant.keys() | {tenant for tenant, _, _ in joining}
+    over = over_share(executor, len(tenants), joining)
     return [s for s in lower if s.tenant in over] if group.client[0] in over else lower
 
 
@@ -105,20 +148,22 @@ def _of_tenants_over_share(state: State, executor: Executor, one: SequenceGroup)
 def _preempt_until_fits(
     state: State,
     executor: Executor,
-    group: SequenceGroup,
+    groups: list[SequenceGroup],
     running: list[Sequence],
     why: str,
     cede: bool = False,
 ) -> bool:
-    """Preempt as many of `running` as a group needs; none if all of them are too few.
+    """Preempt as many of `running` as these groups together need; none if all of them are too few.
 
     A resumed sequence is no victim before its first step. So no sequence is preempted twice within one event,
     and admission ends in any order of groups.
     """
     others = [s for s in running if not (s.preemptions and s.opened_after == executor.step)]
     candidates = _candidates(state, executor, others)
-    blocks, slots = headroom.shortfall(state, executor, group)
-    if len(candidates) < max(slots, 1) or (blocks > 0 and _blocks_freed(executor, candidates) < blocks):
+    blocks, slots = headroom.shortfall(state, executor, *groups)
+    if len(candidates) < max(slots, 1):
+        return False
+    if blocks > 0 and _blocks_freed(executor, candidates, headroom.cached_blocks(executor, *groups)) < blocks:
         return False
     victims = state.limits.policy.function("victim")(candidates)
     if cede:
@@ -128,17 +173,18 @@ def _preempt_until_fits(
             for s in executor.running:
                 s.ceded_preemptions += s is victim or s.parent is victim
         preempt(state, executor, victim, why, candidates)
-        if max(headroom.shortfall(state, executor, group)) <= 0:
+        if max(headroom.shortfall(state, executor, *groups)) <= 0:
             break
     return True
 
 
-def _blocks_freed(executor: Executor, running: list[Sequence]) -> int:
-    """Blocks that would be free and unreserved without these sequences. A block of a shared prefix counts
-    once, and only if no other sequence holds it."""
+def _blocks_freed(executor: Executor, running: list[Sequence], taken: Container[int]) -> int:
+    """Blocks that would be free and unreserved without these sequences, and are not `taken` again. A block of
+    a shared prefix counts once, and only if no other sequence holds it."""
     gone = {s.seq for s in running}
     reserved = [s.reserved for s in executor.running if (s.parent or s).seq in gone]
-    return sum(reserved) + executor.pool.held_only_by(s.table for s in running)
+    tables = ([block for block in s.table if block not in taken] for s in running)
+    return sum(reserved) + executor.pool.held_only_by(tables)
 
 
 def _had_turn(state: State, s: Sequence) -> bool:
@@ -165,15 +211,19 @@ def _victims_for(executor: Executor, first: Sequence) -> list[Sequence]:
     return [s for s in give if _preemptible(s)] or of_class
 
 
-def over_share(executor: Executor, tenants: int) -> set[str]:
+def over_share(executor: Executor, tenants: int, joining: Iterable[tuple[str, int, int]] = ()) -> set[str]:
     """The tenants that have more than 1/`tenants` of an executor's slots or blocks. A tenant with a single
-    sequence is over its share only by blocks."""
+    sequence is over its share only by blocks. `joining`: tenant, sequences and blocks that count, too."""
+    counts = Counter(executor.running_by_tenant)
     blocks = dict.fromkeys(executor.running_by_tenant, 0)
     for s in executor.running:
         blocks[s.tenant] += len(s.table) + s.reserved
+    for tenant, sequences, reserved in joining:
+        counts[tenant] += sequences
+        blocks[tenant] = blocks.get(tenant, 0) + reserved
     return {
         tenant
-        for tenant, count in executor.running_by_tenant.items()
+        for tenant, count in counts.items()
         if (count > 1 and count * tenants > executor.pool.slots)
         or blocks[tenant] * tenants > executor.pool.blocks
     }

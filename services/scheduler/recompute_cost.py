@@ -88,19 +88,17 @@ class RecomputeCost:
 def backlog_us(executor: Executor, sequence: Sequence | None, costs: RecomputeCost) -> int:
     """Time of the device's work before this sequence: the steps in flight and the prompts before it. A load
     does not wait for them."""
-    block_tokens, tokens = executor.hello.block_tokens, 0
-    for other in executor.running:
-        if other.prefilling and other is not sequence and other.parent is None:
-            known = max(other.computed, len(other.table) * block_tokens) if other.load_job else other.computed
-            tokens += max(other.opened_length - known, 0)
+    tokens = executor.row_sums().backlog_tokens
+    if sequence is not None:
+        tokens -= sequence.backlog_tokens(executor.hello.block_tokens)
     return sum(flight.predicted_us for flight in executor.in_flight) + costs.tokens_us(0, tokens)
 
 
 def decode_shape(executor: Executor) -> StepShape:
     """The shape of a step of the rows that decode now."""
-    decodes = [s.computed for s in executor.running if not s.prefilling and not s.load_job]
-    cached = sum(decodes)
-    return StepShape(len(decodes), len(decodes), cached + len(decodes), cached)
+    sums = executor.row_sums()
+    rows, cached = sums.decodes, sums.decode_tokens
+    return StepShape(rows, rows, cached + rows, cached)
 
 
 def on_resume(state: State, executor: Executor, sequence: Sequence, group: SequenceGroup) -> None:

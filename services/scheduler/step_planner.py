@@ -4,6 +4,7 @@ It also decides whether the ranks compute the step in two micro-batches (`two_st
 waits a moment for blocks that are being copied (`copies_end_soon`, `worth_waiting`): blocks of a preempted
 sequence are copied down before reuse, and a resumed sequence loads blocks. A row that misses the step for
 such a copy waits for all of it, though the copy takes a small part of a step: on a CPU 5 of 70 ms.
+With run-ahead a step may also wait, rarely, for a slot that the steps in flight free (`room_comes_soon`).
 `core.decide` calls `plan_next` until it returns False.
 
 `StepColumns` builds the StepPlan column by column; `fork` gives choices their parent's prompt. Blocks come
@@ -16,7 +17,7 @@ from array import array
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.scheduler import overlap, preemption, prefix_cache
+from services.scheduler import headroom, overlap, preemption, prefix_cache
 from services.scheduler.kv_tiers import store
 from services.scheduler.kv_tiers.lookups import executor_of
 from services.scheduler.overlap import MIN_SEEN, balance
@@ -42,6 +43,7 @@ GRAIN_TOKENS = 8  # a chunk is a multiple of this, or of a smaller block
 LATE_US = 1_000_000  # since admission: from then on the oldest prompt gets a part of each step
 LATE_PART = 4  # that part is a quarter of the tokens
 
+HELD_LOOPS = 64  # so a step that waits for a slot costs at most 1.6 % of the time: see room_comes_soon
 OVERDUE = 2  # a copy that takes so many times its predicted time has no foreseeable end
 MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 KiB; a longer table needs a plan without others
 EMPTY = partial(array, "i")  # as `ints()`, in a third of the time
@@ -51,8 +53,13 @@ ROW_NUMBERS = ints(range(65_536))  # slicing it is fast
 
 def plan_next(state: State, executor: Executor) -> bool:
     """Plan and send the executor's next step; False when its window is full or no row is ready."""
+    if executor.settled == executor.changes:
+        return False
     mode, depth = overlap.mode_of(state, executor)
     if len(executor.in_flight) >= depth:
+        executor.settled = executor.changes
+        return False
+    if mode == "run_ahead" and room_comes_soon(state, executor):
         return False
     short_rows = preemption.make_room(state, executor)
     executor.awaits_copies = short_rows > 0 and worth_waiting(state, executor, short_rows)
@@ -66,6 +73,7 @@ def plan_next(state: State, executor: Executor) -> bool:
 
 
 def _plan_step(state: State, executor: Executor, mode: str, micro_batch: int | None) -> bool:
+    executor.changes += 1  # also if no row gets into the step: a row may have taken a block
     decodes, prompts = ready_rows(executor, mode == "run_ahead", micro_batch)
     if micro_batch is not None and decodes:
         decodes = balance(executor, micro_batch, decodes)
@@ -358,6 +366,26 @@ def two_stream(state: State, executor: Executor, columns: StepColumns) -> bool:
     if not since_tokens or mode == "off" or not columns.chunks:
         return False
     return mode == "two_stream" or columns.shape.tokens >= since_tokens
+
+
+def room_comes_soon(state: State, executor: Executor) -> bool:
+    """True if the next step should wait for the steps in flight: they free the room of a preempted sequence
+    for a request of a higher class, whose prompt is then in that step and not in the one after it. The device
+    is idle for a loop, so this happens at most once in HELD_LOOPS of them."""
+    group = state.waiting.groups.get(state.blocked_on[0]) if state.blocked_on else None
+    if group is None or not executor.in_flight or group.held_executor != executor.source:
+        return False
+    loop_us, pool = executor.cost_model.loop_us, executor.pool
+    if not loop_us or not pool.fenced_slots or not any(executor.running_by_class[group.level + 1 :]):
+        return False
+    if executor.held_step == executor.step:
+        return True
+    if state.now_us - executor.held_us < HELD_LOOPS * loop_us:
+        return False
+    if max(headroom.shortfall(state, executor, group)) > 0:
+        return False
+    executor.held_step, executor.held_us = executor.step, state.now_us
+    return True
 
 
 def copies_end_soon(state: State, executor: Executor, short_rows: int) -> bool:

@@ -110,6 +110,13 @@ class Peers:
         heartbeats = (self._peers[f"tokenizer.{actor}"].heartbeat for actor in self.ready("tokenizer"))
         return {alias: heartbeat.model for heartbeat in heartbeats for alias in heartbeat.aliases}
 
+    def model_digest(self, name: str) -> str:
+        """The digest of the executors of a model, by any of its names; empty if it is not known, or if
+        schedulers have different ones."""
+        ready = self.ready("scheduler", self.aliases().get(name, name))
+        found = {self._peers[f"scheduler.{actor}"].heartbeat.model_digest for actor in ready} - {""}
+        return found.pop() if len(found) == 1 else ""
+
     def max_load(self, kind: str, figure: str, model: str) -> int:
         """The largest `figure` in the loads of the ready actors of a kind and model; 0 if there is none."""
         ready = [self._peers[f"{kind}.{actor}"].heartbeat.load for actor in self.ready(kind, model)]

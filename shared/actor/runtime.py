@@ -65,6 +65,7 @@ class HeartbeatPayload:
     rates: tuple[int, ...] = ()
     scheduler: str = ""
     aliases: tuple[str, ...] = ()
+    model_digest: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -224,6 +225,7 @@ class Runtime:
             rates=payload.rates,
             scheduler=payload.scheduler,
             aliases=payload.aliases,
+            model_digest=payload.model_digest,
         )
         envelope = Envelope(self.mailbox.source, self.mailbox.epoch, 0, heartbeat)
         self.bus.publish(

@@ -29,6 +29,7 @@ from shared.errors import SetupError
 from shared.nats.interface import Bus, Delivery
 from shared.nats.subjects import (
     FILE_STREAM,
+    HOOK_STREAM,
     PUBLIC,
     RECORD_STREAM,
     STATE_STREAM,
@@ -78,9 +79,12 @@ _READS = {
         "_R.*.*",
         f"{STORE}.resume.*.*",
     ),
-    "keeper": tuple(
-        f"{PUBLIC}.{verb}.*.*"
-        for verb in ("submit", "result", "cancel", "delete", "keep", "files", "batches")
+    "keeper": (
+        *(
+            f"{PUBLIC}.{verb}.*.*"
+            for verb in ("submit", "result", "cancel", "delete", "keep", "files", "batches")
+        ),
+        f"{STORE}.runs.*.*",
     ),
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
@@ -95,15 +99,20 @@ _WRITES = {
         f"{PUBLIC}.models",
         f"{PUBLIC}.done.*.*",
         f"{STORE}.>",
-        *(f"$JS.API.STREAM.{verb}.{stream}" for verb in ("INFO", "CREATE") for stream in _STREAMS),
+        *(
+            f"$JS.API.STREAM.{verb}.{stream}"
+            for verb in ("INFO", "CREATE")
+            for stream in (*_STREAMS, HOOK_STREAM)
+        ),
         *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in _STREAMS),
         *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in _STREAMS),
         *(f"$JS.API.STREAM.PURGE.{stream}" for stream in (FILE_STREAM, STATE_STREAM)),
         f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*.{STORE}.work.*.>",
+        f"$JS.API.CONSUMER.CREATE.{HOOK_STREAM}.*.{STORE}.hook.*.*",
         f"$JS.API.CONSUMER.DELETE.{WORK_STREAM}.*",
         f"$JS.API.CONSUMER.LIST.{WORK_STREAM}",
-        f"$JS.API.CONSUMER.MSG.NEXT.{WORK_STREAM}.*",
-        f"$JS.ACK.{WORK_STREAM}.>",
+        *(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*" for stream in (WORK_STREAM, HOOK_STREAM)),
+        *(f"$JS.ACK.{stream}.>" for stream in (WORK_STREAM, HOOK_STREAM)),
     ),
 }
 # The gateway alone may have an answer stored: a tenant has `submit`, and needs no way to fill the store.

@@ -61,12 +61,14 @@ ATTACH_ALL = f"{PUBLIC}.attach.*.*"
 FILES_ALL = f"{PUBLIC}.files.*.*"
 BATCHES_ALL = f"{PUBLIC}.batches.*.*"
 WORK_STREAM, RECORD_STREAM, FILE_STREAM = "HR_WORK", "HR_DONE", "HR_FILES"
-STATE_STREAM = "HR_STATE"
+HOOK_STREAM, STATE_STREAM = "HR_HOOKS", "HR_STATE"
 WORK_ALL = f"{STORE}.work.>"
 RECORD_ALL = f"{STORE}.record.>"
 STATE_ALL = f"{STORE}.state.>"
 FILE_ALL = f"{STORE}.file.>"
 LINE_ALL = f"{STORE}.line.>"
+RUNS_ALL = f"{STORE}.runs.*.*"
+HOOK_ALL = f"{STORE}.hook.>"
 TRACE_STEPS = b"steps"  # body of a trace request that includes the steps of its time
 
 
@@ -155,8 +157,18 @@ def batch_part(tenant: str, batch: str, part: str) -> str:
     return f"{STORE}.record.{token(tenant)}.{_any(batch)}.{part}"
 
 
+def hook(host: str, event: str) -> str:
+    """An event for a webhook, in stream HR_HOOKS. `host`: a key of the host that gets it."""
+    return f"{STORE}.hook.{host}.{event}"
+
+
 def _any(name: str) -> str:
     return name if name == "*" else token(name)
+
+
+def runs(tenant: str, request: str) -> str:
+    """Request-reply: the keeper that has sent a request to a tokenizer answers another one."""
+    return f"{STORE}.runs.{token(tenant)}.{token(request)}"
 
 
 def check(tenant: str, model: str) -> str:

@@ -27,7 +27,9 @@ from shared.errors import (
     PayloadTooLarge,
     Unavailable,
     UnknownModel,
+    UnknownRequest,
 )
+from shared.messages import Heartbeat
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
@@ -126,6 +128,13 @@ class World:
                 self.came.clear()
                 await self.came.wait()
 
+    def scheduler(self, keeper: Runtime, digest: str) -> None:
+        """A keeper hears of executors with this digest."""
+        beat = Heartbeat(
+            kind="scheduler", actor="s", host_id="h", state="ready", model="m", model_digest=digest
+        )
+        keeper.mailbox.peers.update(1, beat, keeper.clock.now_us())
+
     async def messages(self, stream: str) -> int:
         info = await self.bus.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout_us=5_000_000)
         return int(json.loads(info.data)["state"]["messages"])
@@ -164,6 +173,26 @@ async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: 
     assert await world.messages(subjects.RECORD_STREAM) == 1
     with pytest.raises(UnknownModel):
         await world.client.request(subjects.result("acme", "r"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"), [("aa", "bb", True), ("aa", "aa", False), ("aa", "", False)]
+)
+async def test_a_record_says_that_another_model_has_answered(
+    world: World, before: str, after: str, changed: bool
+) -> None:
+    first = await world.opened()
+    world.scheduler(first, before)
+    await world.submit()
+    await world.until(world.asked)
+    await first.finish(5.0)
+    second = await world.keeper()
+    world.scheduler(second, after)
+    await world.until(world.asked, 2)
+    world.answer(world.asked[1])
+    await world.until(world.news)
+    record = await world.result()
+    assert (record["status"], record.get("model_changed", False)) == ("completed", changed)
 
 
 async def test_a_request_goes_on_after_its_checkpoint_which_then_goes(world: World) -> None:
@@ -298,6 +327,21 @@ async def test_another_keeper_gets_the_answer_of_what_already_runs(world: World)
     world.answer(world.asked[0])
     await world.until(world.news)
     assert (await world.result())["status"] == "completed"
+
+
+async def test_a_request_runs_also_for_a_keeper_that_does_not_have_it(world: World) -> None:
+    await world.opened()
+    await world.submit()
+    await world.until(world.asked)
+    second = await world.keeper()
+    async with asyncio.timeout(20):
+        while len(second.mailbox.peers.ready("keeper")) < 2:
+            await asyncio.sleep(0.01)
+    assert [(await world.result())["status"] for _ in range(20)] == ["running"] * 20  # both have answered
+    verbs = second.actor._verbs  # type: ignore[attr-defined]  # the queue group could choose the other one
+    assert (await verbs.result("public", "r"))["status"] == "running"
+    with pytest.raises(UnknownRequest):
+        await verbs.result("acme", "r")
 
 
 async def test_a_refused_request_is_tried_again(world: World) -> None:

@@ -110,6 +110,8 @@ FORBIDDEN_WRITING = [
     "headrace.store.line.acme.b.1.ok", "$JS.API.STREAM.PURGE.HR_FILES",
     "$JS.API.DIRECT.GET.HR_FILES.headrace.store.file.acme.f.0",
     "headrace.store.work.acme.r", "headrace.store.record.acme.r", "headrace.store.check.acme.m",
+    "headrace.store.hook.h.e", "headrace.store.runs.acme.r", "$JS.ACK.HR_HOOKS.h.1.1.1.1.1",
+    "$JS.API.CONSUMER.MSG.NEXT.HR_HOOKS.h", "$JS.API.CONSUMER.CREATE.HR_HOOKS.h.headrace.store.hook.h.*",
     "headrace.store.state.acme.r", "headrace.store.resume.acme.m", "$JS.API.STREAM.PURGE.HR_STATE",
     "$JS.API.DIRECT.GET.HR_STATE.headrace.store.state.acme.r",
     "$JS.API.DIRECT.GET.HR_DONE.headrace.store.record.acme.r", "$JS.ACK.HR_WORK.keeper.1.1.1.1.1",
@@ -189,6 +191,12 @@ async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsSe
         assert await may_write(nc, refused, "headrace.store.resume.acme.m") == (kind == "keeper")
         assert await may_write(nc, refused, "$JS.API.STREAM.CREATE.HR_STATE") == (kind == "keeper")
         assert await may_write(nc, refused, "$JS.API.STREAM.DELETE.HR_DONE") is False
+        for subject in (
+            "$JS.API.STREAM.CREATE.HR_HOOKS", "headrace.store.hook.h.e", "$JS.ACK.HR_HOOKS.h.1.1.1.1.1",
+            "$JS.API.CONSUMER.MSG.NEXT.HR_HOOKS.h",
+            "$JS.API.CONSUMER.CREATE.HR_HOOKS.h.headrace.store.hook.h.*",
+        ):  # fmt: skip
+            assert await may_write(nc, refused, subject) == (kind == "keeper")
         assert await may_write(nc, refused, "$JS.API.DIRECT.GET.HR_DONE.headrace.store.record.acme.r") == (
             kind == "keeper"
         )
@@ -209,6 +217,7 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
         assert await may_read(nc, refused, "headrace.v1.policy.a1") == (kind == "scheduler")
         for verb in ("keep", "delete"):
             assert await may_read(nc, refused, f"headrace.v1.{verb}.*.*") == (kind == "keeper")
+        assert await may_read(nc, refused, "headrace.store.runs.*.*") == (kind == "keeper")
 
 
 async def test_a_detokenizer_stores_checkpoints_and_a_keeper_reads_and_removes_them(users: Path) -> None:

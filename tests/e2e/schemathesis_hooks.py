@@ -26,7 +26,7 @@ REASONS = re.compile(
     "|is not a schema|`tools` has no such function|of one of `tools` is expected|an answer has at most"
     "|two functions have the same name|takes no templates from requests|exclude each other"
     "|is not one of this fleet|ids from 0 to|`input` has no message"
-    "|an id of this stream is expected"
+    "|an id of this stream is expected|a URL like https|is for `background: true` alone|this fleet calls none"
 )
 
 

@@ -34,6 +34,9 @@ async def test_it_stays_out_until_it_is_alone(what: str, tmp_path: Path) -> None
         state = pipeline.forced.state
         (wanted,) = {tuple((await pipeline.ask(PROMPT, 8)).ids)}
         name = served_name(pipeline.settings.model)
+        peers = pipeline.runtimes["tokenizer-1"].mailbox.peers
+        first = state.model_kinds[name].digest
+        await pipeline.until(lambda: peers.model_digest(name) == first != "")
         change = {**OTHERS[what](tmp_path), "model_name": name}
         pipeline.settings = pipeline.settings.model_copy(update=change)
         await pipeline.add("executor", "executor-2")
@@ -48,5 +51,6 @@ async def test_it_stays_out_until_it_is_alone(what: str, tmp_path: Path) -> None
         last = await pipeline.ask(PROMPT, 8)
         assert len(last.ids) == 8
         assert what != "weights" or tuple(last.ids) != wanted
+        await pipeline.until(lambda: peers.model_digest(name) == state.model_kinds[name].digest != first)
         assert "kept_out" not in kept_out.status()
         pipeline.runtimes["executor-1"] = pipeline.runtimes.pop("executor-2")  # whose slots must be free now

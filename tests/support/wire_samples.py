@@ -372,6 +372,7 @@ BEAT = Heartbeat(
     rates=(50_000_000_000, 1_000_000_000),
     scheduler="s0",
     aliases=("small",),
+    model_digest="5f0c",
 )
 
 SAMPLES: dict[str, Message] = {kind_of(m): m for m in (*REQUESTS, *STEPS, *TIERS, BEAT)}

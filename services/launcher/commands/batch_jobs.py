@@ -24,7 +24,9 @@ from shared.openai.batch_lines import read_line
 Body = dict[str, Any]
 
 
-async def submit(target: Target, given: Path, endpoint: str | None, window: str) -> None:
+async def submit(
+    target: Target, given: Path, endpoint: str | None, window: str, webhook: str | None = None
+) -> None:
     """Upload a file, make a batch of it, print its id. `endpoint` None: that of the first line. Raises
     BadRequest, SetupError for a file that cannot be read, Unavailable without a keeper."""
     try:
@@ -38,6 +40,7 @@ async def submit(target: Target, given: Path, endpoint: str | None, window: str)
                 described = {"filename": given.name[:255], "purpose": "batch"}
                 file = await files.upload(_pieces(source), lambda: described)
                 job = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": window}
+                job |= {"webhook": webhook} if webhook is not None else {}
                 made = await asked(client, subjects.batches(target.tenant, "create"), job)
     except OSError as error:
         raise SetupError(f"{given} cannot be read: {error.strerror}") from None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, running_for
+from services.scheduler.load_shedding import MIN_STEPS_SEEN, ns_per_token, prompt_tokens
 from services.scheduler.state.requests import CLASS_NAMES
 from services.scheduler.state.state import Executor, State
 from shared.kv_blocks import blocks_for
@@ -78,12 +78,12 @@ def _prompt_tokens(state: State, serving: list[Executor]) -> int:
     known = [e for e in serving if e.cost_model.seen >= MIN_STEPS_SEEN]
     if not known:
         return 0
-    speeds = [1_000_000_000 // max(ns_per_token(e, running_for(e, LOWEST)), 1) for e in known]  # tokens/s
+    speeds = [1_000_000_000 // max(ns_per_token(e), 1) for e in known]  # tokens/s
     most = 0
     for level, slo in enumerate(state.limits.classes):
         if not slo.ttft_us:
             continue
-        tokens = sum(running_for(e, level).prompt_tokens for e in serving)
+        tokens = sum(prompt_tokens(e, level) for e in serving)
         tokens += sum(queue.tokens for (_, at), queue in state.waiting.queues.items() if at <= level)
         most = max(
             most, _needed(tokens, [speed * slo.ttft_us // TTFT_SHARE // 1_000_000 for speed in speeds])

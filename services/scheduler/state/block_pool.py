@@ -93,6 +93,11 @@ class BlockPool:
         return len(self._empty) + len(self._cached)
 
     @property
+    def room(self) -> tuple[int, int, int]:
+        """Free blocks, how many of them are reserved, and free slots."""
+        return len(self._empty) + len(self._cached), self.reserved, len(self._free_slots)
+
+    @property
     def unreserved_blocks(self) -> int:
         """Free blocks that are not reserved."""
         return len(self._empty) + len(self._cached) - self.reserved
@@ -121,7 +126,7 @@ class BlockPool:
 
     @property
     def fenced_blocks(self) -> int:
-        return sum(len(fence) for fence in self._fences.values())
+        return sum([len(fence) for fence in self._fences.values()])
 
     @property
     def coming_blocks(self) -> int:
@@ -139,7 +144,7 @@ class BlockPool:
     @property
     def fenced_slots(self) -> int:
         """Slots that a step in flight may still name."""
-        return sum(len(slots) for slots in self._slot_fences.values())
+        return sum([len(slots) for slots in self._slot_fences.values()])
 
     # A sequence is admitted: reservations, prefix hits, a slot
 

@@ -184,6 +184,13 @@ class Sequence:
     def prefilling(self) -> bool:
         return self.computed < self.opened_length
 
+    def backlog_tokens(self, block_tokens: int) -> int:
+        """Tokens to compute before it decodes, without those that are loaded or that its parent computes."""
+        if self.parent is not None:
+            return 0
+        known = max(self.computed, len(self.table) * block_tokens) if self.load_job else self.computed
+        return max(self.opened_length - known, 0)
+
     @property
     def awaits_grammar(self) -> bool:
         """All tokens but the last are computed or planned, and the next sample must wait for the grammar."""

@@ -66,6 +66,22 @@ class InFlight:
 
 
 @dataclass(slots=True)
+class RowSums:
+    """Sums over the running sequences of an executor, and what others derive from them; for one number of
+    `changes`."""
+
+    changes: int
+    decodes: int = 0
+    decode_tokens: int = 0  # in their KV cache
+    prompt_tokens: list[int] = field(
+        default_factory=lambda: [0] * len(requests.CLASS_NAMES)
+    )  # left, by level
+    backlog_tokens: int = 0  # of all levels, without tokens that are loaded
+    speed: int = 0  # see ../load_shedding.py; 0: not derived yet
+    ends: dict[int, tuple[int, list[tuple[int, int]], int]] = field(default_factory=dict)  # likewise
+
+
+@dataclass(slots=True, eq=False)
 class Executor:
     """One incarnation of one executor: its pool and its window."""
 
@@ -79,6 +95,9 @@ class Executor:
     fork_copies: list[tuple[int, int]] = field(default_factory=list)  # block copies for the next plan
     forked_step: int = 0  # the last step with such copies: the blocks that it reads may be free already
     generation: int = 0
+    changes: int = 0  # of its rows: admitted, planned, loaded, with a result, gone
+    settled: int = -1  # `changes` when no step could be planned before another one
+    sums: RowSums = field(default_factory=lambda: RowSums(-1))
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
     cost_model: CostModel = field(default_factory=CostModel)
@@ -93,14 +112,16 @@ class Executor:
     decoded_us: int = 0  # when a step with decodes was last planned
     up: TransferLink = field(default_factory=TransferLink)  # from the tier below
     down: TransferLink = field(default_factory=TransferLink)
+    held_step: int = -1  # the step after this one waited for a slot, and since when: see room_comes_soon
+    held_us: int = 0
     awaits_copies: bool = False  # the next step waits for blocks that are being copied: see worth_waiting
     judged_us: int = 0  # when its dirty blocks were last judged
     next_eager_us: int = 0  # no eager copy before
     next_ahead_us: int = 0  # no copy of a running sequence's blocks before: the tier had no room
+    source: str = field(init=False)
 
-    @property
-    def source(self) -> str:
-        return f"executor.{self.hello.executor}"
+    def __post_init__(self) -> None:
+        self.source = f"executor.{self.hello.executor}"
 
     def add(self, sequence: Sequence) -> None:
         """Run a sequence here, in the micro-batch with fewer rows or in its parent's."""
@@ -118,7 +139,24 @@ class Executor:
             self.pace.observe_early_end()
         self._count(sequence, -1)
 
+    def row_sums(self) -> RowSums:
+        """The sums, counted again only after the rows have changed: so an arrival takes no loop over all rows
+        of all executors."""
+        if self.sums.changes == self.changes:
+            return self.sums
+        sums, block_tokens = RowSums(self.changes), self.hello.block_tokens
+        for s in self.running:
+            if not s.prefilling:
+                sums.decodes += 1
+                sums.decode_tokens += s.computed
+            elif s.parent is None:
+                sums.prompt_tokens[s.level] += s.opened_length - s.computed
+                sums.backlog_tokens += s.backlog_tokens(block_tokens)
+        self.sums = sums
+        return sums
+
     def _count(self, sequence: Sequence, one: int) -> None:
+        self.changes += 1
         self.host_fed += one if sequence.host_fed else 0
         self.fixed_lengths += one if sequence.fixed_length else 0
         self.running_by_class[sequence.request.level] += one
@@ -153,6 +191,7 @@ class State:
     next_seq: int = 1
     requests: dict[tuple[str, str], Request] = field(default_factory=dict)
     sequences: dict[int, Sequence] = field(default_factory=dict)
+    suspects: set[tuple[str, str]] = field(default_factory=set)  # requests that ran when an executor died
     waiting: WaitingQueue = field(init=False)
     blocked_on: tuple[int, ...] = ()  # what admission saw when group [0] had to wait: see _blocking_state
     mean_output_tokens: int = 256  # generated tokens of a sequence, a moving average

@@ -43,6 +43,7 @@ _SAME = (
     "temperature", "top_p", "parallel_tool_calls", "user", "stream",
     "seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs", "durable",
+    "webhook",
 )  # fmt: skip
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _OPEN = ConfigDict(extra="ignore", strict=True)  # clients send items back with fields that are not for us
@@ -258,6 +259,9 @@ class ResponseRequest(BaseModel):
     )
     stream: bool = Field(False, description="send the answer as events")
     background: bool = Field(False, description="answer at once, and keep the request until it is answered")
+    webhook: str | None = Field(
+        None, description="with `background`: a URL that gets a signed event when the response has ended"
+    )
     store: bool = Field(True, description="keep the response for a day, where a keeper runs")
     metadata: Metadata = Field(default_factory=dict, description="returned as it is")
     user: str = Field("", description=NO_EFFECT)
@@ -300,6 +304,8 @@ def read(fields: Body) -> Body:
         raise bad_field(error) from error
     if asked.background and not asked.store:
         raise BadRequest("`background: true` and `store: false` exclude each other", param="store")
+    if asked.webhook is not None and not asked.background:
+        raise BadRequest("`webhook` is for `background: true` alone: leave it out", param="webhook")
     turns = _turns(asked.input)
     if not turns:
         raise BadRequest("`input` has no message: add one", param="input")

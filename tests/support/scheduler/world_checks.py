@@ -6,12 +6,14 @@ Each recounts from the sequences alone what the scheduler keeps up to date as it
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 from support.scheduler.world import World
 
-from services.scheduler import step_planner
-from services.scheduler.headroom import fits_alone, rows_without_block
+from services.scheduler import load_shedding, step_planner
+from services.scheduler.headroom import fits_alone, headroom_blocks, headroom_bound, rows_without_block
+from services.scheduler.overlap import mode_of
 from services.scheduler.state.requests import Phase, Sequence
 from services.scheduler.state.state import Executor, InFlight
 from services.scheduler.step_planner import ready_rows
@@ -99,6 +101,8 @@ def no_idle_window(world: World) -> None:
             world.scheduler.state, executor, len(rows_without_block(executor))
         ):
             assert world.scheduler.state.tiers.jobs, "it waits for nothing"
+        elif executor.in_flight and executor.held_step == executor.step:
+            assert executor.pool.fenced_slots, "it waits for nothing"
         elif len(executor.in_flight) < depth:
             decodes, prompts = ready_rows(executor, world.limits.overlap == "run_ahead", None)
             assert not prompts
@@ -121,7 +125,39 @@ def nobody_forgotten(world: World) -> None:
         assert first is None or not fits_alone(executor, first), "an executor is idle while a group waits"
 
 
-ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten]
+def sums(world: World) -> None:
+    """What admission and the forecast know of the rows without a loop over them equals a recount, or bounds
+    it. Called after each event, so a change of the rows that does not count in `changes` shows."""
+    state, rules = world.scheduler.state, load_shedding
+    for executor in state.executors.values():
+        running, found = executor.running, executor.row_sums()
+        assert not any(s.load_job for s in running if not s.prefilling)
+        size = executor.hello.block_tokens
+        assert found.backlog_tokens == sum(s.backlog_tokens(size) for s in running if s.prefilling)
+        cached = [s.computed for s in running if not s.prefilling]
+        prompts = [s for s in running if s.prefilling and s.parent is None]
+        left = [sum(s.opened_length - s.computed for s in prompts if s.level == at) for at in range(3)]
+        assert (found.decodes, found.decode_tokens, found.prompt_tokens) == (len(cached), sum(cached), left)
+        for level in range(3):
+            stay = [s for s in running if s.level <= level or s.pinned]
+            ends = sorted((rules._left(state, s), len(s.table)) for s in stay)
+            others = sum(len(s.table) for s in running if s not in stay)
+            assert rules._ends(state, executor, level) == (ends, others)
+            for slots, tokens in ((1, 8), (4, 100), (12, 8)):
+                bound_us = rules._most_wait_us(state, executor, slots, tokens)
+                assert rules._slot_wait_us(state, executor, level, slots, tokens) <= bound_us
+        for group in state.waiting:
+            bound = headroom_bound(state, executor, group.sequences[0])
+            assert bound == executor.pool.blocks or headroom_blocks(state, executor, group.sequences) <= bound
+        if executor.settled == executor.changes:
+            pace = replace(executor.pace)
+            assert len(executor.in_flight) >= mode_of(state, executor)[1]
+            assert executor.pace == pace
+    suspects = {key for key, request in state.requests.items() if request.executor_deaths}
+    assert suspects <= state.suspects <= state.requests.keys()
+
+
+ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten, sums]
 
 
 class Turns:

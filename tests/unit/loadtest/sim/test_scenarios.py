@@ -35,6 +35,15 @@ def test_no_mode_that_auto_takes_is_a_loss(point: grid.Point) -> None:
     assert row["wasted_rows_pct"]["auto"] <= 100 / row["answer_tokens"] + 0.1
 
 
+def test_a_batch_does_not_delay_a_burst() -> None:
+    """The bound of one request: it waits for the two steps in flight, or for one, and then for its own."""
+    one, two = arm_of("beside_batch", "window 1"), arm_of("beside_batch", "window 2")
+    assert max(one["burst_p99_ratio"], two["burst_p99_ratio"]) < 1.05
+    assert one["one_p99_ratio"] < 2.05
+    assert two["one_p99_ratio"] < 2.9
+    assert two["tok_s_beside"] > 1.04 * one["tok_s_beside"]
+
+
 def test_two_batches_hide_the_host_at_256_rows() -> None:
     single = arm_of("host_256", "single")["steady_tok_s"]
     assert arm_of("host_256", "two_batch")["steady_tok_s"] >= 1.2 * single

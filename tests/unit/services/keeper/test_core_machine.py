@@ -60,7 +60,8 @@ LAST = [BadRequest("wrong"), EngineError("killed three executors"), Cancelled("b
 def work(key: Key, submitted_us: int = 0) -> Work:
     """The requests of tenant b have checkpoints."""
     more = {"durable": "tokens"} if key[0] == "b" else {}
-    return Work(*key, "m", {"prompt": key[1], "seed": 7, **more}, "digest", submitted_us)
+    webhook = "https://a.example" if key == KEYS[1] else ""
+    return Work(*key, "m", {"prompt": key[1], "seed": 7, **more}, "digest", submitted_us, webhook=webhook)
 
 
 def checkpoint(key: Key) -> bytes:
@@ -95,8 +96,9 @@ class Keepers(RuleBasedStateMachine):
                 case Announce(key, status):
                     assert self.records[key]["status"] == status
                     self.announced.append(key)
-                case Ack(reply):
+                case Ack(reply, hook):
                     assert self.acks[reply] in self.records, "acked without a record"
+                    assert hook == work(self.acks[reply]).hook
                     self.waiting.discard(self.acks[reply])
                 case Nak(reply, delay_us):
                     assert 0 <= delay_us <= 20_000_000

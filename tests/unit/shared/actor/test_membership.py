@@ -112,3 +112,16 @@ def test_what_is_missing_is_missing_for_a_model() -> None:
     peers = fleet(SCHEDULERS[0], *(replace(BEAT, kind=kind) for kind in kinds))
     assert (missing(peers), missing(peers, "m")) == ([], [])
     assert missing(peers, "other") == ["tokenizer", "scheduler", "executor", "detokenizer"]
+
+
+def test_a_model_has_a_digest_where_its_schedulers_agree() -> None:
+    peers = Peers()
+    scheduler = replace(BEAT, kind="scheduler", actor="s0", model_digest="aa")
+    assert peers.model_digest("m") == ""
+    peers.update(1, scheduler, 0)
+    peers.update(1, replace(scheduler, actor="s1", model_digest=""), 0)  # it has no executor yet
+    peers.update(1, replace(scheduler, actor="s2", model="other", model_digest="bb"), 0)
+    peers.update(1, replace(BEAT, kind="tokenizer", actor="t0", aliases=("small",)), 0)
+    assert [peers.model_digest(name) for name in ("m", "small", "other", "third")] == ["aa", "aa", "bb", ""]
+    peers.update(1, replace(scheduler, actor="s1", model_digest="cc"), 0)
+    assert peers.model_digest("m") == ""

@@ -113,6 +113,8 @@ def test_a_conversation_with_calls_and_reasoning() -> None:
         ({"metadata": {str(i): "" for i in range(17)}}, "`metadata`"),
         ({"reasoning": {"effort": "a lot"}}, "`reasoning.effort`"),
         ({"background": True, "store": False}, "exclude each other"),
+        ({"webhook": "https://a.example"}, "`webhook` is for `background: true` alone"),
+        ({"webhook": 7, "background": True}, "`webhook`"),
         ({"keep": {}}, "`keep` is not a field of a request"),
     ],
 )
@@ -120,6 +122,13 @@ def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRequest) as refused:
         read({"input": "Hi", **more})
     assert refused.value.message.startswith(why) or why in refused.value.message
+
+
+def test_a_webhook_goes_to_the_keeper() -> None:
+    asked = {"model": "m", "input": "Hi", "background": True, "webhook": "https://a.example"}
+    call = read_call(read(asked), chat=True, request_id="r")
+    assert call.bodies[0]["webhook"] == "https://a.example"
+    assert "webhook" not in call.keep["response"]
 
 
 def test_what_is_kept_comes_from_the_gateway_alone() -> None:

@@ -1,0 +1,241 @@
+"""`Webhooks` sends the events of requests and batches that have ended to the URLs that their clients named.
+
+    record stored ──event──▶ stream HR_HOOKS ──pull, some of each host──▶ POST ──2xx──▶ ack
+                                                                            └─ else: nak with a delay
+
+An event is in the stream before its request leaves the work queue, so no death loses it; it may be sent
+twice, with the same id. Each host has a consumer and so many tries at a time: one that hangs holds up nothing
+else. Without the setting `webhooks` there is neither stream nor consumer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import re
+import ssl
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+
+from services.keeper.records import BATCH, DELETED, Hook, to_json
+from services.keeper.webhooks import GONE, Secrets, Target, delay_us, event_of, read_hosts, signed, target_of
+from shared.clock import Clock
+from shared.config import WatchedFile
+from shared.errors import BadRequest, HeadraceError, Unavailable
+from shared.nats import subjects
+from shared.nats.interface import Delivery
+from shared.nats.jetstream import JetStream, Puller, Taken, deliveries
+from shared.processes import Rarely
+
+log = logging.getLogger("headrace.keeper")
+
+HOOK_BYTES = 67_108_864  # with the other streams less than the 3 GB of the server of `up`
+STREAM = {
+    "subjects": [subjects.HOOK_ALL], "retention": "workqueue", "storage": "file", "discard": "new",
+    "max_bytes": HOOK_BYTES, "max_age": 172_800_000_000_000,  # two days, for hosts that are listed no more
+}  # fmt: skip
+CONSUMER = {
+    "ack_policy": "explicit",
+    "ack_wait": 30_000_000_000,  # three times TRY_S
+    "max_deliver": -1,  # MAX_TRIES counts
+}
+TRY_S = 10.0
+TRIES_OF_HOST = 8  # at a time, of one keeper
+MAX_LINE = 4_096  # bytes of a status line
+OPEN_AGAIN_S = 1.0
+LOOK_S = 2.0  # between looks for events that are due again, or that other keepers stored
+AGAIN_US = 5_000_000  # until a record whose event could not be stored is delivered again
+_STATUS = re.compile(rb"HTTP/1\.[01] ([0-9]{3})\b")
+
+
+class Webhooks:
+    """The webhooks of one keeper."""
+
+    def __init__(self, streams: JetStream, clock: Clock, path: str) -> None:
+        """`path` names the file of hosts; empty: none may be called. Raises SetupError if it is invalid."""
+        self._streams, self._clock = streams, clock
+        self._hosts = WatchedFile("webhooks", path, read_hosts, log) if path else None
+        self._ready = False  # there is a stream
+        self._due: set[str] = set()  # hosts that may have events now
+        self._busy = Counter[str]()  # tries that run, by host
+        self._tries: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self._away = Rarely(log, clock)
+        self.delivered = self.failed = self.given_up = 0
+
+    def check(self, url: object) -> str:
+        """`url`, if events may go there. Raises BadRequest, Unavailable."""
+        target = target_of(url)
+        if self._hosts is None:
+            why = "this fleet calls none; its setting `webhooks` names no file of hosts"
+            raise BadRequest(f"`webhook`: {why}", param="webhook")
+        if target.origin not in self._hosts.value:
+            why = f"{target.origin:.300} is not among the hosts that this fleet calls (setting `webhooks`)"
+            raise BadRequest(f"`webhook`: {why}", param="webhook")
+        if not self._ready:
+            raise Unavailable("the stream of webhooks is not made yet: try again", retry_after_ms=1_000)
+        return str(url)
+
+    async def land(self, hook: Hook, reply: str) -> None:
+        """Store the event of a record, then ack the delivery of its request."""
+        try:
+            if self._hosts is not None:
+                await self._store(hook)
+            else:
+                self._away.warning("an event of %s is not sent: the setting `webhooks` is off", hook.kind)
+        except HeadraceError as error:
+            self._away.warning("webhooks wait: %s", error.message)
+            self._streams.nak(reply, AGAIN_US)
+        else:
+            self._streams.ack(reply)
+
+    async def _store(self, hook: Hook) -> None:
+        part = subjects.batch_part(hook.tenant, hook.id, "end")
+        end = part if hook.kind == BATCH else subjects.record(hook.tenant, hook.id)
+        data = await self._streams.last(subjects.RECORD_STREAM, end)
+        record = json.loads(data) if data is not None else {"status": DELETED}
+        if record["status"] == DELETED:
+            return  # by its tenant, or it was kept for its time
+        event, key = event_of(hook, record), target_of(hook.url).key
+        message = {"url": hook.url, "body": to_json(event).decode()}
+        with contextlib.suppress(Taken):  # by a keeper that died before its ack
+            await self._streams.create(subjects.hook(key, event["id"]), to_json(message))
+        self._turn(key)
+
+    # ---- from the stream to the hosts ------------------------------------------------------------
+
+    async def run(self, replicas: int) -> None:
+        """Send events for ever; without the setting, return."""
+        while self._hosts is not None:
+            try:
+                await self._streams.make_stream(subjects.HOOK_STREAM, {**STREAM, "num_replicas": replicas})
+                self._ready = True
+                await self._send(self._hosts)
+            except HeadraceError as error:
+                self._away.warning("webhooks wait: %s", error.message)
+                await asyncio.sleep(OPEN_AGAIN_S)
+
+    async def _send(self, hosts: WatchedFile[dict[str, Secrets]]) -> None:
+        """Pull and send until an error. Raises Unavailable."""
+        puller = await Puller.open(self._streams.bus, self._deliver)
+        looks_at = 0.0
+        try:
+            while True:
+                now = asyncio.get_running_loop().time()
+                if now >= looks_at:
+                    looks_at = now + LOOK_S
+                    hosts.refresh()
+                    self._due |= {target_of(origin).key for origin in hosts.value}
+                self._wake.clear()
+                for key in [*self._due]:
+                    if (room := TRIES_OF_HOST - self._busy[key]) > 0:
+                        await self._pull(puller, key, room)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(looks_at):
+                        await self._wake.wait()
+        finally:
+            await puller.close()
+
+    async def _pull(self, puller: Puller, key: str, room: int) -> None:
+        self._due.discard(key)
+        came = await puller.pull(subjects.HOOK_STREAM, key, room)
+        if came is None:  # its first time
+            config = {**CONSUMER, "filter_subject": subjects.hook(key, "*")}
+            await self._streams.make_consumer(subjects.HOOK_STREAM, key, config)
+        if came is None or came == room:
+            self._turn(key)
+
+    def _turn(self, key: str) -> None:
+        self._due.add(key)
+        self._wake.set()
+
+    def _deliver(self, delivery: Delivery) -> None:
+        key = delivery.subject.split(".")[3]
+        self._busy[key] += 1
+        task = asyncio.get_running_loop().create_task(self._try(delivery))
+        self._tries.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tries.discard(task)
+            self._busy[key] -= 1
+            self._wake.set()
+
+        task.add_done_callback(ended)
+
+    async def _try(self, delivery: Delivery) -> None:
+        origin, why, event = "", "", delivery.subject.split(".")[4]
+        try:
+            message = json.loads(delivery.data)
+            target = target_of(message["url"])
+            origin = target.origin
+            if self._hosts is None or (secrets := self._hosts.value.get(origin)) is None:
+                raise BadRequest("it is listed no more")
+            body = message["body"].encode()
+            now_s = self._clock.wall_us() // 1_000_000
+            status = await post(target, signed(event, now_s, body, secrets), body)
+            why = f"it answers {status}"
+        except asyncio.CancelledError:
+            self._streams.nak(delivery.reply, 0)
+            raise
+        except TimeoutError:
+            status, why = 0, f"no answer within {TRY_S:g} s"
+        except (HeadraceError, OSError, EOFError, ValueError, LookupError) as error:
+            status, why = 0, f"{error!s:.200}" or type(error).__name__
+        tries = deliveries(delivery.reply)
+        delay = None if status == GONE else delay_us(tries, random.random())
+        if 200 <= status < 300:
+            self.delivered += 1
+            self._streams.ack(delivery.reply)
+        elif delay is None:
+            self.given_up += 1
+            self._streams.ack(delivery.reply)
+            log.warning("event %s for %s is given up at try %d: %s", event, origin, tries, why)
+        else:
+            self.failed += 1
+            self._streams.nak(delivery.reply, delay)
+            self._away.warning("event %s for %s is tried again: %s", event, origin, why)
+
+    async def drain(self) -> None:
+        """End the tries that run: the events are delivered again to another keeper."""
+        for task in self._tries:
+            task.cancel()
+        await asyncio.gather(*self._tries, return_exceptions=True)
+
+
+async def post(target: Target, headers: Mapping[str, str], body: bytes) -> int:
+    """Send one POST on a new connection; returns the status, and reads no more of the answer. Redirects are
+    not followed. Raises TimeoutError, OSError, EOFError, ValueError."""
+    lines = {
+        "Host": target.authority,
+        "User-Agent": "Headrace",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+        **headers,
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    async with asyncio.timeout(TRY_S):
+        tls = _tls() if target.scheme == "https" else None
+        reader, writer = await asyncio.open_connection(target.host, target.port, ssl=tls, limit=MAX_LINE)
+        try:
+            writer.write(f"POST {target.path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+            await writer.drain()
+            try:
+                line = await reader.readuntil(b"\n")
+            except asyncio.LimitOverrunError:
+                line = b""
+            if (found := _STATUS.match(line)) is None:
+                raise ValueError("it does not answer in HTTP/1.1")
+            return int(found[1])
+        finally:
+            writer.transport.abort()
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """The system's certificates; reading them takes some milliseconds."""
+    return ssl.create_default_context()
