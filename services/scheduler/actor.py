@@ -201,7 +201,7 @@ class SchedulerActor(Actor):
             answer = error_body(error)
         else:
             self._handle(PolicySet(str(after)))
-            log.warning("the policy is %s now, it was %s", after, before)
+            log.info("the policy is %s now, it was %s", after, before)
             answer = {"before": str(before), "after": str(after)}
         self._mailbox.bus.publish(delivery.reply, to_json(answer))
 

@@ -28,8 +28,8 @@ def apply(state: State, text: str) -> None:
 
 def asked_for(text: str, now: Policy, at_start: Policy) -> Policy:
     """The policy after the change `text` that an operator requests. Raises SetupError for a kind or name that
-    does not exist, and for a function of your own that the setting `policy` has not loaded: whoever can send
-    a message must not choose the code that a scheduler imports."""
+    does not exist, and for a function of your own that the setting `policy` has not loaded: a message must
+    not choose the code that a scheduler imports."""
     for part in (part.strip() for part in text.split(",")):
         _, _, name = part.partition("=")
         own = ":" in name and not name.startswith(f"{BASELINES}:")

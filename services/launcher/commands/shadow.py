@@ -40,11 +40,12 @@ async def follow(bus: Bus, scheduler: str, interval_s: float, compared: Compared
     age = reported = 0
     try:
         while True:
-            if stretches.broken.is_set():
+            if stretches.recording.broken.is_set():
                 print_line("the broker lost a part of the log: the comparison begins again")
                 stretches = Stretches()
-            if not stretches.begun.is_set() or age >= REPORTS_IN_A_STRETCH or stretches.size == reported:
-                await begin(bus, scheduler, stretches)  # it fails if the scheduler has ended
+            begun = stretches.recording.begun.is_set()
+            if not begun or age >= REPORTS_IN_A_STRETCH or stretches.size == reported:
+                await begin(bus, scheduler, stretches.recording)  # it fails if the scheduler has ended
                 age = 0
             reported, age = stretches.size, age + 1
             await asyncio.sleep(interval_s)
@@ -61,27 +62,24 @@ async def _print(stretches: Stretches, compared: Compared) -> None:
         print_line(line)
 
 
-class Stretches(Recording):
+class Stretches:
     """The last whole stretch of a log and the present one, in memory."""
 
     def __init__(self) -> None:
         self._now, self._before = io.BytesIO(), b""
-        super().__init__(self._now)
+        self.recording = Recording(self._now)
+        self.size = 0  # bytes that have come, with those that are dropped
 
-    def take(self, delivery: Delivery) -> None:
+    def take(self, piece: Delivery) -> None:
         """Keep the next message; the first one of a stretch drops what came before the last stretch."""
-        if BEGINS_HEADER in delivery.headers and not self.broken.is_set():
+        if BEGINS_HEADER in piece.headers and not self.recording.broken.is_set():
             self._before = self._now.getvalue()
             self._now.seek(0)
             self._now.truncate()
-        super().take(delivery)
+        self.recording.take(piece)
+        self.size += len(piece.data)
 
     @property
     def data(self) -> bytes:
         """A log that can be replayed."""
         return self._before + self._now.getvalue()
-
-    @property
-    def size(self) -> int:
-        """Bytes of the log so far, with those that are dropped."""
-        return self._next

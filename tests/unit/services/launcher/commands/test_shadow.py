@@ -123,7 +123,7 @@ def test_two_stretches_are_kept() -> None:
         at += len(data)
     assert (kept.data, kept.size) == (b"cdef", 6)
     kept.take(Delivery("s", b"z", headers={OFFSET_HEADER: "77"}))
-    assert kept.broken.is_set()
+    assert kept.recording.broken.is_set()
     assert kept.data == b"cdef"
 
 
