@@ -101,6 +101,7 @@ ROUTING = tuple(
 PATIENT = "standard=0/100/0"  # nobody is refused, nobody ages: the rank alone decides
 ROOM = (("max_waiting", 10_000), ("max_waiting_tokens", 100_000_000))
 ALL = "interactive=0/50/0,standard=0/100/0,batch=0/500/0"  # the classes, but nobody is refused
+VICTIMS = tuple(Arm(name, f"victim={name}", slo=ALL, limits=ROOM) for name in ("latest", "cheapest"))
 MODES = tuple(Arm(mode, overlap=mode) for mode in ("single", "run_ahead", "two_batch", "auto"))
 OVERLAP = (
     "steady_tok_s",
@@ -168,6 +169,21 @@ def _routing(title: str, *parts: Callable[[int], Iterator[SimRequest]], slow: in
         seeds=2,
         extra=many_executors.balance,
         plot="ttft_ms_p99",
+    )
+
+
+def _victims(what: str, tokens: int, tier: TierSpec | None, machine: Machine = H200) -> Scenario:
+    return Scenario(
+        title=f"Which sequence is paused: contexts of 100 to 32,000 tokens, {what}",
+        why="The latest arrival, or the one whose pause costs least for each block that it frees.",
+        workload=lambda options: synthetic.contexts(options.seed),
+        machine=replace(machine, blocks=tokens // 16),
+        arms=VICTIMS,
+        columns=(*LATENCY, "stall_ms_p99", *MEMORY),
+        seeds=5,
+        extra=classes,
+        plot="in_slo_pct",
+        tier=tier,
     )
 
 
@@ -338,6 +354,14 @@ SCENARIOS: dict[str, Scenario] = {
         3_000_000_000,
     ),
     "F": _pressure("F", "B with memory enough, 400k tokens", synthetic.chat, 400_000),
+    "victims_l1": _victims("L1 of 1M tokens", 120_000, L1),
+    "victims_small_l1": _victims(
+        "L1 of 40k tokens, L2 of 1 GB/s", 120_000, TierSpec(40_000 * TOKEN_BYTES, l2_bytes_s=1_000_000_000)
+    ),
+    "victims_slow_link": _victims(
+        "PCIe of 3 GB/s, L1 of 1M tokens", 120_000, L1, replace(H200, link=Link(3_000_000_000, 3_000_000_000))
+    ),
+    "victims_no_tier": _victims("no tier", 120_000, None),
     "host_256": _rows(256, host_fed=True),
     "host_64": _rows(64, host_fed=True),
     "device_256": _rows(256),

@@ -67,6 +67,24 @@ def chat(seed: int) -> Workload:
     return _mixed(seed, CHAT)
 
 
+def contexts(seed: int) -> Workload:
+    """200 batch jobs with prompts of 100 to 32,000 tokens, evenly by their logarithm, and answers of 500 to
+    3,000, beside the bursts of B as interactive requests."""
+    rng = random.Random(seed)
+    jobs = [
+        SimRequest(
+            request=f"job{number}",
+            arrival_us=0,
+            prompt=plain_prompt(number, int(100 * 320 ** rng.random())),
+            output_tokens=rng.randrange(500, 3_000),
+            max_tokens=4_096,
+            slo_class="batch",
+        )
+        for number in range(1, 201)
+    ]
+    return Workload((*jobs, *_mixed(seed + 1, INTERACTIVE).requests))
+
+
 def batch_beside_interactive(seed: int) -> Workload:
     """C: 50 batch jobs on long texts that want twice the memory, and in the first half of their time the
     bursts of B as interactive requests."""

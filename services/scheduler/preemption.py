@@ -46,7 +46,7 @@ def make_room(state: State, executor: Executor) -> int:
             break
         first = min(short_rows, key=lambda s: (s.level, s.request.arrival_us, s.seq))
         candidates = _candidates(state, executor, _victims_for(executor, first))
-        victim = state.limits.policy.function("victim")(candidates)[0]
+        victim = _in_order(state, executor, candidates)[0]
         headroom.on_preemption(executor)
         why = f"{len(short_rows)} rows need a block, the oldest is of seq {first.seq}"
         preempt(state, executor, victim, why, candidates)
@@ -165,7 +165,7 @@ def _preempt_until_fits(
         return False
     if blocks > 0 and _blocks_freed(executor, candidates, headroom.cached_blocks(executor, *groups)) < blocks:
         return False
-    victims = state.limits.policy.function("victim")(candidates)
+    victims = _in_order(state, executor, candidates)
     if cede:
         victims = sorted(victims, key=lambda s: not _had_turn(state, s))
     for victim in victims:
@@ -176,6 +176,27 @@ def _preempt_until_fits(
         if max(headroom.shortfall(state, executor, *groups)) <= 0:
             break
     return True
+
+
+def _in_order(state: State, executor: Executor, candidates: list[Sequence]) -> list[Sequence]:
+    """The candidates, the first victim first."""
+    if state.limits.policy.priced and len(candidates) > 1:
+        costs = RecomputeCost.of(executor)
+        for s in candidates:
+            s.pause_price = _price(executor, s, costs)
+    return state.limits.policy.function("victim")(candidates)  # type: ignore[no-any-return]  # as declared there
+
+
+def _price(executor: Executor, s: Sequence, costs: RecomputeCost) -> int:
+    """What a pause costs for each block that it frees, in ns: to compute the tokens again, or to copy the
+    blocks down that are not below yet and all of them up, after the copies that wait."""
+    pool, size = executor.pool, executor.hello.bytes_per_block
+    price_us = costs.tokens_us(0, min(s.computed, len(s.tokens)))
+    if pool.write_back:
+        dirty = sum(block not in pool.clean for block in s.table)
+        down_us = executor.down.predict_us(dirty * size) if dirty else 0
+        price_us = min(price_us, down_us + _reload_us(executor, s)) if price_us else down_us
+    return price_us * 1000 // max(pool.held_only_by([s.table]) + s.reserved, 1)
 
 
 def _blocks_freed(executor: Executor, running: list[Sequence], taken: Container[int]) -> int:

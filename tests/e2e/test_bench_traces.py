@@ -26,7 +26,6 @@ CASES = {
     "mooncake on the real model": (
         REAL, "mooncake --num-prompts 8 --speed 20 --length-scale 0.02 --block-tokens 8 --num-warmups 1"
     ),
-    "azure on the real model": (REAL, "azure --num-prompts 8 --speed 20 --length-scale 0.05"),
 }  # fmt: skip
 
 

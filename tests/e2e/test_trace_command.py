@@ -56,7 +56,7 @@ def test_the_trace_command(up: Up, tmp_path: Path) -> None:
         "received", "tokenize", "transit", "queue", "prefill", *chunks, "decode", "first token", "detokenize",
         "send",
     ]  # fmt: skip
-    assert [line for line in lines if "admit: prefix: executor." in line and "blocks free" in line]
+    assert [line for line in lines if "admit: ttft: executor." in line and "blocks free" in line]
     data = json.loads(up.run("trace", "traced", "--json").stdout)
     assert (data["state"], data["choices"][0]["tokens"]) == ("ended", 8)
     (steps,) = data["steps"].values()

@@ -58,8 +58,8 @@ HANGING = (
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 21_571
-PRODUCT_FILES, PRODUCT_LINES = 240, 57_389
+PATH_FILES, PATH_LINES = 74, 21_601
+PRODUCT_FILES, PRODUCT_LINES = 240, 57_419
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -5,7 +5,7 @@
 order        which sequence group of a class is admitted next?            vtc, fcfs
 batching     what does the next step of an executor consist of?           mixed, prefill_first, decode_first
 reservation  how many blocks are reserved for a sequence at admission?    on_demand, foreseen, reserve
-victim       which sequence is preempted first when blocks are short?     latest
+victim       which sequence is preempted first when blocks are short?     latest, cheapest
 routing      which of the executors that can run a group gets it?         ttft, room
 tier         is an unheld block without a copy below copied or dropped?   tiered
 
@@ -44,7 +44,7 @@ KINDS = {  # names, arguments
     "order": (("vtc", "fcfs"), ("arrival_us", "number", "served_tokens")),
     "batching": (("mixed", "prefill_first", "decode_first"), ("view",)),
     "reservation": (("on_demand", "foreseen", "reserve"), ("tokens", "max_length", "block_tokens")),
-    "victim": (("latest",), ("candidates",)),
+    "victim": (("latest", "cheapest"), ("candidates",)),
     "routing": (("ttft", "room"), ("options",)),
     "tier": (("tiered",), ("view",)),
 }
@@ -99,6 +99,7 @@ class Policy:
     closed = _trait("batching", "closed")  # no sequence joins a batch that has started
     greedy = _trait("reservation", "greedy")  # no headroom for growth, and no sequence is spared or pinned
     looks_ahead = _trait("reservation", "looks_ahead")  # headroom for known growth: see ../headroom.py
+    priced = _trait("victim", "priced")  # candidates have a price
     no_tiers = _trait("tier", "no_tiers")  # no copies to tiers and no lookups
     forecasts = _trait("routing", "forecasts")  # options have predictions: see ../routing_forecast.py
     forgets = _trait("tier", "forgets")  # no block of a preempted sequence stays cached
@@ -229,6 +230,13 @@ def latest(candidates: list[Sequence]) -> list[Sequence]:
     """The latest arrival of the lowest class. In simulation, rules by cost gained no goodput over this one,
     and were worse in one scenario of three; headroom at admission removed the stalls (headroom.py)."""
     return sorted(candidates, key=lambda s: (-s.level, -s.request.arrival_us, -s.seq))
+
+
+@with_traits("priced")
+def cheapest(candidates: list[Sequence]) -> list[Sequence]:
+    """The sequence of the lowest class whose pause costs least for each block that it frees; if equal, the
+    latest arrival: see `_price` in ../preemption.py."""
+    return sorted(candidates, key=lambda s: (-s.level, s.pause_price, -s.request.arrival_us, -s.seq))
 
 
 class RoutingOption(NamedTuple):

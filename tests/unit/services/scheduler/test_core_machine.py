@@ -51,6 +51,7 @@ CHANGES = (
     "order=vtc", "order=fcfs", "batching=mixed", "batching=prefill_first", "batching=decode_first",
     "batching=loadtest.policies:static", "reservation=on_demand", "reservation=reserve",
     "reservation=foreseen",
+    "victim=cheapest",
     "victim=latest", "victim=loadtest.policies:least_computed", "routing=ttft", "routing=room",
     "routing=loadtest.policies:prefix", "tier=tiered", "tier=loadtest.policies:swap",
     "tier=loadtest.policies:recompute", "tier=loadtest.policies:forget",

@@ -33,6 +33,7 @@ from shared.step_model import H200_8B
 CHANGES = (
     "order=fcfs", "batching=prefill_first", "batching=decode_first", "batching=loadtest.policies:static",
     "reservation=reserve", "reservation=foreseen", "reservation=loadtest.policies:greedy",
+    "victim=cheapest",
     "reservation=loadtest.policies:by_chunk", "victim=loadtest.policies:least_computed", "routing=room",
     "routing=loadtest.policies:prefix", "tier=loadtest.policies:swap", "tier=loadtest.policies:recompute",
     "tier=loadtest.policies:forget",
