@@ -1,15 +1,21 @@
-"""`headrace replay`: recompute a scheduler's log, or simulate it under another policy."""
+"""`headrace replay`: recompute a scheduler's log, or simulate it under another policy. `headrace shadow` does
+the latter live."""
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtest.simulator.replay.counterfactual import compare_file
+from loadtest.simulator.replay.counterfactual import compare, compare_file
 from loadtest.simulator.replay.rerun import rerun_file
 from services.launcher.console import bold, dim, paint, print_line
+from services.scheduler.reports import event_log
+from services.scheduler.reports.event_log import LogError
+from services.scheduler.state import policies
 
 COLUMNS = ("happened", "same", "changed")
 _RED, _GREEN = 31, 32
@@ -35,6 +41,20 @@ def counterfactual(path: Path, policy: str, *, as_json: bool) -> None:
     body: Body = compare_file(path, policy).body
     for line in [json.dumps(body, indent=2)] if as_json else compared(body):
         print_line(line)
+
+
+def shadow(policy: str) -> Callable[[bytes], list[str]]:
+    """A function from the bytes of a log to the lines about it under another policy. Raises SetupError for a
+    policy that does not exist."""
+    policies.parse(policy)
+
+    def lines(log: bytes) -> list[str]:
+        try:
+            return compared(compare(event_log.read(io.BytesIO(log)), policy).body)
+        except LogError as error:
+            return [f"nothing to compare yet: {error.message}"]
+
+    return lines
 
 
 def compared(body: Body) -> list[str]:

@@ -18,7 +18,7 @@ from loadtest.simulator.requests import SimRequest, Workload, tokenized
 from loadtest.simulator.tier_side import TierSide, ToTier
 from loadtest.simulator.tiers import Tier
 from services.scheduler.core import Scheduler
-from services.scheduler.state.requests import Arrived, Event, PeerReady, Send, Ticked
+from services.scheduler.state.requests import Arrived, Event, PeerReady, PolicySet, Send, Ticked
 from services.scheduler.state.state import Limits
 from shared.messages import (
     Close,
@@ -56,6 +56,7 @@ class Setup:
     seed: int = 0
     until_us: int = 0  # stop here, 0 = when all has ended
     tier: Callable[[], Tier] | None = None  # makes the kv_offload of this world
+    policies: tuple[tuple[int, str], ...] = ()  # changes of the policy: when after the start, to what
 
 
 class World:
@@ -77,6 +78,8 @@ class World:
         self._idle_ticks = 0
         self._live: dict[str, tuple[SimRequest, int, int]] = {}  # asked, arrival, choices left
         self._queue: deque[SimRequest] = deque()
+        for at_us, policy in setup.policies:
+            self._push(FIRST_US + at_us, PolicySet(policy))
         self._expect(workload)
 
     def run(self) -> Readers:

@@ -34,7 +34,8 @@ _SETTINGS = {
     "stop": ("fleet", "cache_dir"), "logs": ("fleet", "cache_dir"),
     "chat": _REQUEST, "request": _REQUEST, "submit": _REQUEST, "result": _FLEET, "attach": _FLEET,
     "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
-    "usage": _FLEET, "record": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
+    "usage": _FLEET, "policy": _FLEET, "record": _FLEET, "shadow": _FLEET,
+    "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
 _ALL = "*"  # a verb for which each command of the parser has its setting flags
 _EVERY_SETTING = ("up", "serve", "config")
@@ -110,6 +111,12 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     replay.add_argument("--policy", metavar="KIND=NAME,...", help="simulate the log with another policy")
     replay.add_argument("--last", action="store_true", help="from the last snapshot on")
     replay.add_argument("--json", action="store_true", help="the result as JSON")
+    shadow = add("shadow", "print live what another policy would have done", _shadow)
+    shadow.add_argument(  # `policy` is a setting
+        "--policy", dest="other", required=True, metavar="KIND=NAME,...", help="the other policy"
+    )
+    shadow.add_argument("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
+    shadow.add_argument("--interval", type=float, default=60.0, metavar="SECONDS", help="default 60")
     auth = add("auth", "make credentials for every service and tenant", _auth)
     auth.add_argument("folder", type=Path, help="where to write them, one folder for each user")
     auth.add_argument("--tenant", action="append", default=[], help="one more tenant; may be repeated")
@@ -252,6 +259,14 @@ def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
     kv.add_argument("--json", action="store_true", help="everything, as JSON")
     usage = add("usage", "requests and tokens of each tenant", _usage)
     usage.add_argument("--json", action="store_true", help="as JSON")
+    policy = add("policy", "the policy of each scheduler; `set` changes it between two steps", _policy)
+    policy.add_argument("action", nargs="?", choices=["set"])
+    policy.add_argument(
+        "change", nargs="?", metavar="KIND=NAME,...", help="kinds that are not named stay as they are"
+    )
+    policy.add_argument(  # `model` is a setting
+        "--model", dest="of_model", default="", metavar="NAME", help="only schedulers of this model"
+    )
     trace = add("trace", "where the time of one request went", _trace)
     trace.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
     trace.add_argument("--json", action="store_true", help="the data, with the steps during the request")
@@ -459,6 +474,13 @@ def _usage(given: argparse.Namespace) -> None:
     _run(usage(*_find_fleet(given), as_json=given.json))
 
 
+def _policy(given: argparse.Namespace) -> int:
+    from services.launcher.commands.policy import policy
+
+    change = (given.change or "") if given.action else None
+    return _run(policy(*_find_fleet(given), change, given.of_model))
+
+
 def _trace(given: argparse.Namespace) -> None:
     from services.launcher.commands.trace import Form, trace
     from services.launcher.session import find_target
@@ -481,6 +503,14 @@ def _replay(given: argparse.Namespace) -> int:
         command.counterfactual(given.log, given.policy, as_json=given.json)
         return 0
     return int(command.replay(given.log, last_only=given.last, as_json=given.json))
+
+
+def _shadow(given: argparse.Namespace) -> None:
+    from services.launcher.commands.shadow import shadow
+    from services.launcher.session import find_target
+
+    compared = _load_test_module("simulator").shadow(given.other)
+    _run(shadow(find_target(_load(given)), given.scheduler, given.interval, compared))
 
 
 def _auth(given: argparse.Namespace) -> None:

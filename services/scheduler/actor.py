@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import deque
 
-from services.scheduler import model_kinds
+from services.scheduler import model_kinds, policy_change
 from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
 from services.scheduler.division import Division, Drain
@@ -26,6 +26,7 @@ from services.scheduler.state.requests import (
     PeerDraining,
     PeerLost,
     PeerReady,
+    PolicySet,
     QuotasChanged,
     StreamLost,
     Ticked,
@@ -38,6 +39,7 @@ from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer, detection_us
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings, WatchedFile
+from shared.errors import SetupError, error_body
 from shared.messages import Cancel, ExecReset, Message, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery
@@ -66,6 +68,7 @@ class SchedulerActor(Actor):
         quotas: WatchedFile[dict[str, Quota]] | None = None,
     ) -> None:
         self._core = Scheduler(limits)
+        self._first_policy = limits.policy
         self._model = model
         self._event_log = event_log
         self._quotas = quotas
@@ -83,6 +86,7 @@ class SchedulerActor(Actor):
             self._recorder = await attach(self._core, mailbox, self._event_log, self._model)
         self._set_quotas()
         await mailbox.bus.subscribe(subjects.CANCEL_ALL, mailbox.guarded(self._on_cancel))
+        await mailbox.bus.subscribe(subjects.policy(mailbox.actor), mailbox.guarded(self._on_policy))
         await mailbox.bus.subscribe(
             subjects.TRACE_ALL, lambda tokenized: answer_trace(mailbox, self._core.state, tokenized)
         )
@@ -201,6 +205,22 @@ class SchedulerActor(Actor):
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
             self._handle(Arrived(CLIENT, Cancel(tenant=names[0], request=names[1])))
+
+    def _on_policy(self, delivery: Delivery) -> None:
+        """Put the policy in the body in force, and answer with the policies before and after, or why not."""
+        if not access.answerable(self._mailbox.bus, delivery):
+            return
+        before = self._core.state.limits.policy
+        try:
+            text = delivery.data.decode("utf-8", "replace")
+            after = policy_change.asked_for(text, before, self._first_policy)
+        except SetupError as error:
+            answer = error_body(error)
+        else:
+            self._handle(PolicySet(str(after)))
+            log.info("the policy is %s now, it was %s", after, before)
+            answer = {"before": str(before), "after": str(after)}
+        self._mailbox.bus.publish(delivery.reply, to_json(answer))
 
 
 def _tier_event(peer: Peer) -> Event:

@@ -20,6 +20,7 @@ from services.scheduler import (
     finish,
     load_shedding,
     model_kinds,
+    policy_change,
     results,
     step_planner,
 )
@@ -36,6 +37,7 @@ from services.scheduler.state.requests import (
     PeerDraining,
     PeerLost,
     PeerReady,
+    PolicySet,
     QuotasChanged,
     Request,
     Send,
@@ -180,6 +182,8 @@ class Scheduler:
                 finish.fail_all(state)
             case QuotasChanged(quotas):
                 state.quotas.set(quotas)
+            case PolicySet(policy):
+                policy_change.apply(state, policy)
 
     def _apply_message(self, source: str, message: Message) -> None:
         state = self.state

@@ -46,7 +46,7 @@ def make_room(state: State, executor: Executor) -> int:
             break
         first = min(short_rows, key=lambda s: (s.level, s.request.arrival_us, s.seq))
         candidates = _candidates(state, executor, _victims_for(executor, first))
-        victim = _in_order(state, executor, candidates)[0]
+        victim = in_order(state, executor, candidates)[0]
         headroom.on_preemption(executor)
         why = f"{len(short_rows)} rows need a block, the oldest is of seq {first.seq}"
         preempt(state, executor, victim, why, candidates)
@@ -165,7 +165,7 @@ def _preempt_until_fits(
         return False
     if blocks > 0 and _blocks_freed(executor, candidates, headroom.cached_blocks(executor, *groups)) < blocks:
         return False
-    victims = _in_order(state, executor, candidates)
+    victims = in_order(state, executor, candidates)
     if cede:
         victims = sorted(victims, key=lambda s: not _had_turn(state, s))
     for victim in victims:
@@ -178,7 +178,7 @@ def _preempt_until_fits(
     return True
 
 
-def _in_order(state: State, executor: Executor, candidates: list[Sequence]) -> list[Sequence]:
+def in_order(state: State, executor: Executor, candidates: list[Sequence]) -> list[Sequence]:
     """The candidates, the first victim first."""
     if state.limits.policy.priced and len(candidates) > 1:
         costs = RecomputeCost.of(executor)

@@ -68,7 +68,12 @@ _READS = {
         "hr.*.beat.tokenizer.*",
         f"{STORE}.check.*.*",
     ),
-    "scheduler": (f"{PUBLIC}.cancel.*.*", f"{PUBLIC}.trace.*", f"{PUBLIC}.events.*.snapshot"),
+    "scheduler": (
+        f"{PUBLIC}.cancel.*.*",
+        f"{PUBLIC}.trace.*",
+        f"{PUBLIC}.events.*.snapshot",
+        f"{PUBLIC}.policy.*",
+    ),
     "detokenizer": (
         *(f"{PUBLIC}.{verb}.*.*" for verb in ("detokenize", "cancel", "attach")),
         "_R.*.*",
@@ -251,7 +256,10 @@ def of_operator(fleet: str) -> Permissions:
     """The permissions of the operator's command line: requests for any tenant, the state of all services."""
     f = token(fleet)
     return Permissions(
-        publish=(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"hr.{f}.beat_ask", "$SRV.>"),
+        publish=(
+            *(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"{PUBLIC}.policy.*"),
+            *(f"hr.{f}.beat_ask", "$SRV.>"),
+        ),
         subscribe=(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*", f"{PUBLIC}.done.*.*"),
     )
 

@@ -201,6 +201,11 @@ def trace(request: str) -> str:
     return f"{PUBLIC}.trace.{token(request)}"
 
 
+def policy(scheduler: str) -> str:
+    """Request-reply: the operator changes the policy of a scheduler; the body is `kind=name,...`."""
+    return f"{PUBLIC}.policy.{token(scheduler)}"
+
+
 def events(scheduler: str) -> str:
     """The event log of a scheduler, if it is on."""
     return f"{PUBLIC}.events.{token(scheduler)}"

@@ -101,7 +101,7 @@ FORBIDDEN_WRITING = [
     "headrace.v1.detokenize.bob.m", "headrace.v1.generate.acme", "headrace.v1.generate.acme.m.x",
     "headrace.v1.generate.acme2.m", "headrace.v1.generate.public.m", "_INBOX.bob.1.2", "_INBOX.acme.1.2",
     "headrace.v1.status", "headrace.v1.trace.r", "headrace.v1.events.s.snapshot", "hr.beat_ask",
-    "headrace.v1.models", "headrace.v1.models.bob",
+    "headrace.v1.policy.s", "headrace.v1.models", "headrace.v1.models.bob",
     "headrace.v1.submit.bob.m", "headrace.v1.result.bob.r", "headrace.v1.keep.bob.r",
     "headrace.v1.delete.bob.r",
     "headrace.v1.keep.acme.r", "headrace.v1.attach.bob.r",
@@ -184,6 +184,7 @@ async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsSe
         assert await may_write(nc, refused, "headrace.v1.generate.acme.m") == (kind in ("gateway", "keeper"))
         assert await may_write(nc, refused, "headrace.v1.attach.acme.r") == (kind == "gateway")
         assert await may_write(nc, refused, "headrace.v1.keep.acme.r") == (kind == "gateway")
+        assert not await may_write(nc, refused, "headrace.v1.policy.a1")
         assert await may_write(nc, refused, "headrace.store.record.acme.r") == (kind == "keeper")
         kept = await may_write(nc, refused, "headrace.store.state.acme.r")
         assert kept == (kind in ("detokenizer", "keeper"))
@@ -213,6 +214,7 @@ async def test_a_service_reads_its_own_mailbox(kind: str, server: NatsServer, us
         assert requests == (kind == "tokenizer")
         assert await may_read(nc, refused, "headrace.v1.attach.*.*") == (kind == "detokenizer")
         assert await may_read(nc, refused, "headrace.store.resume.*.m") == (kind == "detokenizer")
+        assert await may_read(nc, refused, "headrace.v1.policy.a1") == (kind == "scheduler")
         for verb in ("keep", "delete"):
             assert await may_read(nc, refused, f"headrace.v1.{verb}.*.*") == (kind == "keeper")
         assert await may_read(nc, refused, "headrace.store.runs.*.*") == (kind == "keeper")
@@ -248,8 +250,9 @@ async def test_a_detokenizer_stores_checkpoints_and_a_keeper_reads_and_removes_t
 async def test_a_service_answers_whoever_asks_it_once(server: NatsServer, users: Path) -> None:
     async with (
         client(server, users, "executor") as (executor, refused),
-        client(server, users, "operator") as (operator, _),
+        client(server, users, "operator") as (operator, forbidden),
     ):
+        assert await may_write(operator, forbidden, "headrace.v1.policy.a1")
         asked = await executor.subscribe("headrace.v1.status")
         await executor.flush()
         answers = await operator.subscribe(inbox := operator.new_inbox())

@@ -1,7 +1,7 @@
 """Simulates the arrivals of a log under another policy, and labels the result as a simulation.
 
 happened     measured from the log
-same         simulated with the log's own policy: how far the model is from reality
+same         simulated with the log's own policy, and its changes: how far the model is from reality
 changed      simulated with the other policy: to be compared with `same`
 """
 
@@ -20,12 +20,14 @@ from loadtest.simulator.report import Figures, spread
 from loadtest.simulator.requests import SimRequest, Workload
 from loadtest.simulator.world import Setup, World
 from services.scheduler.reports import event_log
+from services.scheduler.reports.event_log import LogError
 from services.scheduler.state import policies
 from services.scheduler.state.counters import Counters
 from services.scheduler.state.requests import SloClass, level_of
 from services.scheduler.state.state import Limits
 
 Classes = tuple[SloClass, ...]
+Changes = tuple[tuple[int, str], ...]  # of the policy: when, to what
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +57,24 @@ def compare_file(path: Path, policy: str) -> Counterfactual:
 def compare(records: Iterable[event_log.Record], policy: str) -> Counterfactual:
     """The log as it was, simulated, and simulated with `policy` (`kind=name,...`)."""
     history = read_history(records)
-    limits = history.core.state.limits
+    limits, changes = history.limits, tuple(history.policies)
     other = replace(limits, policy=policies.parse(policy, limits.policy))
     fits = {name: fit(past) for name, past in sorted(history.executors.items()) if past.steps}
+    if not fits:
+        raise LogError("the log has no step with its time")
     workload = Workload(tuple(_requests(history)))
+    others = tuple((at_us, str(policies.parse(policy, policies.parse(text)))) for at_us, text in changes)
+    then = [f", then {text} after {at_us / 1e6:.1f} s" for at_us, text in changes]
     meter = history.core.state.counters
     recomputed = meter.recomputed_tokens - history.recomputed_before
     return Counterfactual(
-        policies=(str(limits.policy), str(other.policy)),
+        policies=("".join([str(limits.policy), *then]), str(other.policy)),
         requests=len(workload.requests),
         left_out=history.left_out,
         machines={name: _about(fitted) for name, fitted in fits.items()},
         happened=_column(history.readers, recomputed, limits.classes),
-        same=_simulated(fits, workload, limits),
-        changed=_simulated(fits, workload, other),
+        same=_simulated(fits, workload, limits, changes),
+        changed=_simulated(fits, workload, other, others),
     )
 
 
@@ -87,8 +93,9 @@ def _requests(history: History) -> list[SimRequest]:
     ]
 
 
-def _simulated(fits: dict[str, Fit], workload: Workload, limits: Limits) -> Figures:
-    setup = Setup(machines=tuple(fitted.machine for fitted in fits.values()), limits=limits)
+def _simulated(fits: dict[str, Fit], workload: Workload, limits: Limits, changes: Changes) -> Figures:
+    machines = tuple(fitted.machine for fitted in fits.values())
+    setup = Setup(machines=machines, limits=limits, policies=changes)
     world = World(setup, workload)
     readers = world.run()
     meter: Counters = world.scheduler.state.counters

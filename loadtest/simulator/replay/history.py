@@ -15,7 +15,8 @@ from loadtest.simulator.requests import SimRequest
 from services.scheduler.core import Scheduler
 from services.scheduler.reports import event_log
 from services.scheduler.reports.event_log import LogError
-from services.scheduler.state.requests import Arrived, Event, Send
+from services.scheduler.state.requests import Arrived, Event, PolicySet, Send
+from services.scheduler.state.state import Limits
 from shared.messages import (
     Close,
     ExecHello,
@@ -82,6 +83,8 @@ class History:
 
     core: Scheduler  # as it was at the end
     began_us: int
+    limits: Limits  # as they were at the beginning
+    policies: list[tuple[int, str]] = field(default_factory=list)  # changes: when, to what
     readers: Readers = field(default_factory=Readers)
     asked: dict[tuple[str, str], SimRequest] = field(default_factory=dict)
     executors: dict[str, Past] = field(default_factory=dict)
@@ -96,6 +99,9 @@ class History:
         self._executor(record.event, record.now_us)
         for command in self.core.handle(record.event, record.now_us):
             self._command(command, record.now_us)
+        if isinstance(record.event, PolicySet):
+            policy = str(self.core.state.limits.policy)
+            self.policies.append((record.now_us - self.began_us, policy))
         self.core.state.step_log.unsent.clear()
 
     def _asked(self, message: Tokenized, now_us: int) -> None:
@@ -159,7 +165,7 @@ def read_history(records: Iterable[event_log.Record]) -> History:
 
 def _begun(core: Scheduler, now_us: int) -> History:
     state = core.state
-    history = History(core, now_us, left_out=len(state.requests))
+    history = History(core, now_us, state.limits, left_out=len(state.requests))
     history.recomputed_before = state.counters.recomputed_tokens
     for executor in state.executors.values():
         history.executors[executor.source] = Past(executor.hello)

@@ -29,7 +29,7 @@ async def record(target: Target, out: Path, scheduler: str, seconds: float | Non
     cannot be written, Unavailable if the scheduler publishes no log, and EngineError if a message was
     lost."""
     async with connected(target.nats_url) as bus:
-        chosen = scheduler or await _only_scheduler(bus)
+        chosen = scheduler or await only_scheduler(bus)
         with _created(out) as file:
             await record_from(bus, chosen, Recording(file), seconds)
             print_line(f"{out} has {file.tell()} bytes of {chosen}: headrace replay {out}")
@@ -39,14 +39,7 @@ async def record_from(bus: Bus, scheduler: str, into: Recording, seconds: float 
     """Record for `seconds` (None: without end) or until cancelled. Raises Unavailable, EngineError."""
     subscription = await bus.subscribe(subjects.events(scheduler), into.take)
     try:
-        await bus.flush()
-        await _ask_snapshot(bus, scheduler)
-        try:
-            await asyncio.wait_for(into.begun.wait(), WAIT_S)
-        except TimeoutError:
-            raise Unavailable(
-                f"no snapshot of {scheduler} came within {WAIT_S:g} s: see `headrace status`"
-            ) from None
+        await begin(bus, scheduler, into)
         print_line(f"recording {scheduler}" + ("" if seconds is not None else "; Ctrl-C ends it"))
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # Ctrl-C ends it well
             async with asyncio.timeout(seconds):
@@ -57,6 +50,19 @@ async def record_from(bus: Bus, scheduler: str, into: Recording, seconds: float 
         await subscription.drain()
     if into.broken.is_set():
         raise EngineError("the broker lost a part of the log: the file is complete up to that part")
+
+
+async def begin(bus: Bus, scheduler: str, into: Recording) -> None:
+    """Start a stretch of the log, and wait until `into`, which is subscribed, has begun. Raises
+    Unavailable."""
+    await bus.flush()
+    await _ask_snapshot(bus, scheduler)
+    try:
+        await asyncio.wait_for(into.begun.wait(), WAIT_S)
+    except TimeoutError:
+        raise Unavailable(
+            f"no snapshot of {scheduler} came within {WAIT_S:g} s: see `headrace status`"
+        ) from None
 
 
 async def _ask_snapshot(bus: Bus, scheduler: str) -> None:
@@ -93,7 +99,8 @@ class Recording:
         self._file.write(delivery.data)
 
 
-async def _only_scheduler(bus: Bus) -> str:
+async def only_scheduler(bus: Bus) -> str:
+    """The id of the only scheduler. Raises Unavailable without any, BadRequest if there are several."""
     answers = await request_all(bus, subjects.STATUS, WAIT_S / 4)
     found = sorted(str(answer["id"]) for answer in answers if answer.get("kind") == "scheduler")
     if not found:

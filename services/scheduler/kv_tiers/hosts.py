@@ -17,6 +17,7 @@ from shared.messages import ArenaReleased, KvCopied, KvGone
 def ready(state: State, tier: Tier) -> None:
     """A kv_offload with an arena is ready. A new generation has lost the content of the old one."""
     if state.limits.policy.no_tiers:
+        state.tiers.standby[tier.actor] = tier  # another policy may use it: see use_tiers
         return
     known = state.tiers.by_host.get(tier.host_id)
     if known is not None and known.actor != tier.actor and known.epoch > tier.epoch:
@@ -47,6 +48,18 @@ def lost(state: State, actor: str) -> None:
     others = [other for other in state.tiers.standby.values() if other.host_id == tier.host_id]
     if others:
         ready(state, max(others, key=lambda other: (other.epoch, other.actor)))
+
+
+def use_tiers(state: State, use: bool) -> None:
+    """The policy has changed: use the tiers of all hosts, or none of them."""
+    if use:
+        latest_first = sorted(state.tiers.standby.values(), key=lambda tier: (tier.epoch, tier.actor))[::-1]
+        for tier in latest_first:
+            ready(state, tier)
+    else:
+        for tier in list(state.tiers.by_host.values()):
+            _end(state, tier)
+            state.tiers.standby[tier.actor] = tier
 
 
 def _end(state: State, tier: Tier) -> None:

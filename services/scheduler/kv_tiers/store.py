@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler import headroom, prefix_cache
+from services.scheduler import headroom, preemption, prefix_cache
 from services.scheduler.headroom import headroom_blocks
 from services.scheduler.kv_tiers.lookups import (
     count_queued,
@@ -184,10 +184,7 @@ def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> Non
 
 def _next_victim(state: State, executor: Executor) -> Sequence | None:
     candidates = [s for s in executor.running if not s.pinned and s.parent is None and not s.load_job]
-    if len(candidates) < 2:
-        return None
-    first: Sequence = state.limits.policy.function("victim")(candidates)[0]
-    return first
+    return preemption.in_order(state, executor, candidates)[0] if len(candidates) > 1 else None
 
 
 def reserved(state: State, source: str, message: KvReserved) -> None:

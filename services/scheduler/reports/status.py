@@ -86,6 +86,7 @@ def status(state: State) -> dict[str, object]:
     """The status document. When nothing runs, requests are 0 and all blocks and slots are free."""
     phases = [s.phase for s in state.sequences.values()]
     return {
+        "policy": str(state.limits.policy),
         "requests": len(state.requests),
         "waiting": phases.count(Phase.WAITING),
         "awaiting_executor": awaiting_executor(state),

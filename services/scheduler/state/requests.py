@@ -503,6 +503,13 @@ class QuotasChanged:
     quotas: tuple[tuple[str, int, int], ...]  # tenant, requests and tokens a minute; 0: unlimited
 
 
+@dataclass(frozen=True, slots=True)
+class PolicySet:
+    """The policies named in `policy`, `kind=name,...`, in place of those before: see ../policy_change.py."""
+
+    policy: str
+
+
 Event = (
     Arrived
     | PeerReady
@@ -515,6 +522,7 @@ Event = (
     | DrainRequested
     | DrainTimedOut
     | QuotasChanged
+    | PolicySet
 )
 
 

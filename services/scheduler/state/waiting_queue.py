@@ -182,6 +182,18 @@ class WaitingQueue:
         tokens += queue.tokens - sum(queue.client_tokens.values())
         return groups, tokens + sum(min(of, own_tokens) for of in queue.client_tokens.values())
 
+    def set_policy(self, policy: Policy) -> None:
+        """Order the queue by another policy. Its counters start again: what was served in another order is no
+        debt of the client that came first there."""
+        before, self.policy = self.policy, policy
+        if policy.order == before.order:
+            return
+        self.served = VirtualTokenCounter()
+        for queue in self.queues.values():
+            firsts = [(client, next(iter(groups.values()))) for client, groups in queue.clients.items()]
+            queue.heads = sorted((self._order_key(group), group.number, client) for client, group in firsts)
+            queue.idle_heads = queue.heads[:]
+
     def add(self, group: SequenceGroup, now_us: int) -> None:
         """Put a group into the queue of its class."""
         group.queued_us = group.queued_us or now_us

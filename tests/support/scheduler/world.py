@@ -16,12 +16,14 @@ from support.scheduler.tier_side import Pending, TierSide
 
 from services.scheduler import finish
 from services.scheduler.core import Scheduler
+from services.scheduler.state import policies
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import (
     Arrived,
     Event,
     PeerLost,
     PeerReady,
+    PolicySet,
     Send,
     Ticked,
     TierLost,
@@ -169,6 +171,11 @@ class World:
             assert watched[sequence.seq] <= finish.due_at_us(sequence), "a deadline that nobody watches"
         for check in self.checks:
             check(self)
+
+    def set_policy(self, policy: str) -> None:
+        """Change the policy, as `headrace policy set` does."""
+        self.limits = dataclasses.replace(self.limits, policy=policies.parse(policy, self.limits.policy))
+        self.handle(PolicySet(str(self.limits.policy)))
 
     def deliver(self, name: str = "e1") -> bool:
         """Hand the oldest result of an engine to the scheduler."""

@@ -47,6 +47,15 @@ TIER_FAULTS = (
 )  # fmt: skip
 PROCESSORS = ('{"name":"x"}',)
 SEEDS = st.integers(0, 2**32)
+CHANGES = (
+    "order=vtc", "order=fcfs", "batching=mixed", "batching=prefill_first", "batching=decode_first",
+    "batching=loadtest.policies:static", "reservation=on_demand", "reservation=reserve",
+    "reservation=foreseen",
+    "victim=cheapest",
+    "victim=latest", "victim=loadtest.policies:least_computed", "routing=ttft", "routing=room",
+    "routing=loadtest.policies:prefix", "tier=tiered", "tier=loadtest.policies:swap",
+    "tier=loadtest.policies:recompute", "tier=loadtest.policies:forget",
+)  # fmt: skip
 PARTS = ((7, 7, 7, 7), (8, 8, 8, 8), (9,), (7, 8))  # of prompts
 
 
@@ -268,6 +277,11 @@ class Machine(RuleBasedStateMachine):
                 engine.copy_fails = True
         elif how in ("no_room", "missing", "lossy"):
             setattr(side.tier, how, True)
+
+    @rule(change=st.sampled_from(CHANGES))
+    def policy(self, change: str) -> None:
+        """An operator changes a policy."""
+        self.world.set_policy(change)
 
     @rule(by_us=st.sampled_from([10, 1_000, 20_000, 60_000]))
     def tick(self, by_us: int) -> None:

@@ -63,8 +63,11 @@ def workload(seed: int = 3, requests: int = 150) -> Workload:
     return Workload(tuple(asked))
 
 
-def run(limits: Limits, sink: Kept | None = None) -> tuple[World, Readers]:
-    world = World(Setup(machines=(MACHINE,), limits=limits, seed=5), workload())
+def run(
+    limits: Limits, sink: Kept | None = None, changes: tuple[tuple[int, str], ...] = ()
+) -> tuple[World, Readers]:
+    setup = Setup(machines=(MACHINE,), limits=limits, seed=5, policies=changes)
+    world = World(setup, workload())
     if sink is not None:
         world.scheduler = Recorder(world.scheduler, sink, {"scheduler": "s"})  # type: ignore[assignment]  # same door
     return world, world.run()
@@ -134,6 +137,28 @@ def test_another_policy_is_simulated_as_it_would_have_been(recorded: tuple[bytes
     ):
         assert found.changed[name] == pytest.approx(truth[name], rel=within)
     assert found.changed["ttft_ms_p99"] > 2 * found.happened["ttft_ms_p99"], "request-level batching waits"
+
+
+def test_changes_of_the_policy_are_simulated_when_they_came() -> None:
+    """Slow until 2 s, and quick after that: the same in the simulation, unless the other policy is one of the
+    same kind."""
+    sink, slow = Kept(), "batching=loadtest.policies:static"
+    run(replace(LIMITS, policy=policies.parse(slow, LIMITS.policy)), sink, ((2_000_000, "batching=mixed"),))
+    assert rerun(records(sink.getvalue())).difference is None
+    found = compare(records(sink.getvalue()), "routing=room")
+    before, after = (
+        f"order=fcfs,batching={name},reservation=reserve,victim=latest,"
+        for name in ("loadtest.policies:static", "mixed")
+    )
+    assert (
+        found.policies[0]
+        == f"{before}routing=ttft,tier=tiered, then {after}routing=ttft,tier=tiered after 2.0 s"
+    )
+    assert found.same == found.changed, "one executor: there is nothing to route"
+    assert found.same["ttft_ms_p50"] == pytest.approx(found.happened["ttft_ms_p50"], rel=0.1)
+    all_slow = compare(records(sink.getvalue()), slow)
+    assert all_slow.same == found.same
+    assert all_slow.changed["ttft_ms_p50"] > 2 * found.same["ttft_ms_p50"]
 
 
 def test_the_command_prints_three_columns(
