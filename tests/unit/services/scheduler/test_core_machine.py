@@ -136,6 +136,8 @@ class Machine(RuleBasedStateMachine):
         """A request; many share the beginning of their prompts."""
         dice = random.Random(seed)
         self.asked += 1
+        if not self.world.scheduler.state.executors:
+            self.excuse(f"r{self.asked}", 400)  # whether it fits is known when one joins
         self.world.ask(
             f"r{self.asked}",
             [token for _ in range(dice.randint(1, 5)) for token in dice.choice(PARTS)],
