@@ -136,7 +136,7 @@ class Machine(RuleBasedStateMachine):
         """A request; many share the beginning of their prompts."""
         dice = random.Random(seed)
         self.asked += 1
-        if not self.world.scheduler.state.executors:
+        if all(e.draining for e in self.world.scheduler.state.executors.values()):
             self.excuse(f"r{self.asked}", 400)  # whether it fits is known when one joins
         self.world.ask(
             f"r{self.asked}",
