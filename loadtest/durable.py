@@ -230,21 +230,23 @@ def total_loss(numbered: Numbered, kills: int, seed: int, flags: list[str] | tup
     with running_up(("--no-durable", *flags), {"HEADRACE_SIM": "step=4000"}) as (_, url):
         asked = [(tenant, {**body, "durable": None}) for tenant, body in (numbered[i] for i in seeded)]
         answers = run(plain(url, asked))
-    equal = sum(
-        records[i].get("answer", {}).get("choices") == answer["choices"]
-        for i, answer in zip(seeded, answers, strict=True)
-    )
+    pairs = [
+        (i, records[i].get("answer", {}).get("choices"), a["choices"])
+        for i, a in zip(seeded, answers, strict=True)
+    ]
+    different = [{"request": i, "record": found, "plain": want} for i, found, want in pairs if found != want]
+    equal = len(seeded) - len(different)
     report = {
         "requests": len(numbered), "killed_after_records": moments, "seed": seed, "up": list(flags),
         "statuses": dict(Counter(record["status"] for record in records)),
         "records": counts[subjects.RECORD_STREAM], "left_in_queue": counts[subjects.WORK_STREAM],
         "resumed": [{"requests": len(each), "tokens": sum(each.values())} for each in resumed],
-        "compared": len(seeded), "equal": equal, "seconds": round(took_s, 1),
+        "compared": len(seeded), "equal": equal, "different": different, "seconds": round(took_s, 1),
     }  # fmt: skip
     report["holds"] = (
         report["statuses"] == {"completed": len(numbered)}
         and report["records"] == len(numbered)
-        and equal == len(seeded)
+        and not different
         and any(resumed) == any("durable" in body for _, body in numbered)
     )
     return report
