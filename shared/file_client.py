@@ -16,7 +16,7 @@ from shared.nats.interface import NoResponders, RequestTimeout
 from shared.nats.object_store import UnknownFile, content_of, new_id
 
 TRIES = 3  # of a chunk: a keeper may have died with the request
-NO_KEEPER = "no keeper answers: start the fleet with `headrace up --durable`, or see `headrace status`"
+NO_KEEPER = "no keeper answers (yet): is `headrace up` running, without `--no-durable`? See `headrace status`"
 
 Body = dict[str, Any]
 T = TypeVar("T")

@@ -148,7 +148,8 @@ def sums(world: World) -> None:
                 assert rules._slot_wait_us(state, executor, level, slots, tokens) <= bound_us
         for group in state.waiting:
             bound = headroom_bound(state, executor, group.sequences[0])
-            forked = not any(s.parent for s in running)  # until then a choice's prompt blocks are its parent's
+            # Until it is forked, a choice holds no prompt block: its parent's are counted twice.
+            forked = not any(s.parent for s in running)
             spare = headroom_blocks(state, executor, group.sequences)
             assert not forked or bound == executor.pool.blocks or spare <= bound
         if executor.settled == executor.changes:
