@@ -238,10 +238,8 @@ def _blocking_state(state: State, group: SequenceGroup) -> tuple[int, ...]:
     seen += (others := _others_above(state, group))
     full = not any(e.pool.free_slots for e in executors)
     if full and not (others[1] or state.tiers.by_host or any(preemption.victims_by(state, group))):
-        return (
-            *seen,
-            *[e.draining for e in executors],
-        )  # only a slot helps, and no other step of any executor
+        # Only a free slot helps, not another step of any executor.
+        return *seen, *[e.draining for e in executors]
     for e in executors:
         seen += e.step, e.draining, *e.pool.room
     return tuple(seen)
@@ -318,8 +316,9 @@ def _route(state: State, offers: list[Offer], group: SequenceGroup) -> Offer:
         return offers[0]
     if state.limits.policy.forecasts:
         for offer in offers:
-            below = load.predicted(state, offer.executor, group, held := len(offer.hits))
-            ttft_us, harm_us = routing_forecast.forecast(offer.executor, group, held, below)
+            held_blocks = len(offer.hits)
+            below = load.predicted(state, offer.executor, group, held_blocks)
+            ttft_us, harm_us = routing_forecast.forecast(offer.executor, group, held_blocks, below)
             offer.option = offer.option._replace(ttft_us=ttft_us, harm_us=harm_us)
     chosen = state.limits.policy.function("routing")([offer.option for offer in offers])
     return next(offer for offer in offers if offer.option == chosen)

@@ -320,8 +320,8 @@ def _routing_key(tenant: str, request: Request, prompt: list[int]) -> str:
 
 
 def _checkpoints(request: Request, submission: Submission) -> str:
-    """The hash under which the request's tokens are kept, empty if they are not. Raises BadRequest for a
-    request that no keeper would send again."""
+    """The hash that a checkpoint of the request has, empty if the request has no checkpoints. Raises
+    BadRequest for a request that no keeper would send again."""
     if request.durable is None:
         return ""
     if not is_keepers(submission.inbox):

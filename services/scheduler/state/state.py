@@ -73,9 +73,7 @@ class RowSums:
     changes: int
     decodes: int = 0
     decode_tokens: int = 0  # in their KV cache
-    prompt_tokens: list[int] = field(
-        default_factory=lambda: [0] * len(requests.CLASS_NAMES)
-    )  # left, by level
+    prompt_tokens: list[int] = field(default_factory=lambda: [0] * len(requests.CLASS_NAMES))  # by level
     backlog_tokens: int = 0  # of all levels, without tokens that are loaded
     speed: int = 0  # see ../load_shedding.py; 0: not derived yet
     ends: dict[int, tuple[int, list[tuple[int, int]], int]] = field(default_factory=dict)  # likewise

@@ -33,7 +33,7 @@ def rendered(folder: Path) -> str:
 
 
 def resources(overlay: str) -> list[Body]:
-    """Of an overlay, made anew at each call."""
+    """The objects of an overlay, rendered anew at each call."""
     return [*yaml.safe_load_all(rendered(FOLDER / "overlays" / overlay))]
 
 

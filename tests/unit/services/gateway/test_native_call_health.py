@@ -47,7 +47,7 @@ class Served:
     async def _probe(self, client: Client, model: str) -> None:
         self.probed.append(model)
         if model not in self.answering:
-            raise Unavailable("nobody")
+            raise Unavailable("no answer")
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 
 
 async def test_one_model_that_answers_is_enough(served: Served) -> None:
-    assert await served.beats(3) == "a request to c failed: nobody"
+    assert await served.beats(3) == "a request to c failed: no answer"
     assert served.probed == ["a", "b", "c"], "each in turn"
     served.answering = {"b"}
     assert await served.beats(3) == ""
@@ -90,7 +90,7 @@ async def test_a_kind_that_one_model_lacks_is_not_missing_for_another(served: Se
     assert await served.beats() == "waiting for: executor"
     served.hear("executor", "a")
     served.answering = set()
-    assert await served.beats() == "a request to a failed: nobody", "it has to be proven again"
+    assert await served.beats() == "a request to a failed: no answer", "it has to be proven again"
 
 
 async def test_a_model_that_starts_cold_is_healthy_without_an_executor(served: Served) -> None:
@@ -106,7 +106,7 @@ async def test_a_model_that_starts_cold_is_healthy_without_an_executor(served: S
     assert served.health.why == "the nats-server was away"
     assert (await served.beats(), served.probed) == ("", [])
     served.hear("executor", "b")
-    assert await served.beats(2) == "a request to b failed: nobody"
+    assert await served.beats(2) == "a request to b failed: no answer"
     served.answering = {"b"}
     assert await served.beats() == ""
     served.hear("executor", "b", "draining")

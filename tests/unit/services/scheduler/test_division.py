@@ -161,6 +161,6 @@ def test_the_executors_of_a_dead_scheduler_are_dealt_out_evenly(executors: int, 
 
 
 def test_a_new_executor_joins_the_scheduler_with_the_fewest_that_has_one() -> None:
-    """Not one without executors: nobody there could compare its weights."""
+    """A scheduler without executors is not chosen: it has no weights to compare with."""
     fleet = Fleet(["s0", "s1", "s2"], {"e0": "s0", "e1": "s0", "e2": "s1"})
     assert scheduler_for(fleet.peers, "m", "new") == "s1"

@@ -70,7 +70,7 @@ def some(world: World, rounds: int) -> None:
 
 
 def end(world: World) -> None:
-    """Everybody finishes, with the right answer, and nothing is left."""
+    """Every request ends with the right answer, and nothing is left."""
     for _ in range(100):
         world.run()
         if world.scheduler.idle:

@@ -21,7 +21,7 @@ from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import Cancel
 
 NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/50/0")
-LONG = 40  # tokens: nobody ends within a test's first steps
+LONG = 40  # tokens: no request ends within a test's first steps
 
 
 def full(slots: int = 8, limits: Limits | None = None, tenant: str = "public", **facts: int) -> World:
@@ -269,7 +269,7 @@ def exact(seen: list[int]) -> Iterator[None]:
 
     def preempted(state: State, executor: Executor, victim: Sequence, why: str, of: list[Sequence]) -> None:
         for groups in calls:
-            assert max(headroom.shortfall(state, executor, *groups)) > 0, "a victim that nobody needs"
+            assert max(headroom.shortfall(state, executor, *groups)) > 0, "a victim without need"
             assert "has no running sequence" in why or victim.level > groups[-1].level, "class inversion"
         preempt(state, executor, victim, why, of)
 
