@@ -365,6 +365,7 @@ def _detokenizer_missed(state: State, source: str) -> None:
         if source == f"detokenizer.{request.shard}":
             request.attempt += 1
             arrival.open_at_shard(state, request)
+            _fail_unscored(state, request)
             _close_again(state, request.sequences)
 
 
@@ -374,7 +375,20 @@ def _reopen(state: State, sequences: list[Sequence]) -> None:
     if state.detokenizers:
         request.attempt += 1
     arrival.assign_shard(state, request)
+    _fail_unscored(state, request)
     _close_again(state, sequences)
+
+
+def _fail_unscored(state: State, request: Request) -> None:
+    """Fail a request that asks for log probabilities which only its lost detokenizer had, since another
+    scheduler has generated the first tokens."""
+    if not any(s.scores is not None and s.scores.first for s in request.sequences):
+        return
+    why = "its scheduler and then its detokenizer have gone, and log probabilities with them; send it again"
+    for sequence in request.sequences:
+        if sequence.close is not None:
+            sequence.close = dataclasses.replace(sequence.close, reason="error", code=503, message=why)
+    finish.fail(state, request, 503, why)
 
 
 def _close_again(state: State, sequences: list[Sequence]) -> None:
@@ -473,6 +487,8 @@ def _taken_request(state: State, source: str, tokenized: Tokenized, trace: str) 
             continue
         sequence.tokens += tokenized.tokens[at : at + count]
         at += count
+        if sequence.scores is not None:
+            sequence.scores.first = count
         sequence.charged_tokens = count
         sequence.most_computed = len(sequence.tokens) - 1  # the device never computed the last one
         sequence.admitted_us = arrival_us  # not known: its wait counts as prefill
