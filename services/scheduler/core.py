@@ -24,6 +24,7 @@ from services.scheduler import (
     results,
     step_planner,
 )
+from services.scheduler.fleet import moves
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.preemption import requeue
@@ -84,6 +85,7 @@ def decide(state: State) -> None:
     """Admit what fits, copy or drop dirty blocks for room, then fill every open window. A second call without
     an event in between changes nothing."""
     state.idle_since_us = 0 if state.requests else state.idle_since_us or state.now_us
+    moves.advance(state)
     admission.admit(state)
     tiered = [executor for executor in state.executors.values() if executor.pool.write_back]
     while sum([store.copy_dirty(state, executor) for executor in tiered]):
@@ -152,8 +154,9 @@ class Scheduler:
             case PeerDraining("detokenizer", actor):
                 _detokenizer_leaves(state, actor)
             case PeerDraining("executor", actor):
-                if actor in state.executors:
-                    state.executors[actor].draining = True
+                executor = state.executors.get(actor)
+                if executor is not None and not executor.draining:
+                    executor.draining, executor.drains_since_us = True, state.now_us
                 _executor_leaves(state, actor)
             case PeerLost("detokenizer", actor):
                 _detokenizer_lost(state, actor)
