@@ -60,7 +60,7 @@ HANGING = (
     "shared/nats/object_store.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 74, 21_795
-PRODUCT_FILES, PRODUCT_LINES = 242, 57_828
+PRODUCT_FILES, PRODUCT_LINES = 242, 57_830
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
