@@ -95,6 +95,12 @@ def _parser(verb: str) -> argparse.ArgumentParser:
 
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
+    up.add_argument(
+        "--join",
+        default="",
+        metavar="URL",
+        help="only an executor and its KV tiers, for the fleet at this nats-server",
+    )
     up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
     _add_requests(add, verb)
     pull = add("pull", "fetch a model into the cache", _pull)
@@ -315,7 +321,14 @@ def _up(given: argparse.Namespace) -> int:
     given.model, *more = given.model or [None]
     loaded = _load(given)
     must_be_durable = loaded.origins["durable"] != "default"
-    return up(loaded.settings, given.auth, more, until_idle=given.until_idle, must_be_durable=must_be_durable)
+    return up(
+        loaded.settings,
+        given.auth,
+        more,
+        join=given.join,
+        until_idle=given.until_idle,
+        must_be_durable=must_be_durable,
+    )
 
 
 def _run_model(given: argparse.Namespace) -> None:

@@ -30,7 +30,8 @@ def enter(pid: int) -> None:
     """Make the network of process `pid` that of this thread. Raises OSError."""
     with open(f"/proc/{pid}/ns/net") as namespace:
         if _LIBC.setns(namespace.fileno(), _NETWORK_NAMESPACE):
-            raise OSError(ctypes.get_errno(), "setns", f"/proc/{pid}/ns/net")
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), f"/proc/{pid}/ns/net")
 
 
 def tun(pid: int) -> int:
@@ -49,6 +50,7 @@ def address(number: int) -> str:
 def main(pids: list[int]) -> None:
     """Carry packets until stdin ends."""
     devices = [tun(pid) for pid in pids]
+    enter(os.getppid())  # so that this is no process of a host, which dies with the host
     with contextlib.suppress(PermissionError):  # it would be late on a busy machine
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     selector, numbers = selectors.DefaultSelector(), count()
