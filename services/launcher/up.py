@@ -175,6 +175,8 @@ def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str
     }  # fmt: skip
     if more and (given := [name for name, value in of_one.items() if value]):
         raise SetupError(f"{given[0]} is for one model: leave it out with several")
+    if event_file and settings.schedulers > 1:
+        raise SetupError("an event log in a file is for one scheduler: use --event-log nats with several")
     found: dict[str, str] = {}
     for model in (settings.model, *more):
         _check_model(settings, model)
@@ -276,6 +278,7 @@ class _Up:
             "gateway": s.gateways if s.http_address is not None else 0,
             "keeper": int(s.durable),
             "tokenizer": s.tokenizers,
+            "scheduler": s.schedulers,
             "executor": s.executors,
             "detokenizer": s.detokenizers,
         }
