@@ -13,7 +13,7 @@ from support.running_up import HEADRACE, StartUp, Up, end, starter
 
 from services.launcher.nats_server import ServerLimits, find_binary
 
-NATS_PORT, REDIS_PORT = 4222, 6379
+NATS_PORT, ROUTES_PORT, REDIS_PORT = 4222, 6222, 6379
 
 
 @dataclass
@@ -31,22 +31,35 @@ class HostFleet:
 
     @property
     def nats_url(self) -> str:
-        return f"nats://{self.hub.address}:{NATS_PORT}"
+        return self.url_of(self.hub)
+
+    def url_of(self, host: Host) -> str:
+        """The nats-server of a host."""
+        return f"nats://{host.address}:{NATS_PORT}"
 
     @property
     def redis_url(self) -> str:
         return f"redis://{self.hub.address}:{REDIS_PORT}"
 
-    def start_nats(self, extra: str = "") -> subprocess.Popen[str]:
-        """On the hub, with `extra` in its configuration; ready."""
-        config = self.folder / "nats.conf"
+    def start_nats(self, extra: str = "", host: Host | None = None) -> subprocess.Popen[str]:
+        """On the hub or another host, with `extra` in its configuration; ready."""
+        host = host or self.hub
+        config = self.folder / f"nats-{host.name}.conf"
         config.write_text("\n".join([f'listen: "0.0.0.0:{NATS_PORT}"', *ServerLimits().lines(), extra]))
-        return self._ready(str(find_binary()), "-c", str(config), says="Server is ready")
+        return _ready(host, str(find_binary()), "-c", str(config), says="Server is ready")
+
+    def start_cluster(self) -> None:
+        """One nats-server on each host, which form a cluster."""
+        routes = ", ".join(f'"nats://{host.address}:{ROUTES_PORT}"' for host in self.net.hosts)
+        listen = f'listen: "0.0.0.0:{ROUTES_PORT}"'
+        for host in self.net.hosts:
+            extra = f"server_name: {host.name}\ncluster {{ name: hosts, {listen}, routes: [{routes}] }}"
+            self.start_nats(extra, host)
 
     def start_redis(self) -> subprocess.Popen[str]:
         """On the hub, ready."""
         options = ("--bind", "0.0.0.0", "--protected-mode", "no", "--save", "", "--appendonly", "no")
-        return self._ready("redis-server", *options, says="Ready to accept connections")
+        return _ready(self.hub, "redis-server", *options, says="Ready to accept connections")
 
     def up(self, host: Host, *args: str, wait: bool = True, **env: str) -> Up:
         """`headrace up` on a host."""
@@ -63,16 +76,6 @@ class HostFleet:
         """The stdout of a headrace command on a host."""
         return host.run(*HEADRACE, *args, env=self.running[0].env | {"HEADRACE_NATS_URL": self.nats_url})
 
-    def _ready(self, *argv: str, says: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        process = self.hub.popen(*argv, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if says in line:
-                return process
-        raise AssertionError(f"{argv[0]} has ended: {''.join(lines)}")
-
 
 @contextmanager
 def host_fleet(net: Network, folder: Path) -> Iterator[HostFleet]:
@@ -82,3 +85,14 @@ def host_fleet(net: Network, folder: Path) -> Iterator[HostFleet]:
         stack.callback(lambda: [host.kill() for host in net.hosts])
         stack.callback(lambda: end(fleet.running[::-1]))
         yield fleet
+
+
+def _ready(host: Host, *argv: str, says: str) -> subprocess.Popen[str]:
+    """A program that has written a line with `says`."""
+    process = host.popen(*argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    for line in process.stdout or ():
+        lines.append(line)
+        if says in line:
+            return process
+    raise AssertionError(f"{argv[0]} has ended: {''.join(lines)}")
