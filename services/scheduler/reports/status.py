@@ -193,6 +193,7 @@ def measured(state: State) -> dict[str, dict[str, object]]:
             "prefix_hits": counters.prefix_hit_tokens,
             "prefix_hit_pct": counters.prefix_hit_pm / 10,
             "preemptions": counters.preemptions,
+            "moves": counters.moves,
             "recomputed": counters.recomputed_tokens,
             "recompute_overhead_pct": counters.recompute_overhead_pm / 10,
         },
@@ -263,6 +264,7 @@ def _counters(state: State) -> Iterator[MetricPoint]:
         ("generated_tokens", counters.generated_tokens, "{token}"),
         ("wasted_rows", counters.wasted_rows, "{row}"),
         ("preemptions", counters.preemptions, "{preemption}"),
+        ("moves", counters.moves, "{move}"),
         ("step.predicted_duration", counters.predicted_us / _US, "s"),
     ):
         yield MetricPoint(f"{PREFIX}.{name}", value, group, is_counter=True)

@@ -50,6 +50,9 @@ class Limits:
     # How long a closed sequence waits for Ended. Longer than a dead detokenizer goes unnoticed: until then
     # another one may have to send the end to the client.
     ended_within_us: int = 5_000_000
+    move_after_us: int = (
+        3_000_000  # from then on the sequences of a draining executor move: ../fleet/moves.py
+    )
 
 
 @dataclass(slots=True)
@@ -98,6 +101,7 @@ class Executor:
     sums: RowSums = field(default_factory=lambda: RowSums(-1))
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
+    drains_since_us: int = 0
     cost_model: CostModel = field(default_factory=CostModel)
     pace: StepPace = field(default_factory=StepPace)
     host_fed: int = 0  # running sequences that are host-fed
