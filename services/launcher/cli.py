@@ -95,12 +95,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
 
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
-    up.add_argument(
-        "--join",
-        default="",
-        metavar="URL",
-        help="only an executor and its KV tiers, for the fleet at this nats-server",
-    )
+    up.add_argument("--join", default="", metavar="URL", help="only executors, for the fleet at this URL")
     up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
     _add_requests(add, verb)
     pull = add("pull", "fetch a model into the cache", _pull)
