@@ -34,14 +34,15 @@ def leaks(status: Sequence[Status], expected: Mapping[str, int]) -> list[str]:
         counters = MUST_BE_ZERO.get(service["kind"], ())
         held += [f"{name}: {counter} {service[counter]}" for counter in counters if service.get(counter)]
         if service["kind"] == "scheduler":
-            held += _of_scheduler(name, service, expected)
-    return held
+            detokenizers = [s for s in status if s["kind"] == "detokenizer"]
+            held += _of_scheduler(name, service, sum(s["model"] == service["model"] for s in detokenizers))
+    used = sum(len(s.get("executors", {})) for s in status if s["kind"] == "scheduler")
+    return held if used == expected["executor"] else [*held, f"the schedulers know {used} executors"]
 
 
-def _of_scheduler(name: str, service: Status, expected: Mapping[str, int]) -> list[str]:
+def _of_scheduler(name: str, service: Status, detokenizers: int) -> list[str]:
     engines, shards = service.get("executors", {}), service.get("detokenizers", [])
-    held = [] if len(engines) == expected["executor"] else [f"{name}: knows {len(engines)} executors"]
-    held += [] if len(shards) == expected["detokenizer"] else [f"{name}: knows {len(shards)} detokenizers"]
+    held = [] if len(shards) == detokenizers else [f"{name}: knows {len(shards)} detokenizers"]
     for engine_name, engine in engines.items():
         unheld = engine["free_blocks"] + engine["dirty_blocks"]  # the latter may be wanted by a tier below
         if unheld != engine["blocks"] or engine["free_slots"] != engine["slots"]:

@@ -60,14 +60,14 @@ async def measure(case: Case, rounds: int) -> dict[str, object]:
         client = await Client.open(bus)
         await until_ready(client)
         tapped: list[StepResult] = []
-        await bus.subscribe("hr.bench.scheduler.*.in.StepResult", lambda d: _tap(d, tapped))
+        await bus.subscribe("hr.bench.scheduler.*.in.StepResult", lambda d: tap(d, tapped))
         found: list[Round] = []
         cpu_per_step: dict[str, float] = {}
         for _ in range(rounds):
             bare = median_period(await asyncio.to_thread(run_bare, case), case.rows)
             tapped.clear()
             before = fleet.cpu_us()
-            await _load(client, case)
+            await load(client, case)
             after = fleet.cpu_us()
             found.append(Round(bare, median_period(tapped, case.rows)))
             cpu_per_step = {k: round((after[k] - before[k]) / len(tapped), 1) for k in after}
@@ -100,7 +100,9 @@ def summary(case: Case, rounds: list[Round], cpu_per_step: dict[str, float]) -> 
     }
 
 
-async def _load(client: Client, case: Case) -> None:
+async def load(client: Client, case: Case) -> None:
+    """Requests that fill every row of `case.steps` steps."""
+
     async def one(i: int) -> None:
         body = {
             "model": MODEL,
@@ -118,7 +120,8 @@ async def _load(client: Client, case: Case) -> None:
     await asyncio.gather(*(one(i) for i in range(case.rows)))
 
 
-def _tap(delivery: Delivery, into: list[StepResult]) -> None:
+def tap(delivery: Delivery, into: list[StepResult]) -> None:
+    """Keep a message if it is a StepResult."""
     message = codec.decode(delivery.data).message
     if isinstance(message, StepResult):
         into.append(message)

@@ -157,6 +157,7 @@ class Settings(BaseSettings):
     # processes of `up`
     gateways: int = Field(1, ge=1, le=64, description="gateway processes of `up`, on one port")
     tokenizers: int = Field(2, ge=1, le=64, description="tokenizer processes of `up`; two: one may die")
+    schedulers: int = Field(1, ge=1, le=64, description="scheduler processes of `up`, for each model")
     executors: int = Field(1, ge=1, le=64, description="executor processes of `up`")
     detokenizers: int = Field(2, ge=1, le=64, description="detokenizer processes of `up`; two: one may die")
 

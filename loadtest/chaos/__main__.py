@@ -4,9 +4,12 @@
     python -m loadtest.chaos --faults kill --victims scheduler scheduler+detokenizer
     python -m loadtest.chaos --requests 48 --limit-s 600 --victims executor -- --backend torch --dtype f32
 
-A cell is a fresh `headrace up` (two tokenizers, two detokenizers), 600 requests from 12 clients over HTTP and
-12 over NATS, and a fault once the first requests have been answered. Every answer is compared with that of an
-undisturbed fleet. Flags after `--` go to `headrace up` and replace the simulated engine.
+    python -m loadtest.chaos --models smollm2-135m-instruct FOLDER --schedulers 2 --executors 2
+
+A cell is a fresh `headrace up` (two tokenizers and two detokenizers of each model), 600 requests from 12
+clients over HTTP and 12 over NATS, and a fault once the first requests have been answered. Every answer is
+compared with that of an undisturbed fleet. Flags after `--` go to `headrace up` and replace the simulated
+engine.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import sys
 from pathlib import Path
 
 from loadtest.chaos import cells
-from loadtest.chaos.cells import FAULTS, PAIRS, VICTIMS, Cell, Counts
+from loadtest.chaos.cells import FAULTS, MODEL, PAIRS, VICTIMS, Cell, Counts, Shape
 
 COLUMNS = (
     "requests",
@@ -53,14 +56,23 @@ def table(found: list[Counts]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _victims(text: str) -> tuple[str, ...]:
+    kinds = tuple(text.split("+"))
+    if not all((kind,) in VICTIMS for kind in kinds):
+        raise argparse.ArgumentTypeError(f"some of {', '.join(kind for (kind,) in VICTIMS)}, joined by +")
+    return kinds
+
+
 def main() -> int:
     """Run the cells; 1 when one of them has a flaw."""
-    names = {"+".join(victims): victims for victims in (*VICTIMS, *PAIRS)}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--victims", nargs="+", choices=names, default=list(names))
+    parser.add_argument("--victims", nargs="+", type=_victims, default=[*VICTIMS, *PAIRS], help="like a+b")
+    parser.add_argument("--models", nargs="+", default=[MODEL], help="names, GGUF files or folders")
+    parser.add_argument("--schedulers", type=int, default=1, help="of each model")
+    parser.add_argument("--executors", type=int, default=1, help="of each model")
     parser.add_argument("--requests", type=int, default=cells.REQUESTS, help="of each cell")
     parser.add_argument("--limit-s", type=float, default=cells.LIMIT_S, help="of a client's patience")
     parser.add_argument("--log", default=os.devnull, help="file for what the services of a cell say")
@@ -68,18 +80,20 @@ def main() -> int:
     parser.add_argument("up", nargs="*", help="for `headrace up`")
     args = parser.parse_args()
     up = args.up or ["--backend", "sim"]
-    with cells.house(up, args.log, args.limit_s) as fleet:
+    shape = Shape(tuple(args.models), args.schedulers, args.executors)
+    with cells.house(up, args.log, args.limit_s, shape) as fleet:
         right = asyncio.run(cells.answers(fleet, args.requests))
     found: list[Counts] = []
     for fault in args.faults:
-        for victim in args.victims:
-            with cells.house(up, args.log, args.limit_s) as fleet:
-                found.append(asyncio.run(cells.run(Cell(names[victim], fault), fleet, right, args.requests)))
+        for victims in args.victims:
+            with cells.house(up, args.log, args.limit_s, shape) as fleet:
+                found.append(asyncio.run(cells.run(Cell(victims, fault), fleet, right, args.requests)))
                 cells.resume(fleet)
             print(json.dumps(found[-1].row()), file=sys.stderr, flush=True)
             if args.out is not None:  # after each cell: a run takes an hour
                 cells_so_far = [each.row() for each in found]
-                said = {"requests": args.requests, "up": " ".join(up), "cells": cells_so_far}
+                said = {"requests": args.requests, "models": shape.names, **shape.of_each}
+                said |= {"up": " ".join(up), "cells": cells_so_far}
                 args.out.write_text(json.dumps(said, indent=1) + "\n")
     print(table(found))
     return 1 if any(each.flaws for each in found) else 0

@@ -1,8 +1,13 @@
-"""One cell of the chaos matrix: a fleet, 24 clients, a fault under load, and the count of its violations."""
+"""One cell of the chaos matrix: a fleet, 24 clients, a fault under load, and the count of its violations.
+
+A fleet has two tokenizers and two detokenizers of each model, and one of every other service, or as many
+schedulers and executors of each model as its `Shape` has.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
 import signal
@@ -18,13 +23,15 @@ from loadtest.leaks import settle
 from loadtest.running_up import running_up
 from loadtest.storm import Ask, mixed, oracle_key
 from shared.client import Client
+from shared.config import Settings
 from shared.nats.bus import NatsBus
 from shared.processes import bind
+from shared.vocab.files import resolve
 
 MODEL = "smollm2-135m-instruct"
-COUNTS = {"gateway": 1, "tokenizer": 2, "scheduler": 1, "executor": 1, "kv_offload": 1, "detokenizer": 2}
+KINDS = ("gateway", "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
 BROKER = "nats-server"
-VICTIMS = tuple((kind,) for kind in (*COUNTS, BROKER))
+VICTIMS = tuple((kind,) for kind in (*KINDS, BROKER))
 PAIRS = (("scheduler", "detokenizer"), ("tokenizer", "scheduler"), (BROKER, "detokenizer"))
 FAULTS = {"kill": 0.0, "stop10": 10.0, "stop40": 40.0}  # seconds
 
@@ -42,6 +49,37 @@ Answers = Mapping[str, tuple[dict[int, str], int]]
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """How many of what. `models`: names, GGUF files or folders."""
+
+    models: tuple[str, ...] = (MODEL,)
+    schedulers: int = 1
+    executors: int = 1
+
+    @property
+    def names(self) -> list[str]:
+        """Under which its models are served."""
+        return [resolve(model, Settings().cache_dir).name for model in self.models]
+
+    @property
+    def of_each(self) -> dict[str, int]:
+        """Processes of each kind that serves one model."""
+        return {"tokenizer": 2, "scheduler": self.schedulers, "executor": self.executors, "detokenizer": 2}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Processes of each kind."""
+        several = {kind: count * len(self.models) for kind, count in self.of_each.items()}
+        return {"gateway": 1, "kv_offload": 1, **several}
+
+    @property
+    def flags(self) -> list[str]:
+        """Of `headrace up`."""
+        counts = [f"--{kind}s={count}" for kind, count in self.of_each.items()]
+        return [*counts, *(f"--model={model}" for model in self.models)]
+
+
+@dataclass(frozen=True, slots=True)
 class House:
     """A running `headrace up`."""
 
@@ -49,18 +87,21 @@ class House:
     nats_url: str
     http_url: str
     limit_s: float  # of its clients' patience
+    shape: Shape = Shape()
 
 
 @contextmanager
 def house(
-    up: Sequence[str] = ("--backend", "sim"), log: str = "/dev/null", limit_s: float = LIMIT_S
+    up: Sequence[str] = ("--backend", "sim"),
+    log: str = "/dev/null",
+    limit_s: float = LIMIT_S,
+    shape: Shape = Shape(),
 ) -> Iterator[House]:
-    """Two tokenizers and two detokenizers, one of every other service."""
+    """A fleet of this shape, for the length of a block."""
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    flags = [f"--http=127.0.0.1:{port}", *(f"--{kind}s=2" for kind in ("tokenizer", "detokenizer")), *up]
-    with running_up(flags, {}, log) as (pid, url):
-        yield House(pid, url, f"http://127.0.0.1:{port}", limit_s)
+    with running_up([f"--http=127.0.0.1:{port}", *shape.flags, *up], {}, log) as (pid, url):
+        yield House(pid, url, f"http://127.0.0.1:{port}", limit_s, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +164,19 @@ class Counts:
         return {**asdict(self), "refused_pct": self.refused_pct, "flaws": self.flaws}
 
 
-def known(requests: int) -> list[Ask]:
-    """The requests of a cell with so many. Greedy, so that a real engine says the same again, too."""
-    return mixed(random.Random(1), min(requests, KINDS_OF_REQUEST), MODEL, temperature=0)
+def known(requests: int, models: Sequence[str] = (MODEL,)) -> list[Ask]:
+    """The requests of a cell with so many, to the models in turn. Greedy, so that a real engine says the same
+    again, too."""
+    asks = mixed(random.Random(1), min(requests, KINDS_OF_REQUEST), MODEL, temperature=0)
+    for ask, model in zip(asks, itertools.cycle(models), strict=False):
+        ask.body["model"] = model
+    return asks
 
 
 async def answers(fleet: House, requests: int = REQUESTS) -> Answers:
     """What each known request answers in a fleet without a fault, over NATS. Raises AssertionError."""
-    clients, asks = Clients(fleet.nats_url, fleet.http_url, fleet.limit_s), known(requests)
+    clients = Clients(fleet.nats_url, fleet.http_url, fleet.limit_s)
+    asks = known(requests, fleet.shape.names)
     await _settled(fleet)
     await clients.run(asks, 0, NATS_CLIENTS)
     ends = Counter(ended.outcome.end for ended in clients.ended)
@@ -145,12 +191,12 @@ async def run(cell: Cell, fleet: House, right: Answers, requests: int = REQUESTS
     begin = min(requests // 4, 2 * (HTTP_CLIENTS + NATS_CLIENTS))
     clients.on_end = lambda: middle.set() if len(clients.ended) >= begin else None
     await _settled(fleet)
-    asks = rng.choices(known(requests), k=requests)
+    asks = rng.choices(known(requests, fleet.shape.names), k=requests)
     running = asyncio.create_task(clients.run(asks, HTTP_CLIENTS, NATS_CLIENTS))
     await middle.wait()
     if fault_s:
         clients.pace(fault_s + AFTER_S, requests)
-    away = await _harm(cell, fleet, fault_s)
+    away = await _harm(cell, fleet, fault_s, rng)
     await running
     counts = judged(cell, clients, right, away)
     try:
@@ -160,9 +206,9 @@ async def run(cell: Cell, fleet: House, right: Answers, requests: int = REQUESTS
     return counts
 
 
-async def _harm(cell: Cell, fleet: House, fault_s: float) -> Span:
+async def _harm(cell: Cell, fleet: House, fault_s: float, rng: random.Random) -> Span:
     """Kill or stop one process of each kind, all at once."""
-    pids = [faults.pids_of(fleet.pid, victim)[0] for victim in cell.victims]
+    pids = [rng.choice(faults.pids_of(fleet.pid, victim)) for victim in cell.victims]
     span = Span()
     if BROKER in cell.victims:
         span.down_s = time.monotonic()
@@ -229,9 +275,10 @@ async def _settled(fleet: House) -> None:
     """Return when every service is there and nothing is held. Raises AssertionError."""
     bus = await NatsBus.connect(fleet.nats_url, timeout_s=SETTLE_S)
     try:
-        await settle(bus, COUNTS, SETTLE_S)
+        await settle(bus, fleet.shape.counts, SETTLE_S)
         client = await Client.open(bus)
-        await client.complete({**known(1)[0].body, "stream": False}, timeout_s=fleet.limit_s)
+        for model in fleet.shape.names:
+            await client.complete({**known(1, [model])[0].body, "stream": False}, timeout_s=fleet.limit_s)
     finally:
         await bus.drain()
 

@@ -169,7 +169,10 @@ class ExecutorActor(Actor):
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         info = self._backend.info if self._backend is not None else None
-        facts = () if info is None else (("context", info.context), ("grammars", int(info.follows_grammars)))
+        facts: tuple[tuple[str, int], ...] = ()
+        if info is not None:
+            grammars = int(info.follows_grammars)
+            facts = ("context", info.context), ("grammars", grammars), ("block_tokens", info.block_tokens)
         load = (("steps", self._steps), ("slots", len(self._open_slots)), *facts)
         model = "" if info is None else info.model
         generation = self._arenas.generation if self._arenas is not None else 0
@@ -339,7 +342,8 @@ def engine_builder(
     settings: Settings, alarm: Alarm | None = None, news: GrammarNews | None = None
 ) -> Callable[[], Backend]:
     """A function that builds the engine; it runs on the device thread and may take seconds. An engine of
-    several processes rings `alarm` when one of them dies. Raises SetupError."""
+    several processes rings `alarm` when one of them dies. Raises SetupError, before it loads weights if they
+    or the modes are not those of the setting `model_digest`."""
     if settings.backend == "sim":
         return lambda: _sim(settings)
     return lambda: _torch(settings, alarm or Alarm(), news or GrammarNews())
@@ -361,13 +365,20 @@ def _sim(settings: Settings) -> Backend:
         timing=settings.sim,
         processors=processors,
     )
-    return SimBackend(options)
+    engine = SimBackend(options)
+    if _wanted_digest(settings) not in ("", digest := engine.info.model_digest):
+        raise SetupError(f"the simulated engine has the model digest {digest}, not that of model_digest")
+    return engine
+
+
+def _wanted_digest(settings: Settings) -> str:
+    return "" if settings.accept_mixed else settings.model_digest
 
 
 def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
     device, ranks = settings.device_and_ranks
     try:
-        from services.executor.checkpoint.loader import TorchOptions, device_of
+        from services.executor.checkpoint.loader import TorchOptions, check_digest, device_of
 
         build: Callable[[TorchOptions], Backend]
         if on_gpu := device_of(device).type == "cuda":
@@ -403,6 +414,8 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         processors=processors,
         report_grammar=lambda of_grammar: news.report(of_grammar),
     )
+    if wanted := _wanted_digest(settings):
+        check_digest(options, wanted)
     if ranks == 1:
         return build(options)
     from services.executor.group.driver import build_group

@@ -274,6 +274,7 @@ def _l2(state: State) -> dict[str, object]:
         "queued": len(l2.wants) + len(l2.urgent) + len(l2.early) + len(l2.deletes) + len(l2.puts),
         "put_bytes_per_s": l2.put_rate.bytes_per_s,
         "get_bytes_per_s": l2.get_rate.bytes_per_s,
+        "answer_us": l2.answer_us,
         "errors": counters.l2_errors,
         "timeouts": counters.l2_timeouts,
         "refused": counters.l2_refused,

@@ -1,7 +1,7 @@
 """The jobs of schedulers: lookups, loads, stores, and the leases of ranges that loads and stores hold. Pure.
 
-A lookup checks L1, and L2 within LOOKUP_US if needed. It is answered with the tier of each block. A prefetch
-copies blocks from L2 to L1, and is answered with the leased blocks:
+A lookup checks L1, and L2 within `lookup_us` if needed. It is answered with the tier of each block. A
+prefetch copies blocks from L2 to L1, and is answered with the leased blocks:
 
                   all in L1 ──▶ KvReady at once
     KvPrefetch ──┤
@@ -51,14 +51,14 @@ from shared.messages import (
 
 NOT_HERE = -1
 NO_ROOM, PRESENT = -1, -2
-LOOKUP_US = 10_000  # for the answer of L2: the request waits in the scheduler's queue meanwhile
+LOOKUP_US, MOST_LOOKUP_US = 10_000, 50_000  # for the answer of L2, while the request is in a queue
 REPEATED_COMMITS = 256  # last commits, to answer a repeated message
 QUARANTINE_US = 60_000_000
 LIVE_US = 600_000_000
 
 
 def look_up(state: State, lease: LeaseId, message: KvLookup, trace: str) -> None:
-    """Answer now, or within LOOKUP_US if L2 must be checked."""
+    """Answer now, or within `lookup_us` if L2 must be checked."""
     if lease in state.lookups:
         return  # a repeated lookup: the answer will come
     names = names_of(message.fingerprint, message.keys)
@@ -73,7 +73,13 @@ def look_up(state: State, lease: LeaseId, message: KvLookup, trace: str) -> None
     first = tiers.index(0)
     unknown = tuple(name for name, tier in zip(names[first:], tiers[first:], strict=True) if not tier)
     state.l2.wants.append(Want(lease, unknown))
-    state.due.set(("lookup", lease), state.now_us + LOOKUP_US)
+    state.due.set(("lookup", lease), state.now_us + lookup_us(state))
+
+
+def lookup_us(state: State) -> int:
+    """How long a lookup waits for L2: twice the usual time of its answers, which may come from far away. The
+    scheduler itself waits no longer than the answer can save."""
+    return min(max(LOOKUP_US, 2 * state.l2.answer_us), MOST_LOOKUP_US)
 
 
 def finish_lookup(state: State, lease: LeaseId) -> None:

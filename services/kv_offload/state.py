@@ -175,6 +175,7 @@ class Call:
     size_bytes: int = 0
     entry: Entry | None = None  # put: the entry that it reads
     lookup: LeaseId | None = None  # has: the lookup that waits for it
+    began_us: int = 0
 
 
 @dataclass(slots=True)
@@ -196,6 +197,7 @@ class L2:
     deadlines: Deadlines[int] = field(default_factory=Deadlines)  # of calls
     put_rate: Rate = field(default_factory=Rate)
     get_rate: Rate = field(default_factory=Rate)
+    answer_us: int = 0  # of a check, a moving average
     serial: int = 0
     refuses: bool = False  # the last put was refused
     puts_from_us: int = 0  # no put before

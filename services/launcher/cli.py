@@ -96,6 +96,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
     up.add_argument("--leaves", default="", metavar="HOST:PORT", help="where edges connect: `up --leaf`")
+    up.add_argument("--join", default="", metavar="URL", help="only executors, for the fleet at this URL")
     up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
     _add_requests(add, verb)
     pull = add("pull", "fetch a model into the cache", _pull)
@@ -322,6 +323,7 @@ def _up(given: argparse.Namespace) -> int:
         given.auth,
         more,
         leaves=given.leaves,
+        join=given.join,
         until_idle=given.until_idle,
         must_be_durable=must_be_durable,
     )

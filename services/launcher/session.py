@@ -59,10 +59,10 @@ def find_target(loaded: Loaded) -> Target:
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncGenerator[NatsBus]:
+async def connected(url: str, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncGenerator[NatsBus]:
     """A connection for the duration of a command, which prints what the credentials do not allow. Raises
     SetupError if no server answers."""
-    bus = await NatsBus.connect(url, name="headrace-cli", timeout_s=CONNECT_TIMEOUT_S, on_fault=_print_denied)
+    bus = await NatsBus.connect(url, name="headrace-cli", timeout_s=timeout_s, on_fault=_print_denied)
     try:
         yield bus
     finally:

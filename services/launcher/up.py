@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.launcher import background, console, durable, leaf, nats_server, own_folder, session
+from services.launcher import background, console, durable, joining, leaf, nats_server, own_folder, session
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
 from services.launcher.commands.status import ScrapeTargets
 from services.launcher.console import ServiceLines, print_line
 from services.launcher.heartbeats import HANGS_S, SilenceTimers, Watch, ticks_of
+from services.launcher.joining import Joined
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.own_folder import OwnFolder
 from services.launcher.serve import KINDS
@@ -72,6 +73,7 @@ DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 REPORT_EVERY_S = 10.0
 STATUS_S = 0.3
 ANSWER_S = 1.5  # a healthy nats-server answers its monitoring port within this time
+CONNECT_S = 5.0  # to a nats-server, on a busy machine or another continent
 
 
 def up(
@@ -80,15 +82,19 @@ def up(
     more: Sequence[str] = (),
     *,
     leaves: str = "",
+    join: str = "",
     until_idle: bool = False,
     must_be_durable: bool = True,
 ) -> int:
     """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
     `users`, a folder made by `headrace auth`, each service has its own credentials, and HTTP requires an API
     key. `more` names models to serve in addition to that of the settings. Edges connect at `leaves`,
-    HOST:PORT. With `until_idle` it ends by itself (see background.py). Unless it `must_be_durable`, it runs
-    without durable requests where their folder cannot be had, or with a server of others."""
-    if users is not None and not settings.http_keys:
+    HOST:PORT. With `join`, a URL, it adds executors and a kv_offload to the fleet there (see joining.py).
+    With `until_idle` it ends by itself (see background.py). Unless it `must_be_durable`, it runs without
+    durable requests where their folder cannot be had, or with a server of others."""
+    if join:
+        settings = settings.model_copy(update={"nats_url": join, "http": "off", "durable": False})
+    elif users is not None and not settings.http_keys:
         settings = settings.model_copy(update={"http_keys": str(auth.keys_of(users))})
     if (settings.leaf or leaves) and (settings.nats_url or (settings.leaf and leaves)):
         raise SetupError(
@@ -125,8 +131,17 @@ def up(
             stack.callback(server.stop)
         elif not must_be_durable:
             settings = settings.model_copy(update={"durable": False})
-        url = server.url if server else settings.nats_url
-        return asyncio.run(_run(settings, models, server, _Logins(url, users), until_idle=until_idle))
+        logins = _Logins(server.url if server else settings.nats_url, users)
+        joined = asyncio.run(_look(logins.of("executor"), settings, [*models])) if join else None
+        return asyncio.run(_run(settings, models, server, logins, joined, until_idle=until_idle))
+
+
+async def _look(url: str, settings: Settings, models: Sequence[str]) -> Joined:
+    """Whether the fleet at `url` takes executors of these settings. Raises SetupError if not."""
+    async with session.connected(url, CONNECT_S) as bus:
+        readiness = Readiness(bus, settings.fleet)
+        peers = await readiness.until(lambda peers: joining.answers(peers, models), joining.ANSWER_S)
+        return joining.checked(peers, settings, models, access.shown(url))
 
 
 def _durable_limits(settings: Settings, *, must_be_durable: bool) -> ServerLimits | None:
@@ -154,6 +169,12 @@ class _Logins:
         """The URL for a service or the operator. Raises SetupError."""
         return auth.url_of(self.users, name, self.url) if self.users else self.url
 
+    def of_commands(self, joined: Joined | None) -> str:
+        """The URL for this command and for others on this machine. A host that joins a fleet may have the
+        credentials of its own services alone. Raises SetupError."""
+        own = joined is not None and self.users is not None and not (self.users / access.OPERATOR).exists()
+        return self.of("executor" if own else access.OPERATOR)
+
 
 def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str]:
     """The models by their served names. Raises SetupError if a model is not on this machine, if two have the
@@ -164,6 +185,8 @@ def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str
     }  # fmt: skip
     if more and (given := [name for name, value in of_one.items() if value]):
         raise SetupError(f"{given[0]} is for one model: leave it out with several")
+    if event_file and settings.schedulers > 1:
+        raise SetupError("an event log in a file is for one scheduler: use --event-log nats with several")
     found: dict[str, str] = {}
     if settings.leaf and settings.model == leaf.NO_MODEL:
         return found
@@ -181,24 +204,31 @@ async def _run(
     models: Mapping[str, str],
     server: NatsServer | None,
     logins: _Logins,
+    joined: Joined | None,
     *,
     until_idle: bool,
 ) -> int:
-    return await _Up(settings, models, server, logins).run(until_idle=until_idle)
+    return await _Up(settings, models, server, logins, joined).run(until_idle=until_idle)
 
 
 class _Up:
     """One run: services, readiness, signals."""
 
     def __init__(
-        self, settings: Settings, models: Mapping[str, str], server: NatsServer | None, logins: _Logins
+        self,
+        settings: Settings,
+        models: Mapping[str, str],
+        server: NatsServer | None,
+        logins: _Logins,
+        joined: Joined | None = None,
     ) -> None:
         """`models` by name; the first is that of the settings. An edge may have none."""
         self._settings = settings
         self._models = models
         self._server = server
         self._logins = logins
-        self._url = logins.of(access.OPERATOR)
+        self._joined = joined
+        self._url = logins.of_commands(joined)
         self._http = ""  # URL of the gateway
         self._curl = ""  # a command for its Unix socket
         self._contexts: dict[str, str] = {}  # by model
@@ -261,14 +291,18 @@ class _Up:
             "keeper": int(s.durable),
             "kv_offload": int(bool(self._models)),
             "tokenizer": s.tokenizers,
+            "scheduler": s.schedulers,
             "executor": s.executors,
             "detokenizer": s.detokenizers,
         }
-        specs = service_specs({kind: counts.get(kind, 1) for kind in SHARED})
-        of_model = {kind: counts.get(kind, 1) for kind in KINDS if kind not in SHARED}
+        kinds = KINDS if self._joined is None else joining.KINDS
+        specs = service_specs({kind: counts.get(kind, 1) for kind in SHARED if kind in kinds})
+        of_model = {kind: counts.get(kind, 1) for kind in kinds if kind not in SHARED}
         for name, model in self._models.items():
-            suffix = f"@{name}" if len(self._models) > 1 else ""
-            specs += service_specs(of_model, suffix, {"HEADRACE_MODEL": model})
+            suffix, own = f"@{name}" if len(self._models) > 1 else "", {"HEADRACE_MODEL": model}
+            if self._joined is not None:
+                own["HEADRACE_MODEL_DIGEST"] = s.model_digest or self._joined.digests[name]
+            specs += service_specs(of_model, suffix, own)
         specs.sort(key=lambda spec: KINDS.index(spec.kind))
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
@@ -309,6 +343,9 @@ class _Up:
         bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
         try:
             readiness = Readiness(bus, self._settings.fleet)
+            if self._joined is not None:
+                await self._welcomed(readiness, self._joined)
+                return
             await readiness.wait(list(self._models), print_line)
             self._contexts = {model: readiness.context(model) for model in self._models}
             dtype = await readiness.dtype() if self._models else ""
@@ -324,6 +361,17 @@ class _Up:
                     self._http = http_url(address[0], port, tls=tls)
         finally:
             await bus.drain()
+
+    async def _welcomed(self, readiness: Readiness, joined: Joined) -> None:
+        """Return once the fleet uses all executors of this host."""
+        wanted, host = self._settings.executors, self._settings.host_id
+
+        def welcomed(peers: Peers) -> bool:
+            return all(joined.welcomed(peers, model, host) == wanted for model in self._models)
+
+        while not welcomed(await readiness.until(welcomed, REPORT_EVERY_S)):
+            print_line("waiting for: a scheduler of the fleet that takes the executors of this host")
+        self._contexts = {model: readiness.context(model) for model in self._models}
 
     async def _idle(self) -> None:
         from shared.nats.bus import NatsBus
@@ -355,8 +403,10 @@ class _Up:
             page=self._page_url(),
             logs=self._folder.name,
         )
+        path = session.path_for(self._settings)
         try:
-            note.write(session.path_for(self._settings))
+            if self._joined is None or session.read(path) is None:  # else the fleet has an `up` here, too
+                note.write(path)
         except OSError as error:
             print_line(f"other commands need --nats-url {access.shown(self._url)}: no run file ({error})")
         contexts = self._contexts.items()
@@ -366,6 +416,7 @@ class _Up:
             ("NATS", access.shown(self._url)),
             ("monitoring", monitoring),
             *(("publish to", subjects.generate(subjects.DEFAULT_TENANT, model)) for model in self._models),
+            ("joined as", f"host {self._settings.host_id}" if self._joined else ""),
             ("OpenAI API", f"{self._http}/v1" if self._http else ""),
             ("with curl", self._curl),
             ("page", f"{self._http}/" if self._page_url() else ""),
@@ -379,9 +430,8 @@ class _Up:
             if value:
                 print_line(f"  {name + ':':<12}{console.bold(value)}")
         print_line(f"ready after {time.monotonic() - self._started_at:.1f} s")
-        print_line(
-            f'try `headrace chat -q "What is NATS?"` in a second shell; {console.dim("Ctrl-C drains")}'
-        )
+        try_it = 'try `headrace chat -q "What is NATS?"` in a second shell; ' if self._joined is None else ""
+        print_line(f"{try_it}{console.dim('Ctrl-C drains')}")
 
     async def _wind_down(self, first: signal.Signals) -> int:
         """Drain the services; a second signal kills them. Returns the exit status."""
@@ -533,13 +583,23 @@ class Readiness:
         self._peers = Peers()
         self._clock = SystemClock()
         self._heartbeat_came = asyncio.Event()
+        self._listens = False
+
+    async def until(self, enough: Callable[[Peers], bool], timeout_s: float) -> Peers:
+        """The actors of the fleet, once they are `enough` or after `timeout_s`."""
+        await self._listen()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not enough(self._peers):
+                    self._heartbeat_came.clear()
+                    await self._heartbeat_came.wait()
+        return self._peers
 
     async def wait(self, models: Sequence[str], report: Callable[[str], None]) -> None:
         """Return once a request to each of `models` was answered. `report` gets what is still missing every
         REPORT_EVERY_S. Raises the request's error if it is not retryable."""
-        await self._bus.subscribe(subjects.heartbeat_all(self._fleet), self._on_heartbeat)
+        await self._listen()
         client = await Client.open(self._bus)
-        self._bus.publish(subjects.heartbeat_request(self._fleet), b"")
         for model in models:
             await self._answered(client, model, report)
 
@@ -578,6 +638,12 @@ class Readiness:
             self._bus, subjects.STATUS, STATUS_S, enough=lambda status: status.get("dtype")
         )
         return next((str(status["dtype"]) for status in found if status.get("dtype")), "")
+
+    async def _listen(self) -> None:
+        if not self._listens:
+            self._listens = True
+            await self._bus.subscribe(subjects.heartbeat_all(self._fleet), self._on_heartbeat)
+            self._bus.publish(subjects.heartbeat_request(self._fleet), b"")
 
     async def _wait_for_heartbeats(self, model: str, report: Callable[[str], None]) -> None:
         while gone := missing(self._peers, model):

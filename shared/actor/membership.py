@@ -20,6 +20,7 @@ SLACK = 8  # requests an executor over the mean: fewer are chance, and cost a st
 
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
+MIXED = "accepts_mixed"  # likewise: executors with other weights or modes serve, too
 
 
 @dataclass(slots=True)

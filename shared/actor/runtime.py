@@ -304,6 +304,7 @@ class Runtime:
                 "id": self.mailbox.actor,
                 "epoch": self.mailbox.epoch,
                 "fleet": self.mailbox.fleet,
+                "host": self.host_id,
                 "state": self.state,
                 "age_s": (self.clock.wall_us() - self.mailbox.epoch) // 1_000_000,
                 "wire_errors": self.mailbox.wire_errors,

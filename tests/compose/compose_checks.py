@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import nats
@@ -52,9 +52,9 @@ def ask_http(stack: Stack, key: str, **body: Any) -> dict[str, Any]:
 async def answered(stack: Stack, requests: int = 1) -> None:
     """So many requests over NATS are answered; what is not there yet is asked again, for WAIT_S."""
     nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public", max_reconnect_attempts=-1)
-    body = json.dumps({"prompt": "The sea is", "max_tokens": 4, "ignore_eos": True}).encode()
 
-    async def one() -> None:
+    async def one(number: int) -> None:
+        body = json.dumps({"prompt": f"{number} ships", "max_tokens": 4, "ignore_eos": True}).encode()
         while True:
             try:
                 reply = await nc.request(f"headrace.v1.generate.public.{MODEL}", body, timeout=20)
@@ -67,7 +67,7 @@ async def answered(stack: Stack, requests: int = 1) -> None:
             assert answer["error"]["retryable"], answer
 
     async with asyncio.timeout(WAIT_S):
-        await asyncio.gather(*(one() for _ in range(requests)))
+        await asyncio.gather(*(one(number) for number in range(requests)))
     await nc.close()
 
 
@@ -143,16 +143,56 @@ def test_no_service_was_refused_anything(stack: Stack) -> None:
     assert [line for line in logs.splitlines() if "ermission" in line or "refused" in line] == []
 
 
+SEVERAL = ("tokenizer", "scheduler", "executor", "detokenizer")
+TWO_OF_EACH = tuple(word for kind in SEVERAL for word in ("--scale", f"{kind}=2"))
+
+
 async def test_more_of_each_share_the_work(stack: Stack) -> None:
-    several = ("tokenizer", "executor", "detokenizer")
-    stack.up("--no-recreate", *(word for kind in several for word in ("--scale", f"{kind}=2")))
+    stack.up("--no-recreate", *TWO_OF_EACH)
     await answered(stack, 24)
     services = stack.status()
-    assert all(Counter(s["kind"] for s in services)[kind] == 2 for kind in several)
+    assert all(Counter(s["kind"] for s in services)[kind] == 2 for kind in SEVERAL)
     worked = {f"{s['kind']}.{s['id']}": s for s in services}
     assert all(s["requests"] for s in worked.values() if s["kind"] == "tokenizer")
     assert all(s["steps"] for s in worked.values() if s["kind"] == "executor")
     assert all(s["frames"] for s in worked.values() if s["kind"] == "detokenizer")
+
+
+async def texts(stack: Stack, count: int, on_first: Callable[[], None] = lambda: None) -> list[str]:
+    """The greedy answers to so many prompts, all at once over NATS; each is asked once. `on_first` is called
+    after the first one."""
+    nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public", max_reconnect_attempts=-1)
+    told = False
+
+    async def one(number: int) -> str:
+        nonlocal told
+        body = {
+            "prompt": f"{number} ships and the sea",
+            "max_tokens": 48,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        data = json.dumps(body).encode()
+        reply = await nc.request(f"headrace.v1.generate.public.{MODEL}", data, timeout=WAIT_S)
+        answer = json.loads(reply.data)
+        if not told:
+            told = True
+            on_first()
+        assert "error" not in answer, answer
+        return str(answer["choices"][0]["text"])
+
+    found = await asyncio.gather(*(one(number) for number in range(count)))
+    await nc.close()
+    return found
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "executor"])
+async def test_one_of_two_dies_and_no_answer_changes(stack: Stack, victim: str) -> None:
+    """In float32, as on any CPU: no request is refused, and each text is that of an undisturbed run."""
+    stack.up("--no-recreate", *TWO_OF_EACH)
+    await answered(stack, 4)
+    right = await texts(stack, 24)
+    assert await texts(stack, 24, lambda: stack.kill(victim, 1)) == right
 
 
 async def test_prometheus_scrapes_every_container(stack: Stack) -> None:

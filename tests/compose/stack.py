@@ -96,9 +96,10 @@ class Stack:
         """Ids of the running containers of a service."""
         return self.compose("ps", "-q", service).split()
 
-    def kill(self, service: str) -> None:
-        """SIGKILL the processes of a service as a fault would, not by the engine, which then lets it be."""
-        for container in self.containers(service):
+    def kill(self, service: str, most: int | None = None) -> None:
+        """SIGKILL the processes of a service, of at most so many containers, as a fault would and not by the
+        engine, which then lets it be."""
+        for container in self.containers(service)[:most]:
             os.kill(int(inspect(container, "{{.State.Pid}}")), signal.SIGKILL)
 
     def hang(self, service: str) -> None:

@@ -1,4 +1,5 @@
-"""Six cells of the chaos matrix on every change: a SIGKILL in the middle of clients over HTTP and over NATS.
+"""Cells of the chaos matrix on every change: a SIGKILL in the middle of clients over HTTP and over NATS, to
+one service each, and to one of two schedulers and two executors of each of two models.
 
 `scripts/soak chaos` runs all of it, with 600 requests a cell and stops of 10 s and 40 s.
 """
@@ -9,9 +10,10 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from support.small_llama import write_small_llama
 
 from loadtest.chaos import cells
-from loadtest.chaos.cells import Answers, Cell, House
+from loadtest.chaos.cells import MODEL, Answers, Cell, House, Shape
 
 REQUESTS = 150
 CELLS = [
@@ -38,3 +40,28 @@ def test_a_death_costs_no_answer(fleet: House, right: Answers, victims: tuple[st
     print(counts)
     assert counts.flaws == [], counts.messages
     assert counts.right > REQUESTS // 2
+
+
+# ---- two of everything --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("several")
+    models = MODEL, str(write_small_llama(folder / "small-llama", hidden=64, layers=1))
+    with cells.house(log=str(folder / "log"), shape=Shape(models, schedulers=2, executors=2)) as house:
+        yield house
+
+
+@pytest.fixture(scope="module")
+def right_of_several(several: House) -> Answers:
+    return asyncio.run(cells.answers(several, REQUESTS))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victims", [("scheduler",), ("executor",), ("scheduler", "executor")], ids="+".join)
+def test_one_of_two_dies(several: House, right_of_several: Answers, victims: tuple[str, ...]) -> None:
+    counts = asyncio.run(cells.run(Cell(victims, "kill"), several, right_of_several, REQUESTS))
+    print(counts)
+    assert counts.flaws == [], counts.messages
+    assert counts.refused == 0, "the other one serves"

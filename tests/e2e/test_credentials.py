@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import urllib.error
@@ -16,7 +17,7 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.client import Client as Nats
-from support.running_up import HEADRACE, QUICK, Up, running_up
+from support.running_up import HEADRACE, QUICK, Up, running_up, starter
 
 from loadtest import faults
 from services.launcher.commands import auth
@@ -291,3 +292,36 @@ def test_a_file_of_credentials_that_is_missing_is_named(guarded: Up, tmp_path: P
     ended = run(guarded, "serve", "tokenizer", **env, HEADRACE_CONFIG=str(tmp_path / "none.toml"))
     assert ended.returncode == 1
     assert f"no configuration file {tmp_path / 'none.toml'}" in ended.stderr
+
+
+def test_a_host_joins_with_the_credentials_of_its_own_services_alone(
+    guarded: Up, users: Path, tmp_path: Path
+) -> None:
+    own, server = tmp_path / "own", guarded.nats_url
+    for kind in ("executor", "kv_offload"):
+        shutil.copytree(users / kind, own / kind)
+    join = ("--join", server, "--auth", str(own), "--host-id", "beta")
+    host = starter(tmp_path, [])(*join)
+    assert "  joined as:  host beta" in host.printed
+    found = json.loads(run(guarded, "status", "--json").stdout)["services"]
+    assert sorted(s["kind"] for s in found if s["host"] == "beta") == ["executor", "kv_offload"]
+    assert host.stop(signal.SIGTERM) == 0
+    assert "ermissions" not in host.log.read_text()
+
+    def refused(*args: str) -> str:
+        ended = run(guarded, "up", *args)
+        assert ended.returncode == 1, ended.stdout
+        return ended.stderr
+
+    nowhere = "nats://127.0.0.1:9"
+    assert f"no connection to the nats-server at {nowhere}" in refused("--join", nowhere)
+    assert "refuses a connection without user and password" in refused("--join", server)
+    assert "no credentials in" in refused("--join", server, "--auth", str(tmp_path))
+    other = refused(*join, "--fleet", "other")
+    assert "these credentials do not allow this" in other
+    assert "no service of fleet 'other' answers" in other
+    assert "have 16 tokens in this fleet, and 32 here" in refused(*join, "--block-tokens", "32")
+    assert f"fleet 'default' serves {MODEL}, not x" in refused(*join, "--model-name", "x")
+    torch = refused(*join, "--backend", "torch", "--dtype", "f32")
+    assert "are not those of the executors that serve it" in torch
+    assert "executor ended with status 1 before the server was ready" in torch

@@ -213,7 +213,12 @@ def ignoring(*signals: int) -> Callable[[], None]:
     return ignore
 
 
-def starter(folder: Path, running: list[Up], quick: Mapping[str, str] = QUICK) -> StartUp:
+def starter(
+    folder: Path,
+    running: list[Up],
+    quick: Mapping[str, str] = QUICK,
+    popen: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
+) -> StartUp:
     def start(
         *args: str, wait: bool = True, ignored: Sequence[int] = (), cwd: Path | None = None, **env: str
     ) -> Up:
@@ -222,7 +227,7 @@ def starter(folder: Path, running: list[Up], quick: Mapping[str, str] = QUICK) -
         full = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
         full |= {"XDG_RUNTIME_DIR": str(home), "XDG_STATE_HOME": str(home), **quick, **SMALL_L1, **env}
         log = home / "stderr"
-        process = subprocess.Popen(
+        process = popen(
             [*(INSTALLED if cwd else HEADRACE), "up", "--backend", "sim", *args],
             cwd=cwd,
             env=full,

@@ -6,7 +6,8 @@ import functools
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,25 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
         for start in dict.fromkeys(starts.tolist()):
             digest.update(data[start : start + _PIECE_BYTES].tobytes())
     return digest.hexdigest()[:_DIGEST_CHARACTERS]
+
+
+def check_digest(options: TorchOptions, wanted: str) -> None:
+    """Raise SetupError unless the engine of these options would have the model digest `wanted`. Reads little
+    of the weights, and loads none."""
+    dtype = _NAMES[_dtype(options.dtype, device_of(options.device))]
+    kept = dtype if options.kv_dtype == "auto" else options.kv_dtype
+    own = model_digest(options, "int8" if options.dtype == "int8" else dtype, kept)
+    if own == wanted:
+        return
+    for computed, kv, mode in product(("f32", "bf16", "int8"), ("", "/fp8"), (False, True)):
+        kept = kv.removeprefix("/") or computed.replace("int8", "bf16")
+        if model_digest(replace(options, deterministic=mode), computed, kept) == wanted:
+            flags = f"--dtype {computed}{kv} --{'' if mode else 'no-'}deterministic"
+            raise SetupError(f"the executors that serve this model compute otherwise: start with {flags}")
+    raise SetupError(
+        f"the weights of {options.model_name} in {options.model_path} are not those of the executors that "
+        f"serve it: their model digest is {own}, not {wanted}"
+    )
 
 
 def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from services.kv_offload.backends.builtin import (
@@ -26,6 +26,9 @@ from services.kv_offload.backends.builtin import (
 )
 from services.kv_offload.backends.interface import Arena, DamagedValue, RefusedWrite, Remote, RemoteError
 from shared.errors import SetupError
+
+P = TypeVar("P")
+T = TypeVar("T")
 
 _FOREVER_S = 2**31 - 1  # the core handles expiry: an expired write lock would give a range to another writer
 
@@ -186,8 +189,8 @@ def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
         load_lmcache()
         if _only_ipv6(*address):
             return Ipv6Redis(address, login, deadline_s)
-        lengths = RedisLengths(address, login)
-        return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s, lengths)
+        own = RedisQuestions(address, login)
+        return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s, own)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         load_lmcache()
         return LmcacheRemote(lambda: _file_client(unquote(parts.path)), deadline_s)
@@ -203,7 +206,7 @@ def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: 
     from lmcache.lmcache_redis import LMCacheRedisClient
 
     # The client does not report a failed connection or login; our own connection does.
-    RedisLengths(address, login).check(time.monotonic() + deadline_s)
+    RedisQuestions(address, login).check(time.monotonic() + deadline_s)
     return LMCacheRedisClient(*address, 1, *login)
 
 
@@ -227,11 +230,11 @@ class LmcacheRemote:
     """
 
     def __init__(
-        self, connect: Callable[[], Any], deadline_s: float, lengths: RedisLengths | None = None
+        self, connect: Callable[[], Any], deadline_s: float, redis: RedisQuestions | None = None
     ) -> None:
         self._connect = connect
         self._deadline_s = deadline_s
-        self._lengths = lengths
+        self._redis = redis
         self._client: Any = None
         self._turn = threading.Lock()
 
@@ -269,6 +272,8 @@ class LmcacheRemote:
 
     def has(self, names: list[str]) -> list[bool]:
         with self._turn:
+            if self._redis is not None and names:  # LMCache's client makes a round trip for each name
+                return self._asked(self._redis.exist, [_key(name) for name in names], self._end())
             return self._exists(self._end(), names) if names else []
 
     def close(self) -> None:
@@ -280,14 +285,21 @@ class LmcacheRemote:
 
     def _length(self, end: float, name: str, hoped: int) -> int:
         """The bytes of the value, 0 if there is none; `hoped` if the store cannot report lengths."""
-        if self._lengths is None:
+        if self._redis is None:
             return hoped if self._exists(end, [name])[0] else 0
+        return self._asked(self._redis.length, _key(name), end)
+
+    def _asked(self, what: Callable[[P, float], T], key: P, end: float) -> T:
+        """A question to our own connection. After a failure the client connects again, too: a server that has
+        been restarted does not know its connection. Raises RemoteError."""
         try:
-            return self._lengths.length(_key(name), end)
+            return what(key, end)
         except TimeoutError as error:
+            self._drop()
             raise RemoteError(f"the remote store failed: no answer within {self._deadline_s} s") from error
         except OSError as error:
-            raise RemoteError(f"the remote store does not report the length of {name}: {error}") from error
+            self._drop()
+            raise RemoteError(f"the remote store does not report its values: {error}") from error
 
     def _exists(self, end: float, names: list[str]) -> list[bool]:
         return self._call(end, "submit_batch_exists", [_key(name) for name in names])
@@ -321,8 +333,8 @@ class LmcacheRemote:
         return None
 
     def _drop(self) -> None:
-        if self._lengths is not None:
-            self._lengths.close()
+        if self._redis is not None:
+            self._redis.close()
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(RuntimeError):  # the server has closed the connection
@@ -413,9 +425,10 @@ def _key(name: str) -> str:
     return f"headrace@00000000@0@{name}"
 
 
-class RedisLengths:
-    """Reads the length of values in Redis over its own connection. LMCache's client has no such command,
-    misreads a value of unexpected length, and waits for ever for one of less than a few bytes.
+class RedisQuestions:
+    """Reads the length of a value in Redis, and which values there are, over its own connection. LMCache's
+    client has no command for the length, misreads a value of unexpected length, and waits for ever for one of
+    less than a few bytes.
 
     Connects at the first call, and again after an error. Used from one thread.
     """
@@ -436,19 +449,26 @@ class RedisLengths:
     def length(self, key: str, end: float) -> int:
         """The bytes of the value of `key`, until `end` (monotonic, seconds). 0 if it is empty or absent,
         WRONG_TYPE if it is not a string. Raises OSError, RemoteError."""
+        return self._numbers(end, [("STRLEN", key)])[0]
+
+    def exist(self, keys: list[str], end: float) -> list[bool]:
+        """Which of `keys` have a value, in one round trip. Raises OSError, RemoteError."""
+        return [count == 1 for count in self._numbers(end, [("EXISTS", key) for key in keys])]
+
+    def _numbers(self, end: float, commands: list[tuple[str, ...]]) -> list[int]:
         try:
             if self._socket is None:
                 self._connect(end)
-            answer = self._call(end, "STRLEN", key)
+            answers = self._call(end, commands)
+            numbers = []
+            for answer in answers:
+                if not answer.startswith((b":", b"-WRONGTYPE")):
+                    raise ConnectionError(f"redis answered {answer[:100]!r}")
+                numbers.append(int(answer[1:]) if answer.startswith(b":") else WRONG_TYPE)
         except (OSError, RemoteError):
             self.close()
             raise
-        if answer.startswith(b"-WRONGTYPE"):
-            return WRONG_TYPE
-        if not answer.startswith(b":"):
-            self.close()
-            raise ConnectionError(f"redis answered {answer[:100]!r}")
-        return int(answer[1:])
+        return numbers
 
     def close(self) -> None:
         """Close the connection, if there is one."""
@@ -462,21 +482,26 @@ class RedisLengths:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._answers = self._socket.makefile("rb")
         words = ("AUTH", *self._login) if self._login else ("PING",)
-        if (answer := self._call(end, *words)).startswith((b"-WRONGPASS", b"-NOAUTH", b"-ERR")):
+        (answer,) = self._call(end, [words])
+        if answer.startswith((b"-WRONGPASS", b"-NOAUTH", b"-ERR")):
             raise _refused_login(answer.decode(errors="replace").strip("-\r\n"))
 
-    def _call(self, end: float, *words: str) -> bytes:
-        """Send one command and return the line of its answer."""
+    def _call(self, end: float, commands: list[tuple[str, ...]]) -> list[bytes]:
+        """Send all commands at once and return the line of each answer."""
         assert self._socket is not None
         assert self._answers is not None
         self._socket.settimeout(_left_s(end))
-        coded = [word.encode() for word in words]
-        parts = [b"$%d\r\n%s\r\n" % (len(word), word) for word in coded]
-        self._socket.sendall(b"*%d\r\n" % len(parts) + b"".join(parts))
-        answer = self._answers.readline()
-        if not answer.endswith(b"\r\n"):
-            raise ConnectionError("redis ended the connection")
-        return answer
+        sent, answers = bytearray(), []
+        for words in commands:
+            sent += b"*%d\r\n" % len(words)
+            sent += b"".join(b"$%d\r\n%s\r\n" % (len(word.encode()), word.encode()) for word in words)
+        self._socket.sendall(sent)
+        for _ in commands:
+            self._socket.settimeout(_left_s(end))
+            answers.append(self._answers.readline())
+            if not answers[-1].endswith(b"\r\n"):
+                raise ConnectionError("redis ended the connection")
+        return answers
 
 
 def _left_s(end: float) -> float:

@@ -56,6 +56,9 @@ def end(state: State, event: L2Ended) -> Call | None:
     _finish(state, event.call, call, moved=event.status == "ok")
     if event.status != "failed":
         state.l2.breaker.succeeded()
+        if call.kind == "has":
+            took_us = state.now_us - call.began_us
+            state.l2.answer_us += (took_us - state.l2.answer_us) // (4 if state.l2.answer_us else 1)
     else:
         state.counters.l2_errors += 1
     if call.kind == "put":
@@ -91,6 +94,7 @@ def _finish(state: State, number: int, call: Call, *, moved: bool) -> None:
 def _begin(state: State, call: Call) -> int:
     l2 = state.l2
     l2.serial += 1
+    call.began_us = state.now_us
     l2.calls[l2.serial] = call
     l2.deadlines.set(l2.serial, state.now_us + LIMIT_US[call.kind])
     return l2.serial

@@ -408,10 +408,13 @@ def _flat(facts: Facts, above: str = "") -> Iterator[tuple[str, str]]:
 def _table(fleet: Fleet, width: int) -> list[str]:
     rows = [(fleet.name_of(s["kind"], s["id"]), s, _cells(fleet, s)) for s in fleet.services]
     names, states = max(len(n) for n, _, _ in rows), max(len(str(s["state"])) for _, s, _ in rows)
+    hosts = {str(s.get("host", "")) for s in fleet.services}
+    longest_host = max(map(len, hosts)) if len(hosts) > 1 else 0
     shown = []
     for name, service, cells in rows:
         alike = [other for _, s, other in rows if s["kind"] == service["kind"]]
         line = f"{name:<{names}}  {service['state']:<{states}}  {age(service.get('age_s', 0)):>3}"
+        line += f"  {service.get('host', ''):<{longest_host}}" if longest_host else ""
         for i, cell in enumerate(cells):
             longest = max(len(other[i]) for other in alike if len(other) > i)
             word = i == len(cells) - 1 and not cell[0].isdigit()  # a model, a URL

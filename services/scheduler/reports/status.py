@@ -18,7 +18,7 @@ from services.scheduler.state.counters import Histogram
 from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.step_log import StepRecord
-from shared.actor.membership import COLD_START
+from shared.actor.membership import COLD_START, MIXED
 from shared.messages import ExecHello
 from shared.telemetry import traces as c
 from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
@@ -57,8 +57,8 @@ def load(state: State) -> tuple[tuple[str, int], ...]:
     """Numbers for the heartbeat."""
     running = sum(len(e.running) for e in state.executors.values())
     figures = ("requests", len(state.requests)), ("running", running), ("waiting", len(state.waiting))
-    wait_us = state.limits.cold_start_wait_us
-    return (*figures, (COLD_START, wait_us)) if wait_us else figures
+    options = (COLD_START, state.limits.cold_start_wait_us), (MIXED, int(state.limits.accept_mixed))
+    return (*figures, *(option for option in options if option[1]))
 
 
 def awaiting_executor(state: State) -> int:

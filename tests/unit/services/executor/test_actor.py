@@ -232,6 +232,7 @@ async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet
         ("slots", 1),
         ("context", 131_072),
         ("grammars", 0),
+        ("block_tokens", 16),
     )
 
 
@@ -490,6 +491,19 @@ async def test_build_makes_the_simulated_engine_from_the_settings(monkeypatch: p
     assert actor._host_id == "h9"
     assert made["s"] is settings
     assert (made["a"], made["n"]) == (actor._alarm, actor._grammar_news)
+
+
+def test_an_executor_of_another_kind_than_the_setting_does_not_start() -> None:
+    from services.executor.actor import engine_builder
+    from shared.config import Settings
+    from shared.errors import SetupError
+
+    usual = Settings(backend="sim")
+    digest = engine_builder(usual)().info.model_digest
+    for fits in ({"model_digest": digest}, {"model_digest": "other", "accept_mixed": True}):
+        assert engine_builder(usual.model_copy(update=fits))().info.model_digest == digest
+    with pytest.raises(SetupError, match=f"has the model digest {digest}"):
+        engine_builder(usual.model_copy(update={"model_digest": "other"}))()
 
 
 async def test_what_the_engine_says_of_grammars_goes_to_the_scheduler_while_their_slot_is_open(

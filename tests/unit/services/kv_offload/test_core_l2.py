@@ -7,7 +7,7 @@ from support.kv_offload.world import EXECUTOR, PAGE, PRINT, SCHEDULER, SECOND, W
 from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
 from services.kv_offload.backends.builtin import CountingArena
 from services.kv_offload.events import L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, PeerLost, Restarted
-from services.kv_offload.jobs import LOOKUP_US
+from services.kv_offload.jobs import LOOKUP_US, MOST_LOOKUP_US
 from services.kv_offload.l2 import dispatch
 from services.kv_offload.state import PROBE_US, WAITING, queue
 from shared.messages import (
@@ -73,6 +73,23 @@ def test_l2_has_10_ms_to_answer_and_is_believed_later() -> None:
     assert tiers(w.wait(1)) == [[1, 0]]
     assert tiers(w.end_all()) == []
     assert tiers(w.look_up(1, 2)) == [[1, 2]]
+
+
+def test_a_far_l2_has_twice_its_usual_time_to_answer() -> None:
+    w = world(10, 1)
+    for _ in range(16):
+        w.look_up(2)
+        w.wait(20_000)  # on the way there and back
+        w.end_all(kinds=[L2Has])
+    assert w.look_up(1) == []
+    assert tiers(w.wait(30_000)) == []
+    assert tiers(w.end_all(kinds=[L2Has])) == [[2]]
+    for _ in range(16):
+        w.look_up(2)
+        w.wait(400_000)
+        w.end_all(kinds=[L2Has])
+    w.look_up(3)
+    assert tiers(w.wait(MOST_LOOKUP_US)) == [[0]]
 
 
 def test_two_lookups_ask_at_a_time_and_one_that_waits_too_long_asks_nothing() -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.kv_offload.world import EXECUTOR, PAGE, PRINT, SCHEDULER, SECOND, World, key
 
 from services.kv_offload.events import L2Probe, Name, PeerLost, PeerSeen, Restarted
-from services.kv_offload.jobs import LOOKUP_US
+from services.kv_offload.jobs import lookup_us
 from services.kv_offload.l2.dispatch import IN_FLIGHT
 from shared.messages import (
     ArenaReleased,
@@ -112,7 +112,7 @@ class Tiers(RuleBasedStateMachine):
     @rule(numbers=NUMBERS, prefix=st.booleans(), promote=st.booleans())
     def look_up(self, numbers: list[int], prefix: bool, promote: bool) -> None:
         job = self.job()
-        self.lookups[job] = self.world.now_us + LOOKUP_US
+        self.lookups[job] = self.world.now_us + lookup_us(self.world.state)
         self.hear(self.world.look_up(*numbers, job=job, prefix=prefix, promote=promote))
 
     @rule(numbers=NUMBERS, lease_us=LEASE_US)

@@ -199,7 +199,8 @@ async def test_status_and_discovery_answers(fleet: Fleet) -> None:
     epoch = runtime.mailbox.epoch
     fleet.clock.advance(90_000_000)
     assert await fleet.ask(subjects.STATUS) == {
-        "kind": "executor", "id": "a", "epoch": epoch, "fleet": "f", "state": "ready", "age_s": 90,
+        "kind": "executor", "id": "a", "epoch": epoch, "fleet": "f", "host": "host", "state": "ready",
+        "age_s": 90,
         "wire_errors": 0, "last_10_s": {}, "slots": 4,
     }  # fmt: skip
     name = "headrace-executor"

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import save_file
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import save_tiny, tiny_model
 
-from services.executor.checkpoint.loader import TorchOptions
+from services.executor.checkpoint.loader import TorchOptions, check_digest
 from services.executor.cpu.engine import build
+from shared.errors import SetupError
 
 
 def digest(path: Path, **more: Any) -> str:
@@ -60,3 +62,20 @@ def test_it_tells_how_tokens_are_routed(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 2}))
     assert digest(folder) != before
+
+
+def test_it_is_checked_before_weights_are_loaded(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "a")
+    usual = TorchOptions(model_path=folder, model_name="m", device="cpu")
+    modes: tuple[dict[str, Any], ...] = (
+        {}, {"dtype": "bf16"}, {"dtype": "bf16", "kv_dtype": "fp8"}, {"deterministic": True},
+    )  # fmt: skip
+    flags = ("f32 --no", "bf16 --no", "bf16/fp8 --no", "f32 --")
+    for mode, flag in zip(modes, flags, strict=True):
+        wanted = digest(folder, **mode)
+        check_digest(TorchOptions(model_path=folder, model_name="m", device="cpu", **mode), wanted)
+        other = usual if mode else TorchOptions(model_path=folder, model_name="m", device="cpu", dtype="bf16")
+        with pytest.raises(SetupError, match=f"--dtype {flag}-?deterministic"):
+            check_digest(other, wanted)
+    with pytest.raises(SetupError, match="are not those of the executors that serve it"):
+        check_digest(usual, digest(write_gguf("llama", tmp_path / "m.gguf")))
