@@ -59,8 +59,8 @@ HANGING = (
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 21_795
-PRODUCT_FILES, PRODUCT_LINES = 242, 57_828
+PATH_FILES, PATH_LINES = 74, 21_914
+PRODUCT_FILES, PRODUCT_LINES = 243, 58_151
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
