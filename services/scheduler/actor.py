@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import deque
 
-from services.scheduler import model_kinds, policy_change
+from services.scheduler import model_kinds, policy_change, sleep
 from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
 from services.scheduler.division import Division, Drain
@@ -87,6 +87,7 @@ class SchedulerActor(Actor):
         self._set_quotas()
         await mailbox.bus.subscribe(subjects.CANCEL_ALL, mailbox.guarded(self._on_cancel))
         await mailbox.bus.subscribe(subjects.policy(mailbox.actor), mailbox.guarded(self._on_policy))
+        await mailbox.bus.subscribe(subjects.sleep(mailbox.actor), mailbox.guarded(self._on_sleep))
         await mailbox.bus.subscribe(
             subjects.TRACE_ALL, lambda tokenized: answer_trace(mailbox, self._core.state, tokenized)
         )
@@ -220,6 +221,20 @@ class SchedulerActor(Actor):
             self._handle(PolicySet(str(after)))
             log.info("the policy is %s now, it was %s", after, before)
             answer = {"before": str(before), "after": str(after)}
+        self._mailbox.bus.publish(delivery.reply, to_json(answer))
+
+    def _on_sleep(self, delivery: Delivery) -> None:
+        """Begin to put executors to sleep or wake them, and answer with the states of all, or why not."""
+        if not access.answerable(self._mailbox.bus, delivery):
+            return
+        answer: dict[str, object]
+        try:
+            event = sleep.parse(delivery.data.decode("utf-8", "replace"))
+        except SetupError as error:
+            answer = error_body(error)
+        else:
+            self._handle(event)
+            answer = {"executors": sleep.states(self._core.state)}
         self._mailbox.bus.publish(delivery.reply, to_json(answer))
 
 

@@ -98,7 +98,7 @@ class Queries:
 
     def _on_models(self, delivery: Delivery) -> None:
         if access.answerable(self._mailbox.bus, delivery):
-            self._mailbox.bus.publish(delivery.reply, to_json(models_body(self.served(), self._roots())))
+            self._mailbox.bus.publish(delivery.reply, to_json(self._models_body()))
 
     def _on_tokenize(self, name: str, delivery: Delivery) -> None:
         if not access.answerable(self._mailbox.bus, delivery):
@@ -217,6 +217,16 @@ class Queries:
                 contexts[name] = max(contexts.get(name, 0), peers.max_load("tokenizer", "context", name))
         aliases = {alias: contexts[root] for alias, root in self._roots().items() if root in contexts}
         return aliases | contexts
+
+    def _models_body(self) -> dict[str, Any]:
+        roots = self._roots()
+        body = models_body(self.served(), roots)
+        peers = self._mailbox.peers
+        ours = {name: peers.model_state(name) for name in peers.models("tokenizer")}
+        for entry in body["data"]:
+            if (state := ours.get(entry["root"])) is not None:  # of this fleet
+                entry["state"] = state
+        return body
 
     def _roots(self) -> dict[str, str]:
         """The models of this server by their further names."""

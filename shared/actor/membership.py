@@ -19,6 +19,7 @@ BOUND = 1.25  # consistent hashing with bounded loads, Mirrokni et al. 2018, wit
 SLACK = 8  # requests an executor over the mean: fewer are chance, and cost a step next to nothing
 
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
+ASLEEP = "asleep"  # in an executor's load, 1: another model may use its device memory
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
 
 
@@ -127,6 +128,13 @@ class Peers:
         ready = self.ready("scheduler", self.aliases().get(name, name))
         found = {self._peers[f"scheduler.{actor}"].heartbeat.model_digest for actor in ready} - {""}
         return found.pop() if len(found) == 1 else ""
+
+    def model_state(self, model: str) -> str:
+        """`loaded`: an executor of the model is awake; `asleep`: all of them sleep; `unloaded`: there is
+        none."""
+        loads = (self._peers[f"executor.{actor}"].heartbeat.load for actor in self.ready("executor", model))
+        asleep = [dict(load).get(ASLEEP, 0) for load in loads]
+        return "unloaded" if not asleep else "asleep" if all(asleep) else "loaded"
 
     def max_load(self, kind: str, figure: str, model: str) -> int:
         """The largest `figure` in the loads of the ready actors of a kind and model; 0 if there is none."""

@@ -73,6 +73,7 @@ _READS = {
         f"{PUBLIC}.trace.*",
         f"{PUBLIC}.events.*.snapshot",
         f"{PUBLIC}.policy.*",
+        f"{PUBLIC}.sleep.*",
     ),
     "detokenizer": (
         *(f"{PUBLIC}.{verb}.*.*" for verb in ("detokenize", "cancel", "attach")),
@@ -257,7 +258,7 @@ def of_operator(fleet: str) -> Permissions:
     f = token(fleet)
     return Permissions(
         publish=(
-            *(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"{PUBLIC}.policy.*"),
+            *(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"{PUBLIC}.policy.*", f"{PUBLIC}.sleep.*"),
             *(f"hr.{f}.beat_ask", "$SRV.>"),
         ),
         subscribe=(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*", f"{PUBLIC}.done.*.*"),

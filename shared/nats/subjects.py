@@ -206,6 +206,11 @@ def policy(scheduler: str) -> str:
     return f"{PUBLIC}.policy.{token(scheduler)}"
 
 
+def sleep(scheduler: str) -> str:
+    """Request-reply: executors of a scheduler sleep or wake; the body is `{"asleep", "executors"}`."""
+    return f"{PUBLIC}.sleep.{token(scheduler)}"
+
+
 def events(scheduler: str) -> str:
     """The event log of a scheduler, if it is on."""
     return f"{PUBLIC}.events.{token(scheduler)}"

@@ -101,7 +101,7 @@ FORBIDDEN_WRITING = [
     "headrace.v1.detokenize.bob.m", "headrace.v1.generate.acme", "headrace.v1.generate.acme.m.x",
     "headrace.v1.generate.acme2.m", "headrace.v1.generate.public.m", "_INBOX.bob.1.2", "_INBOX.acme.1.2",
     "headrace.v1.status", "headrace.v1.trace.r", "headrace.v1.events.s.snapshot", "hr.beat_ask",
-    "headrace.v1.policy.s", "headrace.v1.models", "headrace.v1.models.bob",
+    "headrace.v1.policy.s", "headrace.v1.sleep.s", "headrace.v1.models", "headrace.v1.models.bob",
     "headrace.v1.submit.bob.m", "headrace.v1.result.bob.r", "headrace.v1.keep.bob.r",
     "headrace.v1.delete.bob.r",
     "headrace.v1.keep.acme.r", "headrace.v1.attach.bob.r",

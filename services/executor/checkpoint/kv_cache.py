@@ -47,15 +47,26 @@ _CHARACTERS = 32  # of a fingerprint
 class KvCache:
     """Owns the device memory of the blocks. They start as zeros: masked scores must not be NaN."""
 
-    def __init__(self, tensor: Tensor, activations: torch.dtype | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, activations: torch.dtype | None = None, pages: mmap.mmap | None = None
+    ) -> None:
         """`tensor` is `[blocks + 1, layers, 2, block_tokens, kv_heads, head_dim]`; `activations` is the dtype
-        of the computation, if it is not the tensor's."""
+        of the computation, if it is not the tensor's; `pages` is the memory of a tensor on a CPU."""
         self.tensor = tensor
+        self._pages = pages
         self.activations = activations or tensor.dtype
         self.blocks = tensor.shape[0] - 1
         self.spare = self.blocks
         self.block_tokens = tensor.shape[3]
         self.bytes_per_block = tensor[0].numel() * tensor.element_size()
+
+    def drop(self) -> None:
+        """Give the memory back; addresses stay. On a CPU the blocks are zeros from now on, and a page takes
+        memory again when it is used. On a GPU the blocks must not be touched before `restore`."""
+        if self._pages is not None:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+        else:
+            self.tensor.zero_()
 
     def copy(self, source: Ints, target: Ints) -> None:
         """Copy whole blocks: `source[i]` to `target[i]`."""
@@ -74,7 +85,7 @@ def allocate(shapes: Shapes, blocks: int, block_tokens: int, kept: torch.dtype, 
         # Pages that the kernel makes at their first use, 0.3 ms for each block of 0.7 MB: the start does not
         # spend 0.4 s on 1 GiB. (NumPy's zeros ask for large pages, which took 2 to 3 s for 1 GiB.)
         pages = mmap.mmap(-1, math.prod(shape) * kept.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return KvCache(torch.frombuffer(pages, dtype=kept).view(shape), like.dtype)
+        return KvCache(torch.frombuffer(pages, dtype=kept).view(shape), like.dtype, pages)
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:  # each may mean: out of memory
         raise SetupError(
             f"no memory for {blocks} KV blocks on {like.device} ({error}); lower kv_blocks"

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from services.scheduler import model_kinds
+from services.scheduler import model_kinds, sleep
 from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.counters import Histogram
 from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
@@ -94,6 +94,7 @@ def status(state: State) -> dict[str, object]:
         "closing": phases.count(Phase.CLOSING),
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(state, e) for name, e in sorted(state.executors.items())},
+        "states": sleep.states(state),
         "kept_out": {name: _excluded(state, hello) for name, hello in sorted(state.excluded.items())},
         "tiers": {
             name: _tier_status(state, e)

@@ -504,6 +504,14 @@ class QuotasChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class SleepSet:
+    """Put executors to sleep or wake them; no name: all."""
+
+    asleep: bool
+    executors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySet:
     """The policies named in `policy`, `kind=name,...`, in place of those before: see ../policy_change.py."""
 
@@ -523,6 +531,7 @@ Event = (
     | DrainTimedOut
     | QuotasChanged
     | PolicySet
+    | SleepSet
 )
 
 

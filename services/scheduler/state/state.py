@@ -46,6 +46,7 @@ class Limits:
     classes: tuple[SloClass, ...] = field(default_factory=lambda: requests.parse(""))
     model_digest: str = ""  # of the executors that may serve; empty: of the first one
     accept_mixed: bool = False  # executors of any model digest may serve
+    wakes_itself: bool = True  # waiting requests wake a sleeping executor; else only a SleepSet does
     cold_start_wait_us: int = 0  # how long a request waits for the first executor of its model; 0: refused
     # How long a closed sequence waits for Ended. Longer than a dead detokenizer goes unnoticed: until then
     # another one may have to send the end to the client.
@@ -98,6 +99,7 @@ class Executor:
     sums: RowSums = field(default_factory=lambda: RowSums(-1))
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
+    sleep_by_us: int = 0  # it drains in order to sleep, and what runs then is preempted; 0: it does not
     cost_model: CostModel = field(default_factory=CostModel)
     pace: StepPace = field(default_factory=StepPace)
     host_fed: int = 0  # running sequences that are host-fed
@@ -171,6 +173,14 @@ class ModelKind:
     members: set[str] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class Sleeper:
+    """An executor that sleeps, or falls asleep or wakes: its last ExecHello says which."""
+
+    hello: ExecHello
+    waking: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class DroppedExecutor:
     """A lost executor that may come back, and the requests (tenant, id) that its death is counted against."""
@@ -199,6 +209,7 @@ class State:
     executors: dict[str, Executor] = field(default_factory=dict)
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
+    asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors that sleep, by id: see ../sleep.py
     dropped: dict[str, DroppedExecutor] = field(default_factory=dict)  # by id
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     draining_detokenizers: set[str] = field(default_factory=set)
