@@ -23,7 +23,7 @@ from services.executor.kv_transfer.worker import ArenaTransfers
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import ASLEEP, Peer, Peers
+from shared.actor.membership import ASLEEP, NEED, SLEEPS, Peer, Peers
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import EngineError, SetupError
@@ -186,8 +186,11 @@ class ExecutorActor(Actor):
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         info = self._backend.info if self._backend is not None else None
+        facts: tuple[tuple[str, int], ...]
         facts = () if info is None else (("context", info.context), ("grammars", int(info.follows_grammars)))
         asleep = ((ASLEEP, 1),) if self._asleep and not self._switching else ()
+        if info is not None and info.memory_bytes:
+            facts = (*facts, (NEED, info.memory_bytes >> 20), (SLEEPS, int(info.sleeps)))
         load = (("steps", self._steps), ("slots", len(self._open_slots)), *facts, *asleep)
         model = "" if info is None else info.model
         generation = self._arenas.generation if self._arenas is not None else 0

@@ -70,6 +70,7 @@ class BackendInfo:
     model_digest: str = ""
     follows_grammars: bool = False  # and the packages for it are installed
     sleeps: bool = False  # the engine is a Sleeper
+    memory_bytes: int = 0  # that `sleep` frees: weights and KV cache
 
     @property
     def context(self) -> int:

@@ -35,7 +35,7 @@ _SETTINGS = {
     "chat": _REQUEST, "request": _REQUEST, "submit": _REQUEST, "result": _FLEET, "attach": _FLEET,
     "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "usage": _FLEET, "policy": _FLEET, "record": _FLEET, "shadow": _FLEET,
-    "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
+    "model": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
 _ALL = "*"  # a verb for which each command of the parser has its setting flags
 _EVERY_SETTING = ("up", "serve", "config")
@@ -102,6 +102,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     pull.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
     pull.add_argument("--cache-dir", metavar="DIR", help="where models are kept")
     _add_views(add)
+    _add_model(add, verb)
     record = add("record", "write the event log of a running scheduler to a file", _record)
     record.add_argument("out", type=Path, help="the file to write; it must not exist")
     record.add_argument("--seconds", type=float, help="how long; default: until Ctrl-C")
@@ -227,6 +228,25 @@ def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: st
     batch.add_argument(  # `window` is a setting; 64: as many as an executor on a GPU runs at once by default
         "--window", dest="in_flight", type=int, default=64, metavar="N", help="requests in flight; default 64"
     )
+
+
+def _add_model(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: str) -> None:
+    model = add("model", "load, unload, sleep and wake the models of a fleet", _model)
+    actions = model.add_subparsers(required=True, metavar="ACTION", dest="action")
+
+    def act(name: str, text: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text)
+        if verb in ("model", _ALL):
+            _add_setting_flags(sub, _FLEET)
+        return sub
+
+    for name, text in (
+        ("load", "start the executors of a model that was unloaded"),
+        ("unload", "drain and end the executors of a model; its name stays"),
+        ("sleep", "free the device memory of a model once its requests have ended; a request wakes it"),
+        ("wake", "take the device memory back before a request comes"),
+    ):
+        act(name, text).add_argument("name", metavar="MODEL", help="as in `headrace status`")
 
 
 def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
@@ -479,6 +499,14 @@ def _policy(given: argparse.Namespace) -> int:
 
     change = (given.change or "") if given.action else None
     return _run(policy(*_find_fleet(given), change, given.of_model))
+
+
+def _model(given: argparse.Namespace) -> int:
+    from services.launcher.commands import model_states
+
+    target, fleet = _find_fleet(given)
+    change = model_states.load if given.action in ("load", "unload") else model_states.sleep
+    return _run(change(target, fleet, given.action, given.name))
 
 
 def _trace(given: argparse.Namespace) -> None:

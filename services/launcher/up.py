@@ -29,15 +29,18 @@ from services.launcher.commands.logs import LogFiles
 from services.launcher.commands.status import ScrapeTargets
 from services.launcher.console import ServiceLines, print_line
 from services.launcher.heartbeats import HANGS_S, SilenceTimers, Watch, ticks_of
+from services.launcher.host_agent import HostAgent
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.own_folder import OwnFolder
 from services.launcher.serve import KINDS
 from services.launcher.session import RunState
+from services.launcher.shared_memory import MemoryRule
 from services.launcher.supervisor import (
     BACKOFF_FIRST_S,
     BACKOFF_LAST_S,
     HEALTHY_S,
     LOOK_S,
+    ExecutorProcesses,
     ServiceSpec,
     Supervisor,
     ended_how,
@@ -56,7 +59,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
 from shared.processes import bind, http_url, with_import_path
 from shared.unix_socket import UnixListener, url_of
-from shared.vocab.files import resolve
+from shared.vocab.files import resolve, size_bytes
 
 SHARED = (
     "gateway",
@@ -196,6 +199,14 @@ class _Up:
         self._folder = OwnFolder()
         self._watch = Watch(self._folder.name)
         self._supervisor = self._make_supervisor()
+        self._executors = {name: self._executors_of(name) for name in models}
+        if settings.awake_gib:
+            rule = MemoryRule(int(settings.awake_gib * 1024))
+            for name, executors in self._executors.items():
+                if why := rule.why_not(name, executors.least_mib):
+                    raise SetupError(why)
+            for name in list(models)[1:]:
+                self._executors[name].stop()  # not started before requests wait for it
 
     async def run(self, *, until_idle: bool = False) -> int:
         loop = asyncio.get_running_loop()
@@ -231,6 +242,7 @@ class _Up:
                     raise SetupError(f"{failed.result()} before the server was ready: see its last log lines")
                 await ready
                 self._write_run_state()
+                stack.callback(loop.create_task(self._serve_models()).cancel)
                 stack.callback(loop.call_later(_FIRST_ANSWER_S, self._supervisor.start).cancel)
                 if until_idle:
                     idle = loop.create_task(self._idle())
@@ -271,6 +283,30 @@ class _Up:
 
         return Supervisor(specs, env, log_line)
 
+    def _executors_of(self, name: str) -> ExecutorProcesses:
+        model, settings = self._models[name], self._settings
+        services = [
+            service
+            for service in self._supervisor.services
+            if service.spec.kind == "executor" and service.spec.env["HEADRACE_MODEL"] == model
+        ]
+        weights = 0 if settings.backend == "sim" else size_bytes(resolve(model, settings.cache_dir))
+        return ExecutorProcesses(self._supervisor, services, len(services) * weights >> 20)
+
+    async def _serve_models(self) -> None:
+        """Load, unload, sleep and wake, until cancelled."""
+        from shared.nats.bus import NatsBus
+
+        bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
+        try:
+            s = self._settings
+            awake_mib = int(s.awake_gib * 1024)
+            clock = SystemClock()
+            agent = HostAgent(bus, s.fleet, s.host_id, self._executors, awake_mib, clock, print_line)
+            await agent.run()
+        finally:
+            await bus.drain()
+
     def _argv_of(self, spec: ServiceSpec) -> tuple[str, ...]:
         return (*spec.argv, "--heartbeats", self._watch.path(spec.name))
 
@@ -293,7 +329,7 @@ class _Up:
         bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
         try:
             readiness = Readiness(bus, self._settings.fleet)
-            await readiness.wait(list(self._models), print_line)
+            await readiness.wait([name for name, e in self._executors.items() if not e.left_out], print_line)
             self._contexts = {model: readiness.context(model) for model in self._models}
             dtype = await readiness.dtype()
             self._same_seed = same_seed(dtype, deterministic=self._settings.deterministic)

@@ -286,6 +286,7 @@ def build(settings: Settings) -> SchedulerActor:
         classes=requests.parse(settings.slo),
         model_digest=settings.model_digest,
         accept_mixed=settings.accept_mixed,
+        shares_memory=settings.awake_gib > 0,
         cold_start_wait_us=int(settings.cold_start_wait_s * 1e6),
         ended_within_us=detection_us(settings.heartbeat_interval_ms * 1000),
     )

@@ -106,8 +106,13 @@ def executor_wait_us(state: State) -> int:
 
 
 def _some_sleep(state: State) -> bool:
-    """Whether executors sleep or are about to: they can wake."""
-    return bool(state.asleep) or any(executor.sleep_by_us for executor in state.executors.values())
+    """Whether executors sleep, are about to, or may be unloaded while others use their memory: they can
+    come back."""
+    return (
+        state.limits.shares_memory
+        or bool(state.asleep)
+        or any(executor.sleep_by_us for executor in state.executors.values())
+    )
 
 
 def no_executor(tokenized: Tokenized) -> Refusal:

@@ -19,6 +19,7 @@ from shared.errors import SetupError
 from shared.messages import ExecHello, ExecWake
 
 DRAIN_US = 10_000_000  # most answers end within it; the others are preempted
+PRIORITIES = (4, 2, 1)  # of the classes; a request that waits rises, see SloClass.age_us
 COPY_US = 5_000_000  # after it: for the last copies to the tier below
 
 
@@ -36,6 +37,18 @@ def states(state: State) -> dict[str, str]:
     for name, sleeper in state.asleep.items():
         found[name] = "waking" if sleeper.waking else "asleep" if sleeper.hello.asleep else "falling asleep"
     return dict(sorted(found.items()))
+
+
+def work(state: State) -> tuple[int, int]:
+    """The work that waits and runs, in tokens times the priority of its class, and how long the oldest
+    waiting request has waited, in us. Executors that share memory are woken by it."""
+    mean, found, oldest_us = state.mean_output_tokens, 0, state.now_us
+    for group in state.waiting:
+        found += PRIORITIES[group.level] * (len(group.sequences[0].tokens) + len(group.sequences) * mean)
+        oldest_us = min(oldest_us, group.request.arrival_us)
+    for s in (s for executor in state.executors.values() for s in executor.running):
+        found += PRIORITIES[s.level] * min(mean, s.max_length - len(s.tokens))
+    return found, state.now_us - oldest_us
 
 
 def ask(state: State, event: SleepSet) -> None:
@@ -63,7 +76,7 @@ def joined(state: State, hello: ExecHello) -> None:
 def turn(state: State) -> list[Executor]:
     """Wake executors for which requests wait, preempt what has run for too long on those that drain, and
     return those that may sleep now."""
-    if state.asleep and state.limits.wakes_itself:
+    if state.asleep and not state.limits.shares_memory:
         _wake(state, [name for name, sleeper in state.asleep.items() if _is_needed(state, sleeper)])
     draining = [executor for executor in state.executors.values() if executor.sleep_by_us]
     for executor in draining:
@@ -82,7 +95,7 @@ def _is_needed(state: State, sleeper: Sleeper) -> bool:
 
 def _would_wake_it(state: State, executor: Executor) -> bool:
     """Whether a sequence that is preempted here would wake this executor again."""
-    return state.limits.wakes_itself and not load_shedding.serving(state, executor.hello.model)
+    return not state.limits.shares_memory and not load_shedding.serving(state, executor.hello.model)
 
 
 def _preempt(state: State, executor: Executor, sequence: Sequence) -> None:

@@ -30,6 +30,7 @@ from shared.nats.interface import Bus, Delivery
 from shared.nats.subjects import (
     FILE_STREAM,
     HOOK_STREAM,
+    LOAD_ALL,
     PUBLIC,
     RECORD_STREAM,
     STATE_STREAM,
@@ -259,9 +260,14 @@ def of_operator(fleet: str) -> Permissions:
     return Permissions(
         publish=(
             *(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"{PUBLIC}.policy.*", f"{PUBLIC}.sleep.*"),
+            LOAD_ALL,
             *(f"hr.{f}.beat_ask", "$SRV.>"),
         ),
-        subscribe=(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*", f"{PUBLIC}.done.*.*"),
+        subscribe=(
+            *(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*", f"{PUBLIC}.done.*.*"),
+            LOAD_ALL,  # `headrace up` answers
+        ),
+        answers=True,
     )
 
 

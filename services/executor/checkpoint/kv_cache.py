@@ -253,7 +253,7 @@ def fingerprint(
     experts = () if shapes.experts is None else (repr(shapes.experts),)
     for part in (*parts, *experts, *kept.marks()):
         digest.update(part.encode() + b"\0")
-    for tensor in _tensors(weights):
+    for tensor in tensors_of(weights):
         flat = tensor.flatten()
         sample = flat[:: max(1, flat.numel() // _SAMPLES)].float().cpu()
         digest.update(repr(tuple(tensor.shape)).encode() + sample.numpy().tobytes())
@@ -263,7 +263,8 @@ def fingerprint(
     return hashlib.sha256("".join(found).encode()).hexdigest()[:_CHARACTERS]
 
 
-def _tensors(weights: Weights) -> Iterator[Tensor]:
+def tensors_of(weights: Weights) -> Iterator[Tensor]:
+    """All tensors of a model. Tied ones occur twice."""
     yield from (weights.embedding, weights.norm, weights.head)
     for layer in weights.layers:
         parts: Iterable[object] = (getattr(layer, name) for name in layer.__slots__)

@@ -105,6 +105,7 @@ class SimBackend:
             stages=self._timing.stages,
             model_digest=hashlib.sha256(f"sim {o.model} {o.vocab}".encode()).hexdigest()[:32],
             sleeps=True,
+            memory_bytes=o.blocks * block_bytes,
         )
 
     def warm_up(self) -> None:

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from services.scheduler import model_kinds, sleep
+from services.scheduler import load_shedding, model_kinds, sleep
 from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.counters import Histogram
 from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.step_log import StepRecord
-from shared.actor.membership import COLD_START
+from shared.actor.membership import COLD_START, WAITS, WORK
 from shared.messages import ExecHello
 from shared.telemetry import traces as c
 from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
@@ -56,8 +56,12 @@ LAST_STEPS = 256  # of an executor, for the median of its step time
 def load(state: State) -> tuple[tuple[str, int], ...]:
     """Numbers for the heartbeat."""
     running = sum(len(e.running) for e in state.executors.values())
+    figures: tuple[tuple[str, int], ...]
     figures = ("requests", len(state.requests)), ("running", running), ("waiting", len(state.waiting))
-    wait_us = state.limits.cold_start_wait_us
+    wait_us = load_shedding.executor_wait_us(state)
+    if state.limits.shares_memory:
+        work, oldest_us = sleep.work(state)
+        figures = (*figures, (WORK, work), (WAITS, oldest_us))
     return (*figures, (COLD_START, wait_us)) if wait_us else figures
 
 

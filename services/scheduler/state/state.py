@@ -46,7 +46,7 @@ class Limits:
     classes: tuple[SloClass, ...] = field(default_factory=lambda: requests.parse(""))
     model_digest: str = ""  # of the executors that may serve; empty: of the first one
     accept_mixed: bool = False  # executors of any model digest may serve
-    wakes_itself: bool = True  # waiting requests wake a sleeping executor; else only a SleepSet does
+    shares_memory: bool = False  # the launcher says who sleeps and wakes; else waiting requests wake sleepers
     cold_start_wait_us: int = 0  # how long a request waits for the first executor of its model; 0: refused
     # How long a closed sequence waits for Ended. Longer than a dead detokenizer goes unnoticed: until then
     # another one may have to send the end to the client.

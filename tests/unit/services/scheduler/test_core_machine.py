@@ -87,7 +87,7 @@ class Machine(RuleBasedStateMachine):
             policy=policy,
             classes=CLASSES,
             step_tokens=data.draw(st.integers(4, 80)),
-            wakes_itself=data.draw(st.booleans()),
+            shares_memory=data.draw(st.booleans()),
         )
         block_tokens = data.draw(st.sampled_from([1, 2, 3, 4, 4, 5, 8, 16]))
         self.world = World(limits, shards=SHARDS, took_us=data.draw(st.sampled_from([0, 200, 5_000])))

@@ -14,7 +14,7 @@ from services.scheduler.state.state import Limits
 from shared.errors import SetupError
 
 PROMPT = [*range(5, 14)]
-SHARED = Limits(wakes_itself=False)
+SHARED = Limits(shares_memory=True)
 
 
 def states(world: World) -> dict[str, str]:
