@@ -61,12 +61,10 @@ class KvCache:
         self.bytes_per_block = tensor[0].numel() * tensor.element_size()
 
     def drop(self) -> None:
-        """Give the memory back; addresses stay. On a CPU the blocks are zeros from now on, and a page takes
-        memory again when it is used. On a GPU the blocks must not be touched before `restore`."""
-        if self._pages is not None:
-            self._pages.madvise(mmap.MADV_DONTNEED)
-        else:
-            self.tensor.zero_()
+        """Give the memory of a CPU's cache back: the blocks are zeros from now on, at the same addresses, and
+        a page takes memory again when it is used."""
+        assert self._pages is not None, "made by `allocate`, for a CPU"
+        self._pages.madvise(mmap.MADV_DONTNEED)
 
     def copy(self, source: Ints, target: Ints) -> None:
         """Copy whole blocks: `source[i]` to `target[i]`."""
