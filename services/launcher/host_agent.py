@@ -164,7 +164,7 @@ class HostAgent:
         return ModelNow(name, state, self._need_mib(model), work, waits_us)
 
     def _why_end(self, name: str, model: _Model, state: str, *, loads: bool) -> str:
-        """Why the executors of a model must end; empty if they need not."""
+        """Why the executors of a model must end; empty if they go on."""
         if loads:
             model.restarts = model.processes.restarts
         if model.failed or not self.awake_mib:
@@ -212,7 +212,7 @@ class HostAgent:
         model.processes.start()
 
     async def _ask(self, name: str, what: str) -> None:
-        """Tell the schedulers of a model which executors of this machine sleep or wake."""
+        """Request from the schedulers of a model that its executors on this machine sleep or wake."""
         ready = (self.peers.get(f"executor.{actor}") for actor in self.peers.ready("executor", name))
         here = [peer.heartbeat.actor for peer in ready if peer and peer.heartbeat.host_id == self.host_id]
         body = " ".join((what, *here)).encode()

@@ -63,7 +63,7 @@ class MemoryRule:
         return f"{name} needs {need:.1f} GiB awake, and the models here share {have:.1f} (awake_gib)"
 
     def turn(self, models: Sequence[ModelNow], now_us: int) -> Sleep | Wake | None:
-        """What to do now. The models' states tell later whether it was done."""
+        """What to do now. The next states of the models show whether it was done."""
         awake = [model for model in models if model.state == LOADED]
         self._since_us = {model.name: self._since_us.get(model.name, now_us) for model in awake}
         used_mib = sum(model.need_mib for model in models if model.state in (LOADED, CHANGING))

@@ -91,7 +91,7 @@ class ExecutorProcesses:
 
     @property
     def end(self) -> bool:
-        """Whether they run and were told to end."""
+        """Whether they run, and drain for their end."""
         return self.run and all(s.leaving.is_set() for s in self._services)
 
     @property

@@ -9,11 +9,12 @@ import asyncio
 import logging
 from collections import deque
 
-from services.scheduler import model_kinds, policy_change, sleep
+from services.scheduler import model_kinds
 from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
 from services.scheduler.division import Division, Drain
 from services.scheduler.kv_tiers import store
+from services.scheduler.operator import policy_change, sleep
 from services.scheduler.reports import scale, status
 from services.scheduler.reports.event_log import Recorder, attach
 from services.scheduler.state import policies, requests

@@ -20,13 +20,12 @@ from services.scheduler import (
     finish,
     load_shedding,
     model_kinds,
-    policy_change,
     results,
-    sleep,
     step_planner,
 )
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import load, lookups, store
+from services.scheduler.operator import policy_change, sleep
 from services.scheduler.preemption import requeue
 from services.scheduler.state import requests
 from services.scheduler.state.block_pool import BlockPool

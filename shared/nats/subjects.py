@@ -213,8 +213,8 @@ def sleep(scheduler: str) -> str:
 
 
 def load(model: str) -> str:
-    """Request-reply: each `headrace up` that has executors of a model loads or unloads them; the body says
-    which."""
+    """Request-reply: each `headrace up` that has executors of a model loads or unloads them; the body is
+    `load` or `unload`."""
     return f"{PUBLIC}.load.{token(model)}"
 
 

@@ -3,8 +3,8 @@
     leave      weights ──▶ pinned host memory; KV cache: dropped; the freed memory goes back to the driver
     come_back  the other way; the KV cache is zeros
 
-Every tensor and view stays the same object: only the memory of its storage goes. The driver often gives the
-same addresses again, and CUDA graphs with these stay valid; `come_back` tells whether it has.
+Every tensor and view stays the same object: only the memory of its storage goes. The driver may give the
+same addresses again, and CUDA graphs with these stay valid; `come_back` returns whether it did.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`headrace model load|unload|sleep|wake` changes what the executors of a model hold.
 
-sleep, wake     asked of the model's schedulers, which drain first: the processes stay
-load, unload    asked of each `headrace up` that has executors of the model: it starts or ends processes
+sleep, wake     requests to the model's schedulers, which drain first: the processes stay
+load, unload    requests to each `headrace up` that has executors of the model: it starts or ends processes
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ANSWER_S = 1.0  # for the answers of all hosts
 
 
 async def sleep(target: Target, fleet: str, what: str, model: str) -> int:
-    """Tell the schedulers of a model to `sleep` or `wake` its executors; print their states. Returns 1 if one
-    has not answered. Raises Unavailable without a scheduler."""
+    """Request from the schedulers of a model that its executors `sleep` or `wake`; print their states.
+    Returns 1 if a scheduler has not answered. Raises Unavailable without one."""
     services = await services_of(target, fleet)
     ids = [str(s["id"]) for s in services if s.get("kind") == "scheduler" and s.get("model") == model]
     if not ids:
@@ -41,8 +41,8 @@ async def sleep(target: Target, fleet: str, what: str, model: str) -> int:
 
 
 async def load(target: Target, fleet: str, what: str, model: str) -> int:
-    """Tell every `headrace up` with this model to `load` or `unload` it; print its state on each host.
-    Returns 1 if one has refused. Raises Unavailable if none answers."""
+    """Request from every `headrace up` with this model to `load` or `unload` it; print its state on each
+    host. Returns 1 if one has refused. Raises Unavailable if none answers."""
     async with connected(target.nats_url) as bus:
         answers = await _ask_hosts(bus, model, what)
     if not answers:

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from services.scheduler import load_shedding, model_kinds, sleep
+from services.scheduler import load_shedding, model_kinds
+from services.scheduler.operator import sleep
 from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.counters import Histogram
 from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
@@ -99,6 +100,7 @@ def status(state: State) -> dict[str, object]:
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(state, e) for name, e in sorted(state.executors.items())},
         "states": sleep.states(state),
+        "shares_memory": state.limits.shares_memory,
         "kept_out": {name: _excluded(state, hello) for name, hello in sorted(state.excluded.items())},
         "tiers": {
             name: _tier_status(state, e)

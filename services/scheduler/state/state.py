@@ -46,7 +46,7 @@ class Limits:
     classes: tuple[SloClass, ...] = field(default_factory=lambda: requests.parse(""))
     model_digest: str = ""  # of the executors that may serve; empty: of the first one
     accept_mixed: bool = False  # executors of any model digest may serve
-    shares_memory: bool = False  # the launcher says who sleeps and wakes; else waiting requests wake sleepers
+    shares_memory: bool = False  # only a SleepSet wakes executors; else waiting requests do, too
     cold_start_wait_us: int = 0  # how long a request waits for the first executor of its model; 0: refused
     # How long a closed sequence waits for Ended. Longer than a dead detokenizer goes unnoticed: until then
     # another one may have to send the end to the client.
@@ -175,7 +175,7 @@ class ModelKind:
 
 @dataclass(slots=True)
 class Sleeper:
-    """An executor that sleeps, or falls asleep or wakes: its last ExecHello says which."""
+    """An executor that sleeps, falls asleep (its last ExecHello is not `asleep`) or wakes."""
 
     hello: ExecHello
     waking: bool = False
@@ -209,7 +209,7 @@ class State:
     executors: dict[str, Executor] = field(default_factory=dict)
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
-    asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors that sleep, by id: see ../sleep.py
+    asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors by id: see ../operator/sleep.py
     dropped: dict[str, DroppedExecutor] = field(default_factory=dict)  # by id
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     draining_detokenizers: set[str] = field(default_factory=set)

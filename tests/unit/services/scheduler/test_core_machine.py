@@ -22,8 +22,9 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World, any_limits
 from support.scheduler.world_checks import ALL, Turns
 
-from services.scheduler import preemption, sleep
+from services.scheduler import preemption
 from services.scheduler.admission import SUSPECT
+from services.scheduler.operator import sleep
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
     PIN_AFTER_PREEMPTIONS,

@@ -100,7 +100,7 @@ def _would_wake_it(state: State, executor: Executor) -> bool:
 
 def _preempt(state: State, executor: Executor, sequence: Sequence) -> None:
     for s in executor.running:
-        s.ceded_preemptions += s is sequence or s.parent is sequence  # it says nothing about blocks
+        s.ceded_preemptions += s is sequence or s.parent is sequence  # not for want of blocks
     why = f"seq {sequence.seq} runs on an executor that goes to sleep"
     preemption.preempt(state, executor, sequence, why, [sequence])
 

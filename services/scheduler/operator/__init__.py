@@ -1,0 +1,1 @@
+"""What an operator or the launcher changes in a running scheduler."""
