@@ -48,7 +48,11 @@ class Settings(BaseSettings):
     heartbeat_interval_ms: int = Field(
         1000, ge=10, description="time between the heartbeats of a service, ms"
     )
-    drain_timeout_s: float = Field(30, ge=0, description="longest wait for running requests at a stop, s")
+    drain_timeout_s: float = Field(
+        30,
+        ge=0,
+        description="longest wait for what runs at a stop, s; an executor's sequences move after 1/10",
+    )
     durable: bool = Field(
         True, description="`up` keeps durable requests on disk: a keeper, and JetStream in its server"
     )

@@ -59,7 +59,7 @@ def _narrowed(scenario: Scenario, given: argparse.Namespace) -> Scenario:
         arms = tuple(arm for arm in arms if arm.name in given.arms.split(","))
     if given.overlap:
         arms = tuple(replace(arm, overlap=given.overlap) for arm in arms)
-    return replace(scenario, arms=arms)
+    return replace(scenario, arms=arms, replicas=given.executors or scenario.replicas)
 
 
 def _write(result: dict[str, Any], text: str, path: Path) -> None:
@@ -74,7 +74,7 @@ def _write(result: dict[str, Any], text: str, path: Path) -> None:
 def _command(name: str, given: argparse.Namespace) -> str:
     """The command line that makes this table, without the folders of this machine."""
     words = ["python -m loadtest.sim", name]
-    for option in ("arms", "policy", "overlap", "trace", "minutes", "speed", "seed"):
+    for option in ("arms", "policy", "overlap", "executors", "trace", "minutes", "speed", "seed"):
         value = getattr(given, option)
         if value != _parser().get_default(option):
             words += [f"--{option}", value.name if isinstance(value, Path) else f"{value}"]
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms", default="", help="only these arms, by name, with commas")
     parser.add_argument("--policy", help="one arm alone: parts of the setting `policy`")
     parser.add_argument("--overlap", default="", help="this overlap mode in every arm")
+    parser.add_argument("--executors", type=int, default=0, help="so many equal executors")
     parser.add_argument("--trace", type=Path, help="a whole trace; a sample of it comes with the tests")
     parser.add_argument("--minutes", type=float, default=1e9, help="of the trace")
     parser.add_argument("--speed", type=float, default=1.0, help="so many times as fast as recorded")

@@ -9,12 +9,12 @@ import asyncio
 import logging
 from collections import deque
 
-from services.scheduler import model_kinds
+from services.scheduler import model_kinds, policy_change
 from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
-from services.scheduler.division import Division, Drain
+from services.scheduler.fleet import sleep
+from services.scheduler.fleet.division import Division, Drain
 from services.scheduler.kv_tiers import store
-from services.scheduler.operator import policy_change, sleep
 from services.scheduler.reports import scale, status
 from services.scheduler.reports.event_log import Recorder, attach
 from services.scheduler.state import policies, requests
@@ -52,6 +52,7 @@ from shared.vocab.files import served_names
 log = logging.getLogger("headrace.scheduler")
 
 TICK_US = 10_000
+MOVE_SHARE = 10  # sequences of a draining executor run there for 1 / 10 of drain_timeout_s, then they move
 SLOW_TICK_US = 50_000  # while nothing waits: a tick takes 0.3 ms of a core that an engine on CPUs could use
 
 
@@ -290,6 +291,7 @@ def build(settings: Settings) -> SchedulerActor:
         shares_memory=settings.awake_gib > 0,
         cold_start_wait_us=int(settings.cold_start_wait_s * 1e6),
         ended_within_us=detection_us(settings.heartbeat_interval_ms * 1000),
+        move_after_us=int(settings.drain_timeout_s * 1e6) // MOVE_SHARE,
     )
     model = served_names(settings)[0]
     path = settings.tenant_quotas

@@ -270,6 +270,11 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
     return Offer(executor, hits, tail, reservations, option)
 
 
+def can_start(state: State, executor: Executor, group: SequenceGroup) -> bool:
+    """Whether the executor has room for a group, or for some of its choices, now."""
+    return _offer(state, executor, group) is not None
+
+
 def _may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """True if the group lacks nothing but room here."""
     if not model_kinds.serves(executor, group.request) or (state.suspects and not _safe(executor, group)):

@@ -8,15 +8,17 @@ to another one (services/detokenizer/failover.py).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from itertools import accumulate
 
 from services.scheduler import finish, load_shedding, model_kinds, prefix_cache
 from services.scheduler.kv_tiers import lookups
 from services.scheduler.state import requests
-from services.scheduler.state.requests import Request, Sequence
+from services.scheduler.state.requests import MAX_IDS, Request, Scores, Sequence, add_scores
 from services.scheduler.state.state import State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.kv_blocks import choice_seed, rendezvous
-from shared.messages import MOVED, Accepted, Cancel, Close, Detached, Open, Tokenized
+from shared.messages import MOVED, Accepted, Cancel, Close, Detached, Open, Tokenized, Tokens, ints
 from shared.telemetry.traces import RequestRecord
 
 CLIENT = "client"  # source of messages that come from no service
@@ -146,13 +148,31 @@ def send_to_backup(state: State, request: Request) -> None:
 def open_sequences(state: State, request: Request) -> None:
     """Open the sequences of a request at a detokenizer that has the request."""
     for sequence in request.sequences:
-        state.send(f"detokenizer.{request.shard}", open_message(sequence), request.trace)
+        held = min(sequence.generated, sequence.final) if not sequence.live else sequence.generated
+        scores = sequence.scores
+        apart = scores is not None and not scores.first  # tokens follow with their log probabilities
+        state.send(f"detokenizer.{request.shard}", _open(sequence, 0 if apart else held), request.trace)
+        if scores is not None and apart:
+            for message in _scored_tokens(sequence, scores, held):
+                state.send(f"detokenizer.{request.shard}", message)
 
 
-def open_message(sequence: Sequence) -> Open:
-    """The Open of a sequence with everything generated so far."""
+def _scored_tokens(sequence: Sequence, scores: Scores, held: int) -> Iterator[Tokens]:
+    """The first `held` generated tokens with their log probabilities."""
+    starts = list(accumulate(scores.top_counts, initial=0))
+    ids = sequence.tokens[sequence.prompt_tokens : sequence.prompt_tokens + held]
+    for at in range(0, held, MAX_IDS):
+        piece = ids[at : at + MAX_IDS]
+        seqs, first, counts = ints([sequence.seq]), ints([at]), ints([len(piece)])
+        message = Tokens(executor="", step=0, seqs=seqs, first=first, counts=counts, ids=piece)
+        for index in range(at, at + len(piece)):
+            add_scores(message, scores, index, slice(starts[index], starts[index + 1]))
+        yield message
+
+
+def _open(sequence: Sequence, held: int) -> Open:
+    """The Open of a sequence with its first `held` generated tokens."""
     request, tokenized = sequence.request, sequence.request.tokenized
-    held = min(sequence.generated, sequence.final) if not sequence.live else sequence.generated
     return Open(
         seq=sequence.seq,
         request=tokenized.request,
@@ -250,6 +270,7 @@ def new_sequence(state: State, request: Request, choice: int) -> Sequence:
         max_length=len(tokenized.tokens) + tokenized.max_tokens,
         stop_ids=frozenset(tokenized.stop_ids),
         host_fed=bool(tokenized.processors),
+        scores=Scores() if tokenized.logprobs else None,
     )
     state.next_seq = state.next_seq % 0x7FFFFFFF + 1
     state.sequences[sequence.seq] = sequence

@@ -20,12 +20,13 @@ from services.scheduler import (
     finish,
     load_shedding,
     model_kinds,
+    policy_change,
     results,
     step_planner,
 )
+from services.scheduler.fleet import moves, sleep
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import load, lookups, store
-from services.scheduler.operator import policy_change, sleep
 from services.scheduler.preemption import requeue
 from services.scheduler.state import requests
 from services.scheduler.state.block_pool import BlockPool
@@ -86,6 +87,7 @@ def decide(state: State) -> None:
     """Admit what fits, copy or drop dirty blocks for room, then fill every open window. A second call without
     an event in between changes nothing."""
     state.idle_since_us = 0 if state.requests else state.idle_since_us or state.now_us
+    moves.advance(state)
     for executor in sleep.turn(state):
         _put_to_sleep(state, executor)
     admission.admit(state)
@@ -156,8 +158,9 @@ class Scheduler:
             case PeerDraining("detokenizer", actor):
                 _detokenizer_leaves(state, actor)
             case PeerDraining("executor", actor):
-                if actor in state.executors:
-                    state.executors[actor].draining = True
+                executor = state.executors.get(actor)
+                if executor is not None and not executor.draining:
+                    executor.draining, executor.drains_since_us = True, state.now_us
                 _executor_leaves(state, actor)
             case PeerLost("detokenizer", actor):
                 _detokenizer_lost(state, actor)
@@ -385,6 +388,7 @@ def _detokenizer_missed(state: State, source: str) -> None:
         if source == f"detokenizer.{request.shard}":
             request.attempt += 1
             arrival.open_at_shard(state, request)
+            _fail_unscored(state, request)
             _close_again(state, request.sequences)
 
 
@@ -394,7 +398,20 @@ def _reopen(state: State, sequences: list[Sequence]) -> None:
     if state.detokenizers:
         request.attempt += 1
     arrival.assign_shard(state, request)
+    _fail_unscored(state, request)
     _close_again(state, sequences)
+
+
+def _fail_unscored(state: State, request: Request) -> None:
+    """Fail a request that asks for log probabilities which only its lost detokenizer had, since another
+    scheduler has generated the first tokens."""
+    if not any(s.scores is not None and s.scores.first for s in request.sequences):
+        return
+    why = "its scheduler and then its detokenizer have gone, and log probabilities with them; send it again"
+    for sequence in request.sequences:
+        if sequence.close is not None:
+            sequence.close = dataclasses.replace(sequence.close, reason="error", code=503, message=why)
+    finish.fail(state, request, 503, why)
 
 
 def _close_again(state: State, sequences: list[Sequence]) -> None:
@@ -493,6 +510,8 @@ def _taken_request(state: State, source: str, tokenized: Tokenized, trace: str) 
             continue
         sequence.tokens += tokenized.tokens[at : at + count]
         at += count
+        if sequence.scores is not None:
+            sequence.scores.first = count
         sequence.charged_tokens = count
         sequence.most_computed = len(sequence.tokens) - 1  # the device never computed the last one
         sequence.admitted_us = arrival_us  # not known: its wait counts as prefill

@@ -11,12 +11,10 @@ from itertools import accumulate
 from services.scheduler import finish, headroom, recompute_cost
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.preemption import requeue, withdraw
-from services.scheduler.state.requests import Sequence
+from services.scheduler.state.requests import MAX_IDS, Sequence, add_scores
 from services.scheduler.state.state import Executor, InFlight, State
 from services.scheduler.state.step_log import StepRecord
 from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, StepResult, Tokens, ints
-
-MAX_ROWS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB of a message
 
 TokenRow = tuple[int, Sequence, int]  # index in the result, sequence, token
 
@@ -76,6 +74,8 @@ def _give(
         if s.placement == placement and token >= 0
     ]
     _send_tokens(state, executor, result, rows)
+    if result.logprobs:
+        _keep_scores(result, rows)
     now_us = state.now_us
     for since_us, times in Counter([s.last_token_us for _, s, _ in rows]).items():  # one or two times
         if since_us:
@@ -103,8 +103,8 @@ def _send_tokens(state: State, executor: Executor, result: StepResult, rows: lis
     shards = dict.fromkeys([s.request.shard for _, s, _ in rows])
     for shard in filter(None, shards):
         mine = rows if len(shards) == 1 else [row for row in rows if row[1].request.shard == shard]
-        for at in range(0, len(mine), MAX_ROWS):
-            message = _tokens(executor, result, mine[at : at + MAX_ROWS])
+        for at in range(0, len(mine), MAX_IDS):
+            message = _tokens(executor, result, mine[at : at + MAX_IDS])
             state.send(f"detokenizer.{shard}", message)
 
 
@@ -120,12 +120,16 @@ def _tokens(executor: Executor, result: StepResult, rows: list[TokenRow]) -> Tok
     if result.logprobs:
         starts = list(accumulate(result.top_counts, initial=0))  # of each row's alternatives
         for index, _, _ in rows:
-            top = slice(starts[index], starts[index + 1])
-            message.logprobs.append(result.logprobs[index])
-            message.top_counts.append(result.top_counts[index])
-            message.top_ids.extend(result.top_ids[top])
-            message.top_logprobs.extend(result.top_logprobs[top])
+            add_scores(message, result, index, slice(starts[index], starts[index + 1]))
     return message
+
+
+def _keep_scores(result: StepResult, rows: list[TokenRow]) -> None:
+    """Keep the log probabilities that requests ask for: another detokenizer may need them."""
+    starts = list(accumulate(result.top_counts, initial=0))
+    for index, s, _ in rows:
+        if s.scores is not None:
+            add_scores(s.scores, result, index, slice(starts[index], starts[index + 1]))
 
 
 def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> None:

@@ -22,7 +22,10 @@ NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
 ASLEEP = "asleep"  # in an executor's load, 1: another model may use its device memory
 NEED = "memory_mib"  # in an executor's load: what it takes when it is awake
 SLEEPS = "sleeps"  # in an executor's load, 1: its engine can sleep
-WORK, WAITS = "work", "waits_us"  # in a scheduler's load, if models share memory: see scheduler/operator/
+WORK, WAITS = (
+    "work",
+    "waits_us",
+)  # in a scheduler's load, if models share memory
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
 
 

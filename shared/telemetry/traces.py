@@ -33,7 +33,7 @@ Value = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, Value]
 ROOT = 0
 
-LEAVING_DECISIONS = ("preempt", "requeue")  # decisions that take a sequence off its executor
+LEAVING_DECISIONS = ("preempt", "requeue", "move")  # decisions that take a sequence off its executor
 RESTORE_DECISION = "restore"  # the decision at the end of one, with its `took_us`
 
 HEADER = "traceparent"

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from support.wire_samples import SAMPLES
 
 from services.scheduler.kv_tiers.lookups import MAX_KEYS
-from services.scheduler.results import MAX_ROWS
-from services.scheduler.state.requests import MAX_CHUNKS, MAX_DECISIONS
+from services.scheduler.state.requests import MAX_CHUNKS, MAX_DECISIONS, MAX_IDS
 from services.tokenizer.structured_output import MAX_GRAMMAR_CHARS
 from shared import codec
 from shared.api import (
@@ -132,8 +131,8 @@ def requests(draw: st.DrawFn, kind: str, most: int) -> Message:
 @st.composite
 def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
     """Messages whose columns are as long as an executor has slots, blocks or jobs."""
-    count = draw(st.sampled_from([1, MAX_ROWS, most]) | st.integers(1, most))
-    tops = draw(st.integers(0, MAX_LOGPROBS + 1)) if count <= 4 * MAX_ROWS else 20
+    count = draw(st.sampled_from([1, MAX_IDS, most]) | st.integers(1, most))
+    tops = draw(st.integers(0, MAX_LOGPROBS + 1)) if count <= 4 * MAX_IDS else 20
     many = column(count)
     zeros = ints([0]) * count
     made: dict[str, Callable[[], Message]] = {

@@ -14,7 +14,7 @@ from support.virtual_loop import FakeClock
 from services.launcher.commands import model_states
 from services.launcher.host_agent import CHANGE_US, HostAgent
 from services.launcher.shared_memory import LEAST_AWAKE_US
-from services.scheduler.operator import sleep
+from services.scheduler.fleet import sleep
 from shared.errors import BadRequest, Unavailable, UnknownModel
 from shared.nats.interface import Bus
 

@@ -11,9 +11,9 @@ import pytest
 from support.memory_bus import MemoryBroker, MemoryBus
 from support.pipeline.five_actors import Pipeline
 
-from services.scheduler import division
 from services.scheduler.actor import SchedulerActor
-from services.scheduler.division import Division, Give
+from services.scheduler.fleet import division
+from services.scheduler.fleet.division import Division, Give
 from services.tokenizer.actor import TokenizerActor
 from shared.actor.membership import Peers
 

@@ -20,12 +20,12 @@ LAYERS = {
     "services/scheduler": (
         ("state",),
         (
-            "admission", "arrival", "finish", "headroom", "kv_tiers", "load_shedding",
-            "model_kinds", "operator", "overlap", "preemption", "prefix_cache", "recompute_cost",
+            "admission", "arrival", "finish", "fleet", "headroom", "kv_tiers", "load_shedding",
+            "model_kinds", "overlap", "policy_change", "preemption", "prefix_cache", "recompute_cost",
             "results", "routing_forecast", "step_planner",
         ),
         ("core",),
-        ("division", "reports"),
+        ("reports",),
         ("actor",),
     ),
     "services/executor": (
@@ -52,15 +52,15 @@ ONE_PATH = (
     "services/detokenizer/",
 )  # fmt: skip
 HANGING = (
-    "services/scheduler/division.py", "services/scheduler/kv_tiers/", "services/scheduler/operator/",
+    "services/scheduler/fleet/", "services/scheduler/kv_tiers/", "services/scheduler/policy_change.py",
     "services/scheduler/reports/",
     "services/detokenizer/attach.py", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py", "services/detokenizer/checkpoint",
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 21_959
-PRODUCT_FILES, PRODUCT_LINES = 246, 58_649
+PATH_FILES, PATH_LINES = 74, 22_057
+PRODUCT_FILES, PRODUCT_LINES = 247, 58_884
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -50,6 +50,7 @@ EAGER_SHARE = 20  # eager copies take at most 1 / 20 of the time
 IDLE_US = 200_000  # without a request before eager copies: the next turn of a chat may come at once
 BUSY_US = 1_000  # as EAGER_US, if free blocks are needed but MAX_JOBS run
 CUSHION_ROWS, CUSHION_BLOCKS, CUSHION_SHARE = 2, 16, 8
+LEFT_TOKENS = 32  # of a sequence that moves: they are computed again in a part of one step
 PREEMPTING_PM = 600  # headroom (../headroom.py) that only recent preemptions cause
 
 
@@ -135,8 +136,10 @@ def _store(
     *,
     leaves: bool = False,
     after_step: int = 0,
-) -> None:
-    """Start a store job: ask the tier to reserve ranges for these blocks."""
+    urgent: bool = False,
+) -> int:
+    """Start a store job: ask the tier to reserve ranges for these blocks. Returns its number. `urgent`: a
+    sequence will load them soon."""
     pool, hello = executor.pool, executor.hello
     keys = [key for block in blocks if (key := pool.key_of[block]) is not None]
     preempted = any(is_preempted(state, pool.owner_of[block][0]) for block in blocks)
@@ -150,11 +153,12 @@ def _store(
         keys=b"".join(keys),
         value_bytes=hello.bytes_per_block,
         lease_us=LEASE_US,
-        priority=int(preempted),
+        priority=int(preempted or urgent),
         valid_tokens=ints(pool.valid_tokens.get(block, hello.block_tokens) for block in blocks),
         fingerprint=hello.fingerprint,
     )
     state.send(tier.source, message)
+    return job.number
 
 
 def _expects_preemption(state: State, executor: Executor) -> bool:
@@ -182,6 +186,43 @@ def _store_ahead(state: State, executor: Executor, tier: Tier, room: int) -> Non
     if blocks:
         state.counters.stored_ahead_blocks += len(blocks)
         _store(state, executor, tier, blocks, after_step=executor.step)
+
+
+def keep_below(state: State, executor: Executor, sequence: Sequence) -> bool:
+    """Copy the full blocks of a running sequence, a part of them at a call. True once the copies have ended
+    and at most LEFT_TOKENS are not below: they grow while it runs. Also if computing the blocks again takes
+    less time. Each block is tried once: the tier may have no room for it."""
+    pool = executor.pool
+    tier = state.tiers.below(executor.hello, state.now_us)
+    if tier is None or not pool.write_back:
+        return True
+    if sequence.copy_job in state.tiers.jobs:
+        return False
+    computed = min(sequence.computed, len(sequence.tokens))
+    prefix_cache.register(executor, sequence, computed)
+    left, blocks = sequence.registered - sequence.copied, list[int]()
+    if left * pool.block_tokens <= LEFT_TOKENS or _recomputes_sooner(executor, left, computed):
+        return True
+    if executor.down.pending_jobs >= MAX_JOBS:
+        return False
+    for key in sequence.keys[sequence.copied : sequence.registered]:
+        block = pool.block_of.get(key)
+        if block in pool.copies or len(blocks) == most_blocks(executor):
+            break  # another job copies the block, or the next one will
+        sequence.copied += 1
+        if block is not None and block not in pool.clean:
+            blocks.append(block)
+    if blocks:
+        sequence.copy_job = _store(state, executor, tier, blocks, after_step=executor.step, urgent=True)
+    return not blocks and sequence.copied == sequence.registered  # copied for others, or refused
+
+
+def _recomputes_sooner(executor: Executor, blocks: int, computed: int) -> bool:
+    """Whether a sequence of so many computed tokens is computed again before these blocks are copied down and
+    up. False while the costs are not known."""
+    size = blocks * executor.hello.bytes_per_block
+    again_us = RecomputeCost.of(executor).tokens_us(0, computed)
+    return 0 < again_us < executor.down.copy_us(size) + executor.up.copy_us(size)
 
 
 def _next_victim(state: State, executor: Executor) -> Sequence | None:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from services.scheduler import load_shedding, model_kinds
-from services.scheduler.operator import sleep
+from services.scheduler.fleet import sleep
 from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.counters import Histogram
 from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
@@ -200,6 +200,7 @@ def measured(state: State) -> dict[str, dict[str, object]]:
             "prefix_hits": counters.prefix_hit_tokens,
             "prefix_hit_pct": counters.prefix_hit_pm / 10,
             "preemptions": counters.preemptions,
+            "moves": counters.moves,
             "recomputed": counters.recomputed_tokens,
             "recompute_overhead_pct": counters.recompute_overhead_pm / 10,
         },
@@ -270,6 +271,7 @@ def _counters(state: State) -> Iterator[MetricPoint]:
         ("generated_tokens", counters.generated_tokens, "{token}"),
         ("wasted_rows", counters.wasted_rows, "{row}"),
         ("preemptions", counters.preemptions, "{preemption}"),
+        ("moves", counters.moves, "{move}"),
         ("step.predicted_duration", counters.predicted_us / _US, "s"),
     ):
         yield MetricPoint(f"{PREFIX}.{name}", value, group, is_counter=True)

@@ -18,7 +18,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shared.errors import SetupError, from_code
-from shared.messages import Chunk, Close, Decision, Message, Timings, Tokenized, Usage
+from shared.messages import (
+    Chunk,
+    Close,
+    Decision,
+    Floats,
+    Ints,
+    Message,
+    StepResult,
+    Timings,
+    Tokenized,
+    Tokens,
+    Usage,
+    floats,
+    ints,
+)
 from shared.telemetry import traces
 from shared.telemetry.traces import LEAVING_DECISIONS, Choice, Reply, RequestRecord
 
@@ -26,6 +40,7 @@ MAX_DECISIONS = 64  # of a sequence, for the trace: one Close carries them
 MAX_CHUNKS = 32  # likewise; later ones count as part of the last
 PIN_AFTER_PREEMPTIONS = 3
 MAX_ENDED = 1_000
+MAX_IDS = 256  # in one Tokens: with 20 alternatives each 48 of the 64 KiB of a message
 
 CLASS_NAMES = ("interactive", "standard", "batch")  # service classes by level, the highest first
 DEFAULT_CLASSES = "interactive=10000/50/0,standard=60000/100/20000,batch=0/500/60000"
@@ -107,6 +122,26 @@ class Tail:
 NO_TAIL = Tail()
 
 
+@dataclass(slots=True)
+class Scores:
+    """The log probabilities of a sequence's generated tokens, from token `first` on: those before it were
+    generated at another scheduler. The columns are those of Tokens."""
+
+    first: int = 0
+    logprobs: Floats = field(default_factory=floats)
+    top_counts: Ints = field(default_factory=ints)
+    top_ids: Ints = field(default_factory=ints)
+    top_logprobs: Floats = field(default_factory=floats)
+
+
+def add_scores(to: Scores | Tokens, result: StepResult | Scores, index: int, top: slice) -> None:
+    """Append entry `index` of `result`, with its alternatives at `top`."""
+    to.logprobs.append(result.logprobs[index])
+    to.top_counts.append(result.top_counts[index])
+    to.top_ids.extend(result.top_ids[top])
+    to.top_logprobs.extend(result.top_logprobs[top])
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request."""
@@ -138,6 +173,8 @@ class Sequence:
     keyed: tuple[bytes, int] = (b"", 0)  # root and block size that `keys` were made with
     keys: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens
     registered: int = 0  # entries of the table with keys in the prefix cache
+    copied: int = 0  # entries whose copy to a tier was started while it runs: see ../fleet/moves.py
+    copy_job: int = 0  # the last job of these copies
     most_computed: int = 0  # the most that was ever computed or cached: computing less is recomputation
     charged_tokens: int = 0  # generated tokens that its client has been charged for
     preemptions: int = 0
@@ -145,6 +182,7 @@ class Sequence:
     turn_until_us: int = 0  # its turn lasts until then: it has run for as long as it had waited
     turn_tokens: int = 1  # and until it has computed so many tokens: as many as it had lost
     pinned: bool = False  # preempted often: it reserves all blocks that it may need, and is never a victim
+    scores: Scores | None = None  # if its request asks for log probabilities: for another detokenizer
     tail: Tail = NO_TAIL  # of its last preemption
     load_job: int = 0  # the job that loads blocks of its table; no row of it is planned before
     compiles_grammar: bool = False  # its executor compiles its grammar, which the next token needs
@@ -219,7 +257,7 @@ class Sequence:
         self.executor, self.slot, self.parent = "", -1, None
         self.table, self.table_sent, self.table_capacity, self.registered, self.reserved = [], 0, 0, 0, 0
         self.steps = self.steps_planned
-        self.opened_length = self.computed = self.load_job = 0
+        self.opened_length = self.computed = self.load_job = self.copied = self.copy_job = 0
         self.recompute_debt_us = self.recompute_paid_us = 0
         self.compiles_grammar = False
 
@@ -513,7 +551,7 @@ class SleepSet:
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """The policies named in `policy`, `kind=name,...`, in place of those before: see ../operator/."""
+    """The policies named in `policy`, `kind=name,...`, in place of those before: see ../policy_change.py."""
 
     policy: str
 

@@ -51,6 +51,9 @@ class Limits:
     # How long a closed sequence waits for Ended. Longer than a dead detokenizer goes unnoticed: until then
     # another one may have to send the end to the client.
     ended_within_us: int = 5_000_000
+    move_after_us: int = (
+        3_000_000  # from then on the sequences of a draining executor move: ../fleet/moves.py
+    )
 
 
 @dataclass(slots=True)
@@ -99,6 +102,7 @@ class Executor:
     sums: RowSums = field(default_factory=lambda: RowSums(-1))
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
+    drains_since_us: int = 0
     sleep_by_us: int = 0  # it drains in order to sleep, and what runs then is preempted; 0: it does not
     cost_model: CostModel = field(default_factory=CostModel)
     pace: StepPace = field(default_factory=StepPace)
@@ -209,7 +213,7 @@ class State:
     executors: dict[str, Executor] = field(default_factory=dict)
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
-    asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors by id: see ../operator/sleep.py
+    asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors by id: see ../fleet/sleep.py
     dropped: dict[str, DroppedExecutor] = field(default_factory=dict)  # by id
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     draining_detokenizers: set[str] = field(default_factory=set)

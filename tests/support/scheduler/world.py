@@ -70,6 +70,7 @@ def any_limits(data: st.DataObject) -> Limits:
         overlap=data.draw(st.sampled_from(["auto", "single", "run_ahead", "two_batch"])),
         step_tokens=data.draw(st.integers(1, 40)),
         cold_start_wait_us=data.draw(st.sampled_from([0, 10**9])),
+        move_after_us=data.draw(st.sampled_from([0, 0, 20_000, 10**9])),
         policy=policy,
     )
 

@@ -16,7 +16,7 @@ from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import Arrived, PeerDraining, PeerLost, PeerReady, StreamLost, Ticked
 from services.scheduler.state.state import Limits
 from shared.kv_blocks import choice_seed
-from shared.messages import Cancel, Detached, Ended, StepResult, StopFound, Tokens, floats, ints
+from shared.messages import Cancel, Detached, Ended, Open, StepResult, StopFound, Tokens, floats, ints
 
 
 def fail_step(world: World, name: str = "e1") -> None:
@@ -259,7 +259,7 @@ def test_an_executor_that_came_back_is_not_reset_again() -> None:
 
 
 def test_tokens_of_many_rows_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.results.MAX_ROWS", 2)
+    monkeypatch.setattr("services.scheduler.results.MAX_IDS", 2)
     world, sizes, read = World(), [], World._read
 
     def note(self: World, tokens: Tokens) -> None:
@@ -306,6 +306,39 @@ def test_logprobs_go_with_their_tokens_to_the_right_shard() -> None:
         assert list(tokens.top_counts) == rows
         assert list(tokens.top_ids) == [10 * i + k for i in rows for k in range(i)]
         assert list(tokens.top_logprobs) == [-i - k / 2 for i in rows for k in range(i)]
+
+
+def test_another_detokenizer_gets_all_tokens_with_their_log_probabilities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.scheduler.arrival.MAX_IDS", 2)
+    world = World(shards=("d1", "d2"))
+    world.add_engine()
+    world.ask("a", [5], 9, logprobs=3)
+    shard, scores = world.scheduler.state.requests["public", "a"].shard, []
+    while len(scores) < 5:
+        result = world.results["e1"].popleft()
+        if result.ids:
+            tops = len(scores) % 3
+            result = dataclasses.replace(
+                result,
+                logprobs=floats([-len(scores)]),
+                top_counts=ints([tops]),
+                top_ids=ints(range(tops)),
+                top_logprobs=floats([-k / 2 for k in range(tops)]),
+            )
+            scores += result.ids
+        world.handle(Arrived("executor.e1", result))
+    sent = world.scheduler.handle(PeerLost("detokenizer", shard), world.now_us)
+    (opened,) = [c.message for c in sent if isinstance(c.message, Open)]
+    assert not opened.tokens
+    pieces = [c.message for c in sent if isinstance(c.message, Tokens)]
+    assert [(list(p.first), list(p.counts)) for p in pieces] == [([0], [2]), ([2], [2]), ([4], [1])]
+    assert [i for p in pieces for i in p.ids] == scores
+    assert [v for p in pieces for v in p.logprobs] == [0, -1, -2, -3, -4]
+    assert [v for p in pieces for v in p.top_counts] == [0, 1, 2, 0, 1]
+    assert [list(p.top_ids) for p in pieces] == [[0], [0, 1], [0]]
+    assert [list(p.top_logprobs) for p in pieces] == [[0], [0, -0.5], [0]]
 
 
 def test_many_late_requests_end_in_one_tick() -> None:

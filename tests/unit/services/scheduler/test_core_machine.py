@@ -24,7 +24,7 @@ from support.scheduler.world_checks import ALL, Turns
 
 from services.scheduler import preemption
 from services.scheduler.admission import SUSPECT
-from services.scheduler.operator import sleep
+from services.scheduler.fleet import sleep
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
     PIN_AFTER_PREEMPTIONS,

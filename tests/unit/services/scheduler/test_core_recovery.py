@@ -105,6 +105,27 @@ def test_only_the_detokenizer_that_asks_gets_the_stream() -> None:
     world.run()
 
 
+def test_log_probabilities_that_only_a_lost_detokenizer_had_fail_the_request() -> None:
+    """One choice has ended, and its detokenizer has not answered yet."""
+    world, of = World(shards=("d1", "d2")), asked(n=2, logprobs=1)
+    world.add_engine()
+    resume(world, of, so_far(of, [2, 2]))
+    other = dataclasses.replace(of, request="fresh", seed=6)
+    resume(world, other, so_far(other, [0, 0]))
+    world.auto_end = False
+    resume(
+        world, ended := dataclasses.replace(of, request="ended"), so_far(ended, [2, 12], ["stop", "length"])
+    )
+    world.handle(PeerLost("detokenizer", "d1"))
+    for name in ("r", "ended"):
+        assert {r.closed and (r.closed.reason, r.closed.code) for r in world.readers_of(name)} == {
+            ("error", 503)
+        }
+    world.auto_end = True
+    world.run()
+    world.assert_answers("fresh")
+
+
 def test_choices_that_had_ended_are_closed_as_they_were() -> None:
     world, of = world_with_engine(), asked(n=3)
     world.auto_end = False

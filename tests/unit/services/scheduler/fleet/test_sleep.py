@@ -6,8 +6,8 @@ import pytest
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
+from services.scheduler.fleet import sleep
 from services.scheduler.load_shedding import WAKE_WAIT_US
-from services.scheduler.operator import sleep
 from services.scheduler.reports import status
 from services.scheduler.state.requests import PeerLost, PeerReady, SleepSet
 from services.scheduler.state.state import Limits

@@ -19,7 +19,7 @@ from loadtest.simulator.engine import Machine
 from loadtest.simulator.hops import Hop
 from loadtest.simulator.replay.rerun import rerun_file
 from loadtest.simulator.requests import SimRequest, Workload, plain_prompt
-from services.scheduler.operator.policy_change import asked_for
+from services.scheduler.policy_change import asked_for
 from services.scheduler.reports.event_log import FileSink, Recorder
 from services.scheduler.state import policies
 from services.scheduler.state.policies import Policy

@@ -4,8 +4,8 @@
        ▲                                                                                         │
        └───── ExecHello: a new incarnation with empty blocks ◀── ExecWake ◀── SleepSet, or requests wait
 
-Its last sequences end, or are preempted after DRAIN_US; if these would wake it at once, it waits for
-their end. Blocks that are worth a copy go to the tier below, as
+Its last sequences end, or move (moves.py), or are preempted after DRAIN_US; if these would wake it at once,
+it waits for their end. Blocks that are worth a copy go to the tier below, as
 before any other loss. A sleeping executor keeps its place: in the kind of its model, and with its scheduler.
 Requests of its model wait for it.
 """
@@ -58,7 +58,8 @@ def ask(state: State, event: SleepSet) -> None:
         _wake(state, [name for name in names if name in state.asleep])
     for executor in (state.executors[name] for name in names if name in state.executors):
         if event.asleep and not executor.draining:
-            executor.draining, executor.sleep_by_us = True, state.now_us + DRAIN_US
+            executor.draining, executor.drains_since_us = True, state.now_us
+            executor.sleep_by_us = state.now_us + DRAIN_US
         elif executor.sleep_by_us and not event.asleep:
             executor.draining, executor.sleep_by_us = False, 0
             state.waiting.unpark(state.now_us)

@@ -1,0 +1,89 @@
+"""Moves running sequences from one executor to another. `core.decide` calls `advance`.
+
+    runs on A ──copy──▶ its full blocks are in L1 ──leave──▶ front of its queue ──admission──▶ runs on B
+
+The sequence runs while its blocks are copied. It leaves A only if an executor has room for it now, and one
+sequence after the other, so a move takes the time of a restore: B loads the blocks and computes the tokens
+after them. A tier that is late, full or absent changes only the time: what B does not find it computes.
+
+A sequence moves between two of its decodes: a prompt, with the choices that wait for it, is computed to its
+end where it started, and so is what a resumed sequence has lost. So each move follows at least one token.
+
+The sequences of a draining executor move once it has drained for `Limits.move_after_us`: most answers end
+within it. Without another executor for them, they stay.
+"""
+
+from __future__ import annotations
+
+from services.scheduler import admission
+from services.scheduler.kv_tiers import store
+from services.scheduler.preemption import requeue, withdraw
+from services.scheduler.recompute_cost import RecomputeCost, backlog_us
+from services.scheduler.state.requests import Sequence
+from services.scheduler.state.state import Executor, State
+from services.scheduler.state.waiting_queue import SequenceGroup
+
+BACKLOG_US = 250_000  # of prompts on an executor: with more a sequence that moves there would stall
+
+
+def advance(state: State) -> None:
+    """Go on with the moves of all draining executors."""
+    for executor in state.executors.values():
+        if not (executor.draining and executor.running):
+            continue
+        due_us = executor.drains_since_us + state.limits.move_after_us
+        if state.now_us >= due_us and _others(state, executor):
+            move_all(state, executor, [s for s in executor.running if may_leave(s)], "its executor drains")
+
+
+def move_all(state: State, executor: Executor, sequences: list[Sequence], why: str) -> None:
+    """Copy the blocks of these sequences below, in turn, and start each elsewhere once they are there."""
+    room = True
+    for sequence in sequences:
+        if not store.keep_below(state, executor, sequence):
+            if executor.down.pending_jobs >= store.MAX_JOBS:
+                return
+        elif room := room and has_room(state, executor, sequence):
+            leave(state, executor, sequence, why)
+            admission.admit(state)
+
+
+def may_leave(sequence: Sequence) -> bool:
+    """Whether the sequence is between two decodes, and has a token from this executor."""
+    return not sequence.prefilling and len(sequence.tokens) > sequence.opened_length and not sequence.load_job
+
+
+def has_room(state: State, executor: Executor, sequence: Sequence) -> bool:
+    """Whether another executor can start the sequence now, and no other one is on its way or goes first."""
+    model, level = executor.hello.model, sequence.request.level
+    queues = [state.waiting.queues.get((model, above)) for above in range(level + 1)]
+    if any(q is not None and (q.preempted or (q.groups and q.level < level)) for q in queues):
+        return False
+    group = SequenceGroup(sequence.request, [sequence], sequence.seq, resumes=True)
+    return any(
+        admission.can_start(state, other, group)
+        and backlog_us(other, None, RecomputeCost.of(other)) <= BACKLOG_US
+        for other in _others(state, executor)
+    )
+
+
+def leave(state: State, executor: Executor, sequence: Sequence, why: str) -> None:
+    """Close the sequence's slot, and queue it with all its tokens."""
+    sequence.record_decision(
+        state.now_us,
+        "move",
+        f"{why}: {executor.source}",
+        tokens=len(sequence.tokens),
+        below_blocks=sum(block in executor.pool.clean for block in sequence.table),
+    )
+    state.counters.moves += 1
+    withdraw(state, sequence, len(sequence.tokens) - 1)
+    requeue(state, sequence)
+
+
+def _others(state: State, executor: Executor) -> list[Executor]:
+    """The other executors of the model that take sequences."""
+    model = executor.hello.model
+    return [
+        e for e in state.executors.values() if e is not executor and not e.draining and e.hello.model == model
+    ]

@@ -1,1 +1,0 @@
-"""What an operator or the launcher changes in a running scheduler."""

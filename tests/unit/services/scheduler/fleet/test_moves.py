@@ -1,0 +1,138 @@
+"""The sequences of a draining executor move to another one, with the same tokens; see fleet/moves.py."""
+
+from __future__ import annotations
+
+import pytest
+from support.scheduler.fake_tier import FakeTier
+from support.scheduler.world import World
+
+from services.scheduler.kv_tiers.store import LEFT_TOKENS
+from services.scheduler.state.requests import PeerDraining
+from services.scheduler.state.state import Limits
+
+AFTER_US = 3_000_000
+
+
+def drained(fake: FakeTier | None = None) -> World:
+    """Four requests run on an executor that begins to drain, and another one joins."""
+    world = World(Limits(move_after_us=AFTER_US))
+    world.add_engine("e1", slots=8, blocks=200, max_context=128)
+    if fake is not None:
+        world.add_tier(fake)
+    for number in range(4):
+        world.ask(f"r{number}", [number + 3] * 50, 50, n=1 + number % 2)
+    steps(world, 8)
+    world.add_engine("e2", epoch=2, slots=8, blocks=200, max_context=128)
+    world.handle(PeerDraining("executor", "e1"))
+    return world
+
+
+def steps(world: World, count: int) -> None:
+    for _ in range(count):
+        for name in world.engines:
+            world.deliver(name)
+            world.deliver_copy(name)
+        world.deliver_tier()
+
+
+def running(world: World, name: str) -> int:
+    return len(world.scheduler.state.executors[name].running)
+
+
+def finished(world: World) -> World:
+    world.run()
+    for request in world.asked:
+        world.assert_answers(request)
+    world.assert_idle()
+    return world
+
+
+def test_they_stay_for_a_while_and_then_move() -> None:
+    world = drained()
+    steps(world, 4)
+    assert (running(world, "e1"), running(world, "e2")) == (6, 0)
+    world.tick(AFTER_US)
+    assert (running(world, "e1"), running(world, "e2")) == (0, 6)
+    assert finished(world).scheduler.state.counters.moves == 6
+
+
+def test_they_find_their_blocks_below() -> None:
+    world = drained(FakeTier(capacity=200))
+    world.tick(AFTER_US)
+    assert running(world, "e1") > 0, "they run while their blocks are copied"
+    meter = finished(world).scheduler.state.counters
+    assert meter.moves == 6
+    assert meter.loads > 0
+    assert meter.recomputed_tokens <= 6 * (LEFT_TOKENS + 4)  # and what was in flight
+    assert meter.preemptions == 0
+
+
+@pytest.mark.parametrize("switch", ["no_room", "missing", "lossy", "copy_fails", "lost"])
+def test_a_tier_that_is_of_no_use_costs_only_time(switch: str) -> None:
+    world = drained(FakeTier(capacity=200))
+    if switch == "copy_fails":
+        for engine in world.engines.values():
+            engine.copy_fails = True
+    elif switch != "lost":
+        setattr(world.tier, switch, True)
+    world.tick(AFTER_US)
+    if switch == "lost":
+        world.lose_tier()
+    assert finished(world).scheduler.state.counters.moves == 6
+
+
+def test_a_prompt_is_computed_to_its_end_first() -> None:
+    world = World(Limits(move_after_us=0, step_tokens=8))
+    world.add_engine("e1", slots=8, blocks=64)
+    world.ask("long", [5] * 40, 8, n=2)
+    world.deliver("e1")
+    world.add_engine("e2", epoch=2, slots=8, blocks=64)
+    world.handle(PeerDraining("executor", "e1"))
+    while running(world, "e1") == 2:
+        assert not world.readers_of("long")[0].tokens
+        world.deliver("e1")
+    chunks = [plan for plan in world.plans if plan.exec_epoch == 1 and max(plan.counts) > 1]
+    assert sum(max(plan.counts) for plan in chunks) == 40
+    finished(world)
+
+
+def test_without_another_executor_they_stay() -> None:
+    world = World(Limits(move_after_us=0))
+    world.add_engine("e1")
+    world.ask("a", [5] * 9, 20)
+    world.deliver()
+    world.handle(PeerDraining("executor", "e1"))
+    assert finished(world).scheduler.state.counters.moves == 0
+
+
+def test_they_move_as_room_comes() -> None:
+    """The other executor has two slots, one of them taken."""
+    world = World(Limits(move_after_us=0))
+    world.add_engine("e1", slots=4, blocks=64)
+    for number in range(3):
+        world.ask(f"r{number}", [number + 3] * 9, 30)
+    world.deliver("e1")
+    world.add_engine("e2", epoch=2, slots=2, blocks=64)
+    world.ask("there", [9] * 9, 12)
+    world.handle(PeerDraining("executor", "e1"))
+    steps(world, 3)
+    assert (running(world, "e1"), running(world, "e2")) == (2, 2)
+    assert not world.scheduler.state.waiting, "nothing leaves before there is room"
+    assert finished(world).scheduler.state.counters.moves > 1
+
+
+def test_what_has_no_token_from_here_does_not_move_on() -> None:
+    """Both drain in turn: each move follows a token, so nothing moves for ever."""
+    world = World(Limits(move_after_us=0))
+    world.add_engine("e1", slots=4, blocks=64)
+    world.add_engine("e2", epoch=2, slots=4, blocks=64)
+    world.ask("a", [5] * 9, 30)
+    for at in range(10):
+        drains, other = ("e1", "e2") if running(world, "e1") else ("e2", "e1")
+        world.add_engine(other, epoch=10 + at, slots=4, blocks=64)
+        world.handle(PeerDraining("executor", drains))
+        moves = world.scheduler.state.counters.moves
+        world.tick(10)
+        assert world.scheduler.state.counters.moves == moves
+        steps(world, 4)
+    finished(world)
