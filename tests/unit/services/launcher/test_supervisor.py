@@ -346,26 +346,25 @@ def test_specs_are_named_by_kind_and_number() -> None:
 
 async def test_executors_of_a_model_end_and_start_again() -> None:
     lines = Lines()
-    specs = [ServiceSpec(name, "executor", (sys.executable, "-c", POLITE)) for name in ("a", "b")]
+    specs = [spec(name, POLITE, "executor") for name in ("a", "b")]
     supervisor = Supervisor(specs, dict(os.environ), lines)
     first, second = (ExecutorProcesses(supervisor, [s], 7) for s in supervisor.services)
     second.stop()
     supervisor.start()
-    await lines.until("a", "up")
+    await lines.wait_for("a", "up")
     assert (first.run, first.end, first.left_out) == (True, False, False)
     assert (second.run, second.end, second.left_out) == (False, False, True)
     first.stop()
     assert first.end
-    await lines.until("a", "bye")
+    await lines.wait_for("a", "bye")
     second.start()
-    await lines.until("b", "up")
+    await lines.wait_for("b", "up")
     assert not second.left_out
-    first.start()
     async with asyncio.timeout(20):
-        while not first.left_out:  # it ends: a start meanwhile changes nothing
+        while not first.left_out:
             await asyncio.sleep(0.01)
     lines.got.clear()
     first.start()
-    await lines.until("a", "up")
+    await lines.wait_for("a", "up")
     assert (first.run, first.restarts) == (True, 0)
     await supervisor.kill()
