@@ -442,10 +442,15 @@ def _lost(request_id: str, state: Body) -> HeadraceError:
 
 
 async def request_all(
-    bus: Bus, subject: str, wait_s: float, enough: Callable[[Body], object] = lambda body: False
+    bus: Bus,
+    subject: str,
+    wait_s: float,
+    enough: Callable[[Body], object] = lambda body: False,
+    *,
+    body: bytes = b"",
 ) -> list[Body]:
-    """The JSON replies of all services on `subject` within `wait_s`, or until one is `enough`. Raises
-    NoResponders for none."""
+    """The JSON replies of all services to `body` on `subject` within `wait_s`, or until one is `enough`.
+    Raises NoResponders for none."""
     inbox, got = bus.new_inbox(), list[Body]()
     silent, ended = False, asyncio.Event()
 
@@ -454,13 +459,13 @@ async def request_all(
         if delivery.no_responders:
             silent = True
             ended.set()
-        elif (body := _read(delivery.data)) is not None:  # other programs may answer, too
-            got.append(body)
-            if enough(body):
+        elif (reply := _read(delivery.data)) is not None:  # other programs may answer, too
+            got.append(reply)
+            if enough(reply):
                 ended.set()
 
     subscription = await bus.subscribe(inbox, collect)
-    bus.publish(subject, b"", reply=inbox)
+    bus.publish(subject, body, reply=inbox)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(ended.wait(), wait_s)
     await subscription.cancel()

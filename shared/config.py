@@ -157,8 +157,10 @@ class Settings(BaseSettings):
     # processes of `up`
     gateways: int = Field(1, ge=1, le=64, description="gateway processes of `up`, on one port")
     tokenizers: int = Field(2, ge=1, le=64, description="tokenizer processes of `up`; two: one may die")
-    schedulers: int = Field(1, ge=1, le=64, description="scheduler processes of `up`, for each model")
     executors: int = Field(1, ge=1, le=64, description="executor processes of `up`")
+    awake_gib: float = Field(
+        0, ge=0, description="memory that awake models of `up` share, GiB; others sleep; 0: all stay awake"
+    )
     detokenizers: int = Field(2, ge=1, le=64, description="detokenizer processes of `up`; two: one may die")
 
     @field_validator("answer_format")

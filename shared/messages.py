@@ -398,6 +398,7 @@ class ExecHello:
     max_stop_ids: int = 0  # of a slot; 0: any number
     reports_grammars: bool = False  # GrammarReady or GrammarFailed follows each SlotOpen with a grammar
     model_digest: str = ""  # hex, of weights, dtype, KV format, deterministic: where equal, answers are equal
+    asleep: bool = False  # its device memory is free for others: it computes nothing before ExecWake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,6 +425,22 @@ class ExecReset:
     exec_epoch: int
     why: str
     scheduler: str = ""  # id of the scheduler that gets the ExecHello; empty: the sender
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecSleep:
+    """scheduler -> executor: free the device memory and send ExecHello with `asleep` and a new `exec_epoch`.
+    An executor that cannot sleep sends it without `asleep`."""
+
+    exec_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecWake:
+    """scheduler -> executor: take the device memory back and send ExecHello with a new `exec_epoch`. Blocks
+    start empty."""
+
+    exec_epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -701,8 +718,8 @@ class ArenaReleased:
 
 Message = (
     Tokenized | Accepted | Rejected | Cancel | Open | Tokens | PromptTokens | StopFound | Detached
-    | Close | Ended | ExecHello | ExecWelcome | ExecRefused | ExecReset | SlotOpen | SlotClose | GrammarReady
-    | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt | Fragment
-    | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCommit | KvStored
-    | KvRelease | KvGone | KvCopy | KvCopied | ArenaReleased | Heartbeat | Claims
+    | Close | Ended | ExecHello | ExecWelcome | ExecRefused | ExecReset | ExecSleep | ExecWake | SlotOpen
+    | SlotClose | GrammarReady | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt
+    | Fragment | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCopy | KvCopied
+    | KvCommit | KvStored | KvRelease | KvGone | ArenaReleased | Heartbeat | Claims
 )  # fmt: skip

@@ -3,7 +3,10 @@ scheduler.
 
 The launcher builds it (`build`). It serves one scheduler of its own model. With empty slots it sends
 ExecHello until that scheduler welcomes this incarnation of its device state; a restarted or lost scheduler, a
-lost stream or a reset starts a new incarnation.
+lost stream or a reset starts a new incarnation. So do sleep and wake:
+
+    welcomed ──ExecSleep──▶ copies end, device thread: sleep ──▶ ExecHello(asleep) ──▶ welcomed, no plans
+    asleep   ──ExecWake───▶ device thread: wake              ──▶ ExecHello         ──▶ welcomed, empty blocks
 """
 
 from __future__ import annotations
@@ -12,14 +15,15 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from services.executor.device_thread import DeviceThread, Reset, checked_slot
+from services.executor.device_thread import DeviceThread, Reset, Switch, checked_slot
 from services.executor.engine import Alarm, Backend, BackendInfo, GrammarNews, open_error, plan_error
 from services.executor.kv_transfer.worker import ArenaTransfers
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import Peer, Peers
+from shared.actor.membership import ASLEEP, NEED, SLEEPS, Peer, Peers
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import EngineError, SetupError
@@ -28,6 +32,8 @@ from shared.messages import (
     ExecHello,
     ExecRefused,
     ExecReset,
+    ExecSleep,
+    ExecWake,
     ExecWelcome,
     GrammarFailed,
     GrammarReady,
@@ -75,6 +81,8 @@ class ExecutorActor(Actor):
         self._welcomed = False
         self._kept_out = ""  # why the scheduler refuses this executor
         self._exec_epoch = 0
+        self._asleep = False
+        self._switching = self._switch_queued = False  # until the engine sleeps, or is awake again
         self._last_step = 0
         self._steps = 0
         self._open_slots: set[int] = set()
@@ -88,6 +96,7 @@ class ExecutorActor(Actor):
         loop = asyncio.get_running_loop()
         built: asyncio.Future[Backend] = loop.create_future()
         take_result, take_grammar = mailbox.guarded(self._on_result), mailbox.guarded(self._on_grammar)
+        switched = mailbox.guarded(self._on_switched)
 
         def on_built(result: Backend | BaseException) -> None:
             if isinstance(result, BaseException):
@@ -104,6 +113,11 @@ class ExecutorActor(Actor):
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(take_grammar, news)
 
+        def on_switched(error: Exception | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(switched, error)
+
+        self._report_switch = on_switched
         self._grammar_news.report = on_grammar
         self._device = DeviceThread(self._build_backend, mailbox.clock, on_result)
         self._device.start(on_built)
@@ -127,7 +141,10 @@ class ExecutorActor(Actor):
                 log.warning("reset by the scheduler: %s", why)
                 ready = self._mailbox.peers.ready("scheduler")
                 self._choose_scheduler(given if given in ready else source.removeprefix("scheduler."))
-            case _ if self._welcomed:
+            case ExecSleep(exec_epoch=epoch) | ExecWake(exec_epoch=epoch):
+                if epoch == self._exec_epoch:
+                    self._switch(asleep=isinstance(message, ExecSleep))
+            case _ if self._welcomed and not self._asleep:
                 self._apply(message)
 
     def on_restart(self, source: str) -> None:
@@ -173,7 +190,10 @@ class ExecutorActor(Actor):
         if info is not None:
             grammars = int(info.follows_grammars)
             facts = ("context", info.context), ("grammars", grammars), ("block_tokens", info.block_tokens)
-        load = (("steps", self._steps), ("slots", len(self._open_slots)), *facts)
+        asleep = ((ASLEEP, 1),) if self._asleep and not self._switching else ()
+        if info is not None and info.memory_bytes:
+            facts = (*facts, (NEED, info.memory_bytes >> 20), (SLEEPS, int(info.sleeps)))
+        load = (("steps", self._steps), ("slots", len(self._open_slots)), *facts, *asleep)
         model = "" if info is None else info.model
         generation = self._arenas.generation if self._arenas is not None else 0
         scheduler = self._scheduler.removeprefix("scheduler.") if self._welcomed else ""
@@ -212,6 +232,7 @@ class ExecutorActor(Actor):
             "context": info.context,
             "model_digest": info.model_digest,
             "scheduler": self._scheduler,
+            "asleep": self._asleep,
             **({"kept_out": self._kept_out} if self._kept_out else {}),
             "steps": self._steps,
             "failed_steps": self._failed_steps,
@@ -258,12 +279,33 @@ class ExecutorActor(Actor):
         self._device.put(Reset(lambda: arenas.stepped(epoch, 0)))
         self._send_hello()
 
+    def _switch(self, *, asleep: bool) -> None:
+        """Sleep or wake, as a new incarnation. An engine that cannot sleep stays awake."""
+        assert self._backend is not None, "it has a scheduler before it was built"
+        if asleep and not self._backend.info.sleeps:
+            log.warning("this engine does not sleep: several ranks stay awake")
+        elif asleep != self._asleep:
+            self._asleep, self._switching = asleep, True
+        self._begin_incarnation()
+
+    def _on_switched(self, error: Exception | None) -> None:
+        if error is not None:
+            raise EngineError(f"the engine did not {'go to sleep' if self._asleep else 'wake'}: {error}")
+        self._switching = self._switch_queued = False
+        log.info("asleep: its device memory is free" if self._asleep else "awake")
+        self._send_hello()
+
     def _send_hello(self) -> None:
         if self._backend is None or self._arenas is None or not self._arenas.idle:
             return  # the end of the copies calls this again
+        if self._switching:  # no copy of the incarnation before touches the blocks any more
+            if not self._switch_queued:
+                self._switch_queued = True
+                self._device.put(Switch(self._asleep, self._report_switch))
+            return
         if self._scheduler and not self._welcomed:
             hello = hello_of(self._backend.info, self._mailbox.actor, self._exec_epoch, self._host_id)
-            self._mailbox.send(self._scheduler, hello)
+            self._mailbox.send(self._scheduler, replace(hello, asleep=self._asleep))
 
     def _apply(self, message: Message) -> None:
         assert self._backend is not None, "welcomed before it was built"

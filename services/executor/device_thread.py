@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 from services.executor.engine import (
     Backend,
@@ -30,6 +31,9 @@ from shared.clock import Clock
 from shared.errors import EngineError
 from shared.messages import ROW_REFUSED, SlotClose, SlotOpen, StepPlan, StepResult, ints
 
+if TYPE_CHECKING:
+    from services.executor.engine import Sleeper
+
 MAX_ERROR_CHARS = 1_000
 
 
@@ -38,6 +42,15 @@ class Reset:
     """Forget every slot once the steps before have ended, then call `done` on the device thread."""
 
     done: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Put the engine to sleep or wake it, then call `done` on the device thread, with the error if it
+    failed."""
+
+    asleep: bool
+    done: Callable[[Exception | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ def checked_slot(opened: SlotOpen, info: BackendInfo) -> SlotOpen | RejectedSlot
     return RejectedSlot(opened, ROW_REFUSED + error) if error else opened
 
 
-Work = SlotOpen | RejectedSlot | SlotClose | StepPlan | Reset | Refused | None  # None ends the thread
+Work = SlotOpen | RejectedSlot | SlotClose | StepPlan | Reset | Switch | Refused | None  # None: the end
 Deliver = Callable[[StepResult], None]
 
 
@@ -138,7 +151,9 @@ class DeviceThread:
                 wait_us += max(self._clock.now_us() - max(waited_from_us, self._ended_us), 0)
             if work is None:
                 return
-            if isinstance(work, StepPlan):
+            if isinstance(work, Switch):
+                self._switch(backend, work)
+            elif isinstance(work, StepPlan):
                 self._step(backend, work, arrived_us, wait_us)
                 wait_us = 0
             else:
@@ -174,6 +189,15 @@ class DeviceThread:
         if not self._host_thread.busy:
             self._began_us = 0
         self._deliver(result)
+
+    def _switch(self, backend: Backend, work: Switch) -> None:
+        error = None
+        try:
+            sleeper = cast("Sleeper", backend)  # `info.sleeps`, else there is no Switch
+            sleeper.sleep() if work.asleep else sleeper.wake()
+        except Exception as failed:  # noqa: BLE001 - a dead thread would leave every client waiting
+            error = failed
+        work.done(error)
 
     def _set_slots(
         self, backend: Backend, work: SlotOpen | RejectedSlot | SlotClose | Reset | Refused

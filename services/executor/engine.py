@@ -69,6 +69,8 @@ class BackendInfo:
     reports_grammars: bool = False
     model_digest: str = ""
     follows_grammars: bool = False  # and the packages for it are installed
+    sleeps: bool = False  # the engine is a Sleeper
+    memory_bytes: int = 0  # that `sleep` frees: weights and KV cache
 
     @property
     def context(self) -> int:
@@ -211,6 +213,18 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free everything. A second call does nothing."""
+
+
+class Sleeper(Protocol):
+    """An engine with `info.sleeps`."""
+
+    def sleep(self) -> None:
+        """Free the memory of the device, after `reset`: the contents of all blocks are lost. Until `wake`
+        only `info`, `reset` and `close` are called."""
+
+    def wake(self) -> None:
+        """Undo `sleep`: the engine computes the same as before, with blocks of zeros. May take seconds. After
+        an exception the engine is unusable."""
 
 
 def plan_error(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:

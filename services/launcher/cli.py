@@ -97,6 +97,9 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
     up.add_argument("--leaves", default="", metavar="HOST:PORT", help="where edges connect: `up --leaf`")
     up.add_argument("--join", default="", metavar="URL", help="only executors, for the fleet at this URL")
+    up.add_argument(
+        "--schedulers", type=int, default=1, choices=range(1, 65), metavar="N", help="of each model: 1 to 64"
+    )
     up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
     _add_requests(add, verb)
     pull = add("pull", "fetch a model into the cache", _pull)
@@ -234,7 +237,7 @@ def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: st
 
 
 def _add_model(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: str) -> None:
-    model = add("model", "the models of a server, and further names for them", _model)
+    model = add("model", "the models of a server: further names, load, unload, sleep and wake", _model)
     actions = model.add_subparsers(required=True, metavar="ACTION", dest="action")
 
     def act(name: str, text: str) -> argparse.ArgumentParser:
@@ -251,6 +254,13 @@ def _add_model(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: st
         "targets", nargs="*", metavar="MODEL[=WEIGHT]", help="like big=95 new=5; the default weight is 1"
     )
     alias.add_argument("--delete", action="store_true", help="delete the alias")
+    for name, text in (
+        ("load", "start the executors of a model that was unloaded"),
+        ("unload", "drain and end the executors of a model; its name stays"),
+        ("sleep", "free the device memory of a model once its requests have ended; a request wakes it"),
+        ("wake", "take the device memory back before a request comes"),
+    ):
+        act(name, text).add_argument("name", metavar="MODEL", help="as in `headrace status`")
 
 
 def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
@@ -345,6 +355,7 @@ def _up(given: argparse.Namespace) -> int:
         more,
         leaves=given.leaves,
         join=given.join,
+        schedulers=given.schedulers,
         until_idle=given.until_idle,
         must_be_durable=must_be_durable,
     )
@@ -513,14 +524,19 @@ def _policy(given: argparse.Namespace) -> int:
     return _run(policy(*_find_fleet(given), change, given.of_model))
 
 
-def _model(given: argparse.Namespace) -> None:
+def _model(given: argparse.Namespace) -> int:
     from services.launcher.commands import model
 
-    target, _ = _find_fleet(given)
+    target, fleet = _find_fleet(given)
+    if given.action in ("load", "unload"):
+        return _run(model.load(target, fleet, given.action, given.name))
+    if given.action in ("sleep", "wake"):
+        return _run(model.sleep(target, fleet, given.action, given.name))
     if given.action == "list":
         _run(model.list_models(target, as_json=given.json))
     else:
         _run(model.alias(target, given.name, given.targets, delete=given.delete))
+    return 0
 
 
 def _trace(given: argparse.Namespace) -> None:

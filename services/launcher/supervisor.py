@@ -76,6 +76,43 @@ class Service:
                 os.kill(self.process.pid, number)
 
 
+class ExecutorProcesses:
+    """The executors of one model."""
+
+    def __init__(self, supervisor: Supervisor, services: Sequence[Service], least_mib: int) -> None:
+        """`least_mib`: of memory, by the size of the model's files."""
+        self._supervisor, self._services = supervisor, services
+        self.least_mib = least_mib
+
+    @property
+    def run(self) -> bool:
+        """Whether one runs, or is about to be started again."""
+        return any(s.task is not None and not s.task.done() for s in self._services)
+
+    @property
+    def end(self) -> bool:
+        """Whether they run, and drain for their end."""
+        return self.run and all(s.leaving.is_set() for s in self._services)
+
+    @property
+    def left_out(self) -> bool:
+        """Whether `stop` came before the start, or they have ended after it."""
+        return not self.run and all(s.leaving.is_set() for s in self._services)
+
+    @property
+    def restarts(self) -> int:
+        return sum(s.restarts for s in self._services)
+
+    def start(self) -> None:
+        for service in self._services:
+            self._supervisor.start_again(service)
+
+    def stop(self) -> None:
+        """Drain and end them; each limits its drain itself. Before a start: leave them out of it."""
+        for service in self._services:
+            service.dismiss(signal.SIGTERM)
+
+
 class Supervisor:
     """Runs a list of services. Use it on the main thread: the services end with the thread that started them.
     `first_failure` resolves to the name and end of the first service that ended by itself."""
@@ -87,16 +124,17 @@ class Supervisor:
         self._log_line = log_line
 
     def start(self, *, without: Collection[str] = ()) -> None:
-        """Start every service that was not started before, except those named in `without`."""
+        """Start every service that was not started or dismissed before, except those named in `without`."""
         for service in self.services:
-            if service.task is None and service.spec.name not in without:
+            if service.task is None and not service.leaving.is_set() and service.spec.name not in without:
                 service.task = asyncio.get_running_loop().create_task(self._keep(service))
 
     async def start_in_turn(self, *, without: Collection[str]) -> None:
         """`start` for few cores: executors at once, since they take the longest; beside them the others one
         by one, each after the first log line of the one before, or TURN_S."""
         self.start(without={s.spec.name for s in self.services if s.spec.kind != "executor"})
-        waiting = {s.spec.name for s in self.services if s.task is None} - {*without}
+        idle = (s for s in self.services if s.task is None and not s.leaving.is_set())
+        waiting = {s.spec.name for s in idle} - {*without}
         for service in self.services:
             if service.spec.name in waiting:
                 waiting.remove(service.spec.name)
@@ -134,6 +172,12 @@ class Supervisor:
             await _all_ended(self.services, max(0.0, hurry_at + KILL_GRACE_S - loop.time()))
         await self.kill()
         return clean and not any(service.cut_short for service in self.services)
+
+    def start_again(self, service: Service) -> None:
+        """Start a service that has ended after `dismiss`, or was dismissed before its start."""
+        if service.task is None or service.task.done():
+            service.leaving.clear()
+            service.task = asyncio.get_running_loop().create_task(self._keep(service))
 
     async def kill(self) -> None:
         """SIGKILL every process and wait for its end. A second call does nothing."""

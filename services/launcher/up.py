@@ -29,16 +29,19 @@ from services.launcher.commands.logs import LogFiles
 from services.launcher.commands.status import ScrapeTargets
 from services.launcher.console import ServiceLines, print_line
 from services.launcher.heartbeats import HANGS_S, SilenceTimers, Watch, ticks_of
+from services.launcher.host_agent import HostAgent
 from services.launcher.joining import Joined
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.own_folder import OwnFolder
 from services.launcher.serve import KINDS
 from services.launcher.session import RunState
+from services.launcher.shared_memory import MemoryRule
 from services.launcher.supervisor import (
     BACKOFF_FIRST_S,
     BACKOFF_LAST_S,
     HEALTHY_S,
     LOOK_S,
+    ExecutorProcesses,
     ServiceSpec,
     Supervisor,
     ended_how,
@@ -57,7 +60,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
 from shared.processes import bind, http_url, with_import_path
 from shared.unix_socket import UnixListener, url_of
-from shared.vocab.files import resolve
+from shared.vocab.files import resolve, size_bytes
 
 SHARED = (
     "gateway",
@@ -83,6 +86,7 @@ def up(
     *,
     leaves: str = "",
     join: str = "",
+    schedulers: int = 1,
     until_idle: bool = False,
     must_be_durable: bool = True,
 ) -> int:
@@ -90,6 +94,7 @@ def up(
     `users`, a folder made by `headrace auth`, each service has its own credentials, and HTTP requires an API
     key. `more` names models to serve in addition to that of the settings. Edges connect at `leaves`,
     HOST:PORT. With `join`, a URL, it adds executors and a kv_offload to the fleet there (see joining.py).
+    `schedulers`: of each model.
     With `until_idle` it ends by itself (see background.py). Unless it `must_be_durable`, it runs without
     durable requests where their folder cannot be had, or with a server of others."""
     if join:
@@ -101,6 +106,8 @@ def up(
             "--leaf and --leaves are of the server that `up` starts, without --nats-url: use one"
         )
     models = served_models(settings, more)
+    if schedulers > 1 and settings.event_log not in ("", "nats"):
+        raise SetupError("an event log in a file is for one scheduler: use --event-log nats with several")
     address = settings.http_address  # fail on a taken one before anything starts
     if isinstance(address, str):
         unix = UnixListener(address)
@@ -133,7 +140,8 @@ def up(
             settings = settings.model_copy(update={"durable": False})
         logins = _Logins(server.url if server else settings.nats_url, users)
         joined = asyncio.run(_look(logins.of("executor"), settings, [*models])) if join else None
-        return asyncio.run(_run(settings, models, server, logins, joined, until_idle=until_idle))
+        running = _run(settings, models, server, logins, joined, schedulers, until_idle=until_idle)
+        return asyncio.run(running)
 
 
 async def _look(url: str, settings: Settings, models: Sequence[str]) -> Joined:
@@ -172,8 +180,12 @@ class _Logins:
     def of_commands(self, joined: Joined | None) -> str:
         """The URL for this command and for others on this machine. A host that joins a fleet may have the
         credentials of its own services alone. Raises SetupError."""
-        own = joined is not None and self.users is not None and not (self.users / access.OPERATOR).exists()
-        return self.of("executor" if own else access.OPERATOR)
+        return self.of("executor" if joined is not None and not self.operates else access.OPERATOR)
+
+    @property
+    def operates(self) -> bool:
+        """Whether this machine has the credentials of the operator, or none are needed."""
+        return self.users is None or (self.users / access.OPERATOR).exists()
 
 
 def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str]:
@@ -185,8 +197,6 @@ def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str
     }  # fmt: skip
     if more and (given := [name for name, value in of_one.items() if value]):
         raise SetupError(f"{given[0]} is for one model: leave it out with several")
-    if event_file and settings.schedulers > 1:
-        raise SetupError("an event log in a file is for one scheduler: use --event-log nats with several")
     found: dict[str, str] = {}
     if settings.leaf and settings.model == leaf.NO_MODEL:
         return found
@@ -205,10 +215,11 @@ async def _run(
     server: NatsServer | None,
     logins: _Logins,
     joined: Joined | None,
+    schedulers: int,
     *,
     until_idle: bool,
 ) -> int:
-    return await _Up(settings, models, server, logins, joined).run(until_idle=until_idle)
+    return await _Up(settings, models, server, logins, joined, schedulers).run(until_idle=until_idle)
 
 
 class _Up:
@@ -221,8 +232,11 @@ class _Up:
         server: NatsServer | None,
         logins: _Logins,
         joined: Joined | None = None,
+        schedulers: int = 1,
     ) -> None:
-        """`models` by name; the first is that of the settings. An edge may have none."""
+        """`models` by name; the first is that of the settings. An edge may have none. `schedulers`: of each
+        model."""
+        self._schedulers = schedulers
         self._settings = settings
         self._models = models
         self._server = server
@@ -238,6 +252,14 @@ class _Up:
         self._folder = OwnFolder()
         self._watch = Watch(self._folder.name)
         self._supervisor = self._make_supervisor()
+        self._executors = {name: self._executors_of(name) for name in models}
+        if settings.awake_gib:
+            rule = MemoryRule(int(settings.awake_gib * 1024))
+            for name, executors in self._executors.items():
+                if why := rule.why_not(name, executors.least_mib):
+                    raise SetupError(why)
+            for name in list(models)[1:]:
+                self._executors[name].stop()  # not started before requests wait for it
 
     async def run(self, *, until_idle: bool = False) -> int:
         loop = asyncio.get_running_loop()
@@ -273,6 +295,8 @@ class _Up:
                     raise SetupError(f"{failed.result()} before the server was ready: see its last log lines")
                 await ready
                 self._write_run_state()
+                if self._logins.operates:  # others may not ask for loads
+                    stack.callback(loop.create_task(self._serve_models()).cancel)
                 stack.callback(loop.call_later(_FIRST_ANSWER_S, self._supervisor.start).cancel)
                 if until_idle:
                     idle = loop.create_task(self._idle())
@@ -291,7 +315,7 @@ class _Up:
             "keeper": int(s.durable),
             "kv_offload": int(bool(self._models)),
             "tokenizer": s.tokenizers,
-            "scheduler": s.schedulers,
+            "scheduler": self._schedulers,
             "executor": s.executors,
             "detokenizer": s.detokenizers,
         }
@@ -318,6 +342,30 @@ class _Up:
             kept(name, line)
 
         return Supervisor(specs, env, log_line)
+
+    def _executors_of(self, name: str) -> ExecutorProcesses:
+        model, settings = self._models[name], self._settings
+        services = [
+            service
+            for service in self._supervisor.services
+            if service.spec.kind == "executor" and service.spec.env["HEADRACE_MODEL"] == model
+        ]
+        weights = 0 if settings.backend == "sim" else size_bytes(resolve(model, settings.cache_dir))
+        return ExecutorProcesses(self._supervisor, services, len(services) * weights >> 20)
+
+    async def _serve_models(self) -> None:
+        """Load, unload, sleep and wake, until cancelled."""
+        from shared.nats.bus import NatsBus
+
+        bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
+        try:
+            s = self._settings
+            awake_mib = int(s.awake_gib * 1024)
+            clock = SystemClock()
+            agent = HostAgent(bus, s.fleet, s.host_id, self._executors, awake_mib, clock, print_line)
+            await agent.run()
+        finally:
+            await bus.drain()
 
     def _argv_of(self, spec: ServiceSpec) -> tuple[str, ...]:
         return (*spec.argv, "--heartbeats", self._watch.path(spec.name))
@@ -346,7 +394,7 @@ class _Up:
             if self._joined is not None:
                 await self._welcomed(readiness, self._joined)
                 return
-            await readiness.wait(list(self._models), print_line)
+            await readiness.wait([name for name, e in self._executors.items() if not e.left_out], print_line)
             self._contexts = {model: readiness.context(model) for model in self._models}
             dtype = await readiness.dtype() if self._models else ""
             self._same_seed = same_seed(dtype, deterministic=self._settings.deterministic)

@@ -12,6 +12,7 @@ from collections import deque
 from services.scheduler import model_kinds, policy_change
 from services.scheduler.arrival import CLIENT
 from services.scheduler.core import Scheduler
+from services.scheduler.fleet import sleep
 from services.scheduler.fleet.division import Division, Drain
 from services.scheduler.kv_tiers import store
 from services.scheduler.reports import scale, status
@@ -88,6 +89,7 @@ class SchedulerActor(Actor):
         self._set_quotas()
         await mailbox.bus.subscribe(subjects.CANCEL_ALL, mailbox.guarded(self._on_cancel))
         await mailbox.bus.subscribe(subjects.policy(mailbox.actor), mailbox.guarded(self._on_policy))
+        await mailbox.bus.subscribe(subjects.sleep(mailbox.actor), mailbox.guarded(self._on_sleep))
         await mailbox.bus.subscribe(
             subjects.TRACE_ALL, lambda tokenized: answer_trace(mailbox, self._core.state, tokenized)
         )
@@ -223,6 +225,20 @@ class SchedulerActor(Actor):
             answer = {"before": str(before), "after": str(after)}
         self._mailbox.bus.publish(delivery.reply, to_json(answer))
 
+    def _on_sleep(self, delivery: Delivery) -> None:
+        """Begin to put executors to sleep or wake them, and answer with the states of all, or why not."""
+        if not access.answerable(self._mailbox.bus, delivery):
+            return
+        answer: dict[str, object]
+        try:
+            event = sleep.parse(delivery.data.decode("utf-8", "replace"))
+        except SetupError as error:
+            answer = error_body(error)
+        else:
+            self._handle(event)
+            answer = {"executors": sleep.states(self._core.state)}
+        self._mailbox.bus.publish(delivery.reply, to_json(answer))
+
 
 def _tier_event(peer: Peer) -> Event:
     """The event for a heartbeat of a kv_offload. Without an arena, or while it drains, the tier is lost."""
@@ -272,6 +288,7 @@ def build(settings: Settings) -> SchedulerActor:
         classes=requests.parse(settings.slo),
         model_digest=settings.model_digest,
         accept_mixed=settings.accept_mixed,
+        shares_memory=settings.awake_gib > 0,
         cold_start_wait_us=int(settings.cold_start_wait_s * 1e6),
         ended_within_us=detection_us(settings.heartbeat_interval_ms * 1000),
         move_after_us=int(settings.drain_timeout_s * 1e6) // MOVE_SHARE,

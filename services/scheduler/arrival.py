@@ -70,7 +70,7 @@ def set_start_deadline(state: State, request: Request) -> None:
     """From now on a request that has not begun waits for an executor, or for its turn. The wait for an
     executor does not count against its class's limit."""
     if not load_shedding.serving(state, request.tokenized.model):
-        request.executor_deadline_us = state.now_us + state.limits.cold_start_wait_us
+        request.executor_deadline_us = state.now_us + load_shedding.executor_wait_us(state)
         return
     limit_us = state.limits.classes[request.level].ttft_us
     request.start_deadline_us = state.now_us + limit_us if limit_us else 0
@@ -80,10 +80,13 @@ def set_start_deadline(state: State, request: Request) -> None:
 def executors_changed(state: State) -> None:
     """Executors have joined, left or begun to drain: requests begin or end their wait for one. One that
     came before an executor, and fits none, is refused."""
-    for request in list(state.requests.values()) if state.limits.cold_start_wait_us else ():
+    may_wait = load_shedding.executor_wait_us(state) > 0  # if not, requests keep their time limit alone
+    for request in list(state.requests.values()):
         tokenized = request.tokenized
         waits, serves = bool(request.executor_deadline_us), load_shedding.serving(state, tokenized.model)
         if waits != bool(serves) or any(s.admitted_us or not s.live for s in request.sequences):
+            continue
+        if not (serves or may_wait):
             continue
         set_start_deadline(state, request)
         for sequence in request.sequences:

@@ -24,7 +24,7 @@ from services.scheduler import (
     results,
     step_planner,
 )
-from services.scheduler.fleet import moves, roles
+from services.scheduler.fleet import moves, roles, sleep
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.preemption import requeue
@@ -43,12 +43,13 @@ from services.scheduler.state.requests import (
     Request,
     Send,
     Sequence,
+    SleepSet,
     StreamLost,
     Ticked,
     TierLost,
     TierReady,
 )
-from services.scheduler.state.state import Executor, Limits, State
+from services.scheduler.state.state import Executor, Limits, Sleeper, State
 from services.scheduler.state.transfers import Tier
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import (
@@ -61,6 +62,7 @@ from shared.messages import (
     ExecHello,
     ExecRefused,
     ExecReset,
+    ExecSleep,
     ExecWelcome,
     GrammarFailed,
     GrammarReady,
@@ -87,6 +89,8 @@ def decide(state: State) -> None:
     state.idle_since_us = 0 if state.requests else state.idle_since_us or state.now_us
     roles.review(state)
     moves.advance(state)
+    for executor in sleep.turn(state):
+        _put_to_sleep(state, executor)
     admission.admit(state)
     tiered = [executor for executor in state.executors.values() if executor.pool.write_back]
     while sum([store.copy_dirty(state, executor) for executor in tiered]):
@@ -168,6 +172,7 @@ class Scheduler:
             case PeerLost("executor", actor, died):
                 why = "the executor is gone" if died else "the executor belongs to another scheduler now"
                 _drop_executor(state, actor, why, died=died)
+                state.asleep.pop(actor, None)
                 _executor_leaves(state, actor)
                 state.tiers.mapped.pop(actor, None)
             case TierReady():
@@ -188,6 +193,8 @@ class Scheduler:
                 state.quotas.set(quotas)
             case PolicySet(policy):
                 policy_change.apply(state, policy)
+            case SleepSet():
+                sleep.ask(state, event)
 
     def _apply_message(self, source: str, message: Message) -> None:
         state = self.state
@@ -239,6 +246,11 @@ def _executor_hello(state: State, source: str, message: ExecHello) -> None:
             state.send(source, ExecRefused(exec_epoch=epoch, why=why))
             return
         model_kinds.joined(state, message)
+        if message.asleep:
+            sleep.joined(state, message)
+            state.send(source, ExecWelcome(exec_epoch=epoch))
+            return
+        state.asleep.pop(message.executor, None)
         pool = BlockPool(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
         state.executors[message.executor] = executor = Executor(message, epoch, pool)
         tiers.joined(state, executor)
@@ -258,6 +270,14 @@ def _step_result(state: State, source: str, result: StepResult) -> None:
             _reset_executor(state, executor.hello.executor, "its result does not fit its plan")
     elif executor is None:
         state.send(source, ExecReset(exec_epoch=result.exec_epoch, why="the scheduler has no record of it"))
+
+
+def _put_to_sleep(state: State, executor: Executor) -> None:
+    name = executor.hello.executor
+    state.send(executor.source, ExecSleep(exec_epoch=executor.epoch))
+    state.asleep[name] = Sleeper(executor.hello)
+    _drop_executor(state, name, "it goes to sleep")
+    del state.dropped[name]  # it is not lost
 
 
 def _executor_back(state: State, executor_id: str, started_us: int) -> None:

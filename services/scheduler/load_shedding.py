@@ -25,6 +25,7 @@ REFUSED_US = 10_000_000  # longer than a tokenizer resends
 MAX_REFUSED = 10_000
 OVERTAKE_US = 200_000  # a cancel overtakes its request by less: an older one was for an earlier request
 RETRY_AFTER_MS = 1_000
+WAKE_WAIT_US = 120_000_000  # the turn of another model, 30 s, its drain, and the load of large weights
 CHUNK_TOKENS = 256  # the chunk by which the speed of prefill is judged
 MIN_STEPS_SEEN = 64  # steps of an executor before its cost model is a reason to refuse
 
@@ -96,7 +97,22 @@ def _refusal(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
     if serving(state, tokenized.model):
         return unfit(state, tokenized, prompt)
     waits = state.limits.cold_start_wait_us and not any(tokenized.generated)
-    return None if waits else no_executor(tokenized)
+    return None if waits or _some_sleep(state) else no_executor(tokenized)
+
+
+def executor_wait_us(state: State) -> int:
+    """How long a request waits for an executor of its model; 0: it does not wait."""
+    return max(state.limits.cold_start_wait_us, WAKE_WAIT_US if _some_sleep(state) else 0)
+
+
+def _some_sleep(state: State) -> bool:
+    """Whether executors sleep, are about to, or may be unloaded while others use their memory: they can
+    come back."""
+    return (
+        state.limits.shares_memory
+        or bool(state.asleep)
+        or any(executor.sleep_by_us for executor in state.executors.values())
+    )
 
 
 def no_executor(tokenized: Tokenized) -> Refusal:

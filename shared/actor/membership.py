@@ -21,6 +21,10 @@ SLACK = 8  # requests an executor over the mean: fewer are chance, and cost a st
 
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
 VOCABULARY = "vocabulary"  # in the load of tokenizers and detokenizers
+ASLEEP = "asleep"  # in an executor's load, 1: another model may use its device memory
+NEED = "memory_mib"  # in an executor's load: what it takes when it is awake
+SLEEPS = "sleeps"  # in an executor's load, 1: its engine can sleep
+WORK, WAITS = "work", "waits_us"  # in a scheduler's load, if models share memory
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
 MIXED = "accepts_mixed"  # likewise: executors with other weights or modes serve, too
 
@@ -132,8 +136,11 @@ class Peers:
         return found.pop() if len(found) == 1 else ""
 
     def model_state(self, model: str) -> str:
-        """`loaded`: an executor of the model is ready; `unloaded`: there is none."""
-        return "loaded" if self.ready("executor", model) else "unloaded"
+        """`loaded`: an executor of the model is awake; `asleep`: all of them sleep; `unloaded`: there is
+        none."""
+        loads = (self._peers[f"executor.{actor}"].heartbeat.load for actor in self.ready("executor", model))
+        asleep = [dict(load).get(ASLEEP, 0) for load in loads]
+        return "unloaded" if not asleep else "asleep" if all(asleep) else "loaded"
 
     def max_load(self, kind: str, figure: str, model: str) -> int:
         """The largest `figure` in the loads of the ready actors of a kind and model; 0 if there is none."""

@@ -33,6 +33,7 @@ from shared.nats.subjects import (
     ALIASES,
     FILE_STREAM,
     HOOK_STREAM,
+    LOAD_ALL,
     PUBLIC,
     RECORD_STREAM,
     STATE_STREAM,
@@ -80,6 +81,7 @@ _READS = {
         f"{PUBLIC}.trace.*",
         f"{PUBLIC}.events.*.snapshot",
         f"{PUBLIC}.policy.*",
+        f"{PUBLIC}.sleep.*",
     ),
     "detokenizer": (
         *(f"{PUBLIC}.{verb}.*.*" for verb in ("detokenize", "cancel", "attach")),
@@ -274,9 +276,14 @@ def of_operator(fleet: str) -> Permissions:
     return Permissions(
         publish=(
             *(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"{PUBLIC}.policy.*", f"{PUBLIC}.alias.*"),
+            *(f"{PUBLIC}.sleep.*", LOAD_ALL),
             *(f"hr.{f}.beat_ask", "$SRV.>"),
         ),
-        subscribe=(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*", f"{PUBLIC}.done.*.*"),
+        subscribe=(
+            *(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*", f"{PUBLIC}.done.*.*"),
+            LOAD_ALL,  # `headrace up` answers
+        ),
+        answers=True,
     )
 
 

@@ -46,6 +46,7 @@ def generate_any_tenant(model: str) -> str:
 
 
 GENERATE_ALL = f"{PUBLIC}.generate.*.*"  # the queue group that answers 404
+LOAD_ALL = f"{PUBLIC}.load.*"
 CANCEL_ALL = f"{PUBLIC}.cancel.*.*"
 TOKENIZER_HEARTBEATS_ALL_FLEETS = "hr.*.beat.tokenizer.*"
 HEARTBEAT_REQUEST_ALL_FLEETS = "hr.beat_ask"  # a new actor requests the heartbeats of every fleet
@@ -226,6 +227,17 @@ def set_alias(name: str) -> str:
 def alias(name: str) -> str:
     """The last change of an alias: for all that resolve it, and in stream HR_ALIASES."""
     return f"{STORE}.alias.{token(name)}"
+
+
+def sleep(scheduler: str) -> str:
+    """Request-reply: executors of a scheduler sleep or wake; the body is `{"asleep", "executors"}`."""
+    return f"{PUBLIC}.sleep.{token(scheduler)}"
+
+
+def load(model: str) -> str:
+    """Request-reply: each `headrace up` that has executors of a model loads or unloads them; the body is
+    `load` or `unload`."""
+    return f"{PUBLIC}.load.{token(model)}"
 
 
 def events(scheduler: str) -> str:

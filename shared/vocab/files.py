@@ -93,6 +93,13 @@ def resolve(model: str, cache_dir: Path) -> ModelFiles:
     return ModelFiles(served_name(model), _checked(place))
 
 
+def size_bytes(files: ModelFiles) -> int:
+    """The size of a model's weights on disk."""
+    path = files.path
+    weights = [path] if path.is_file() else [*path.glob("*.safetensors")]
+    return sum(each.stat().st_size for each in weights)
+
+
 def served_name(model: str) -> str:
     """The model's name for clients: the last part of a path without `.gguf`, else `model` itself."""
     path = Path(model).expanduser()

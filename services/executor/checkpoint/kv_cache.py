@@ -47,15 +47,24 @@ _CHARACTERS = 32  # of a fingerprint
 class KvCache:
     """Owns the device memory of the blocks. They start as zeros: masked scores must not be NaN."""
 
-    def __init__(self, tensor: Tensor, activations: torch.dtype | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, activations: torch.dtype | None = None, pages: mmap.mmap | None = None
+    ) -> None:
         """`tensor` is `[blocks + 1, layers, 2, block_tokens, kv_heads, head_dim]`; `activations` is the dtype
-        of the computation, if it is not the tensor's."""
+        of the computation, if it is not the tensor's; `pages` is the memory of a tensor on a CPU."""
         self.tensor = tensor
+        self._pages = pages
         self.activations = activations or tensor.dtype
         self.blocks = tensor.shape[0] - 1
         self.spare = self.blocks
         self.block_tokens = tensor.shape[3]
         self.bytes_per_block = tensor[0].numel() * tensor.element_size()
+
+    def drop(self) -> None:
+        """Give the memory of a CPU's cache back: the blocks are zeros from now on, at the same addresses, and
+        a page takes memory again when it is used."""
+        assert self._pages is not None, "made by `allocate`, for a CPU"
+        self._pages.madvise(mmap.MADV_DONTNEED)
 
     def copy(self, source: Ints, target: Ints) -> None:
         """Copy whole blocks: `source[i]` to `target[i]`."""
@@ -74,7 +83,7 @@ def allocate(shapes: Shapes, blocks: int, block_tokens: int, kept: torch.dtype, 
         # Pages that the kernel makes at their first use, 0.3 ms for each block of 0.7 MB: the start does not
         # spend 0.4 s on 1 GiB. (NumPy's zeros ask for large pages, which took 2 to 3 s for 1 GiB.)
         pages = mmap.mmap(-1, math.prod(shape) * kept.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return KvCache(torch.frombuffer(pages, dtype=kept).view(shape), like.dtype)
+        return KvCache(torch.frombuffer(pages, dtype=kept).view(shape), like.dtype, pages)
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:  # each may mean: out of memory
         raise SetupError(
             f"no memory for {blocks} KV blocks on {like.device} ({error}); lower kv_blocks"
@@ -242,7 +251,7 @@ def fingerprint(
     experts = () if shapes.experts is None else (repr(shapes.experts),)
     for part in (*parts, *experts, *kept.marks()):
         digest.update(part.encode() + b"\0")
-    for tensor in _tensors(weights):
+    for tensor in tensors_of(weights):
         flat = tensor.flatten()
         sample = flat[:: max(1, flat.numel() // _SAMPLES)].float().cpu()
         digest.update(repr(tuple(tensor.shape)).encode() + sample.numpy().tobytes())
@@ -252,7 +261,8 @@ def fingerprint(
     return hashlib.sha256("".join(found).encode()).hexdigest()[:_CHARACTERS]
 
 
-def _tensors(weights: Weights) -> Iterator[Tensor]:
+def tensors_of(weights: Weights) -> Iterator[Tensor]:
+    """All tensors of a model. Tied ones occur twice."""
     yield from (weights.embedding, weights.norm, weights.head)
     for layer in weights.layers:
         parts: Iterable[object] = (getattr(layer, name) for name in layer.__slots__)

@@ -24,6 +24,7 @@ from services.executor.checkpoint.kv_cache import (
     fingerprint,
     fitting_blocks,
     kv_format,
+    tensors_of,
 )
 from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
 from services.executor.checkpoint.weights import StoredTensor, Weights, load_dummy, load_hf, stored_hf
@@ -182,6 +183,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
     cache = loaded.cache
     kept = _NAMES[cache.tensor.dtype]
     computed = "int8" if loaded.int8 else _NAMES[cache.activations]
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in tensors_of(loaded.weights)}
     return BackendInfo(
         backend="torch",
         model=options.model_name,
@@ -198,6 +200,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         reports_grammars=True,
         follows_grammars=is_installed(),
         model_digest=model_digest(options, computed, kept),
+        memory_bytes=cache.tensor.nbytes + sum(weights.values()),
     )
 
 

@@ -5,6 +5,8 @@ reference for the CUDA engine."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 import time
 from collections import deque
@@ -62,7 +64,9 @@ class TorchBackend:
     def __init__(self, options: TorchOptions, loaded: Loaded) -> None:
         shapes, weights, cache, context = loaded.shapes, loaded.weights, loaded.cache, loaded.context
         device, exact = weights.embedding.device, options.deterministic
-        self._info, self._samples = info_of(options, loaded), loaded.stage.last
+        self._options = options
+        alone = device.type == "cpu" and loaded.ranks.size * loaded.stage.count == 1
+        self._info, self._samples = replace(info_of(options, loaded), sleeps=alone), loaded.stage.last
         self._comm_thread = CommThread() if options.overlap_comm != "off" and loaded.ranks.size > 1 else None
         if self._comm_thread is not None:  # collectives use the computing cores: split only where a plan asks
             self._info = replace(self._info, two_stream_tokens=NEVER)
@@ -183,6 +187,21 @@ class TorchBackend:
             self.close_slot(slot)
         self._computed = self._host_rows.forwarded()
 
+    def sleep(self) -> None:
+        """Drops the weights, which the model's file has, and the memory of the blocks. Compiled kernels and
+        imports stay."""
+        self.__dict__.pop("_model")
+        self._cache.drop()
+        give_back_free_memory()
+
+    def wake(self) -> None:
+        """Reads the weights again, most often from the page cache of the operating system."""
+        loaded, exact = load(self._options), self._options.deterministic
+        if loaded.fingerprint != self._info.fingerprint:
+            raise EngineError(f"the weights of {self._info.model} have changed while it was asleep")
+        self._model = Model(loaded, operators_for(self._cache, deterministic=exact), deterministic=exact)
+        self._model.compile_products(min(WARM_ROWS, self._info.max_step_tokens))
+
     def close(self) -> None:
         if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
             rows.end()
@@ -190,6 +209,12 @@ class TorchBackend:
             self._comm_thread.close()
         for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "_copier"):
             self.__dict__.pop(name, None)  # frees the memory
+
+
+def give_back_free_memory() -> None:
+    """Return freed memory to the operating system. The C library of glibc keeps freed pieces below 32 MiB."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class ThreadCount:

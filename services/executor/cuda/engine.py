@@ -25,8 +25,10 @@ from torch import Tensor
 from kernels.attention.decode import decode_work
 from kernels.sampling.gpu import Choices, Chosen, choose, scratch
 from services.executor.checkpoint.config import Shapes
+from services.executor.checkpoint.kv_cache import tensors_of
 from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.cuda.comm_overlap import two_streams
+from services.executor.cuda.device_storage import DeviceStorage
 from services.executor.cuda.graph_runner import GraphRunner
 from services.executor.cuda.input_batch import STOP_IDS, CudaSlots, advance, arrange, end_slots, take
 from services.executor.cuda.kernel_configs import WIDE, device_tuning, for_large_heads, row_by_row
@@ -73,7 +75,9 @@ class CudaBackend:
         shapes, cache = loaded.shapes, loaded.cache
         device, ranks = cache.tensor.device, loaded.ranks
         _check_alike(shapes, ranks)
-        self._info = replace(info_of(options, loaded), max_stop_ids=STOP_IDS)
+        alone = ranks.size == loaded.stage.count == 1
+        self._info = replace(info_of(options, loaded), max_stop_ids=STOP_IDS, sleeps=alone)
+        self._storage = DeviceStorage(tensors_of(loaded.weights), [cache.tensor])
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
@@ -90,7 +94,7 @@ class CudaBackend:
         }
         self._cache, self._stage = cache, loaded.stage
         self._splits_steps = options.overlap_comm == "two_stream"
-        self._alone = ranks.size == loaded.stage.count == 1
+        self._alone = alone
         self._ranks = ranks
         streams = None
         if options.overlap_comm != "off" and ranks.size > 1:
@@ -120,12 +124,7 @@ class CudaBackend:
     @torch.inference_mode()
     def warm_up(self) -> None:
         began_s = time.monotonic()
-
-        def progress(done: int, of: int) -> None:
-            if done % 16 == 0 or done == of:
-                log.info("captured %d of %d graphs in %.1f s", done, of, time.monotonic() - began_s)
-
-        self._runner.capture(progress, alone=self._alone)
+        self._capture(began_s)
         for opened, plans in self._warm_up_steps():
             self.open_slot(opened)
             for plan in plans:
@@ -139,6 +138,13 @@ class CudaBackend:
             log.info("captured the graphs of split steps, %.1f s in all", time.monotonic() - began_s)
         self.reset()
         self._compiles.start()
+
+    def _capture(self, began_s: float) -> None:
+        def progress(done: int, of: int) -> None:
+            if done % 16 == 0 or done == of:
+                log.info("captured %d of %d graphs in %.1f s", done, of, time.monotonic() - began_s)
+
+        self._runner.capture(progress, alone=self._alone)
 
     def _warm_up_steps(self) -> Iterator[WarmUp]:
         """The steps of any engine; the same with rows that the kernel samples and with a block copied; and
@@ -289,12 +295,27 @@ class CudaBackend:
         self._slots.reset()
         self._computed = self._host_rows.forwarded()
 
+    def sleep(self) -> None:
+        """Weights go to pinned host memory, the KV cache goes; the CUDA context, the graphs and their
+        activations stay."""
+        torch.cuda.synchronize()
+        self._storage.leave()
+
+    @torch.inference_mode()
+    def wake(self) -> None:
+        """Copies the weights back. The graphs stay if the driver has given the same addresses, else they are
+        captured again, which takes longer than the copy."""
+        began_s = time.monotonic()
+        if not self._storage.come_back():
+            self._runner.forget()
+            self._capture(began_s)
+
     def close(self) -> None:
         self._compiles.stop()
         if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
             rows.end()
         for_rows = ("_sampler", "_device_sampling", "_host_rows")
-        for name in ("_cache", "_slots", "_runner", *for_rows, "_copier"):
+        for name in ("_cache", "_slots", "_runner", "_storage", *for_rows, "_copier"):
             self.__dict__.pop(name, None)  # frees the memory
 
 

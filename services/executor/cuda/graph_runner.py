@@ -125,6 +125,11 @@ class GraphRunner:
             self._graphs[kind, size] = graph
         progress(len(wanted), len(wanted))
 
+    def forget(self) -> None:
+        """Drop all graphs and their memory, because what they read has moved."""
+        self._graphs.clear()
+        self._pool = None
+
     def queue(self, step: ArrangedStep, updates: tuple[Words, Words]) -> None:
         """Queue a step's inputs and its forward."""
         tiles = self._tile_planner.tiles(step.chunks)

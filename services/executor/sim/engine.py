@@ -104,6 +104,8 @@ class SimBackend:
             max_context=o.max_context,
             stages=self._timing.stages,
             model_digest=hashlib.sha256(f"sim {o.model} {o.vocab}".encode()).hexdigest()[:32],
+            sleeps=True,
+            memory_bytes=o.blocks * block_bytes,
         )
 
     def warm_up(self) -> None:
@@ -169,6 +171,12 @@ class SimBackend:
     def reset(self) -> None:
         for slot in list(self._slots):
             self.close_slot(slot)
+
+    def sleep(self) -> None:
+        self._blocks.signatures.fill(0)
+
+    def wake(self) -> None:
+        """Does nothing: there are no weights."""
 
     def close(self) -> None:
         self.reset()

@@ -465,7 +465,7 @@ def _executor(fleet: Fleet, executor: Facts) -> list[str]:
     pool = next((pool for pool in of_schedulers if pool), None)
     engine = f"{executor['backend']} {executor['dtype']}".removesuffix(" none")
     if pool is None:
-        return [engine]
+        return ["asleep", engine] if executor.get("asleep") else [engine]
     used = pool["slots"] - pool["free_slots"]
     return [
         f"KV {pool['kv_used_pct']:.0f} %",
@@ -539,13 +539,14 @@ def _lacking(fleet: Fleet) -> Iterator[str]:
         counted_on = {kind for kind in NEEDED for _, s in schedulers if s.get(f"{kind}s")}
         starting = {s["kind"] for s in fleet.services if s["state"] == "starting"}
         for kind in NEEDED:
-            if kind not in there | counted_on | starting:
+            may_load = kind == "executor" and any(s.get("shares_memory") for _, s in schedulers)
+            if kind not in there | counted_on | starting and not may_load:
                 yield (
                     f"{model} has no {kind}: new requests for it are refused. "
                     f"Start one: `headrace serve {kind} --model {model}`."
                 )
         for name, facts in schedulers if "executor" in there else ():
-            if not facts.get("executors"):
+            if not (facts.get("executors") or facts.get("states")):  # the latter: asleep
                 yield f"{name} has no executor yet: it serves nothing until one joins it."
 
 

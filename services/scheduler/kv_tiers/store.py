@@ -106,6 +106,8 @@ def _may_be_eager(state: State, executor: Executor) -> bool:
 def _pressed(state: State, executor: Executor) -> int:
     """Blocks that are or will soon be needed beyond those that are free or being copied."""
     pool = executor.pool
+    if executor.sleep_by_us:  # what is worth a copy goes down, the rest is dropped
+        return 0 if executor.running else pool.blocks
     most = max(1, pool.blocks // CUSHION_SHARE)
     wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most)
     group = state.waiting.groups.get(state.blocked_on[0]) if state.blocked_on else None

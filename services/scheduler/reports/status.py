@@ -12,13 +12,14 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from services.scheduler import model_kinds
+from services.scheduler import load_shedding, model_kinds
+from services.scheduler.fleet import sleep
 from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.counters import Histogram
 from services.scheduler.state.requests import CLASS_NAMES, Phase, request_record
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.step_log import StepRecord
-from shared.actor.membership import COLD_START, MIXED
+from shared.actor.membership import COLD_START, MIXED, WAITS, WORK
 from shared.messages import ExecHello
 from shared.telemetry import traces as c
 from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
@@ -56,8 +57,12 @@ LAST_STEPS = 256  # of an executor, for the median of its step time
 def load(state: State) -> tuple[tuple[str, int], ...]:
     """Numbers for the heartbeat."""
     running = sum(len(e.running) for e in state.executors.values())
+    figures: tuple[tuple[str, int], ...]
     figures = ("requests", len(state.requests)), ("running", running), ("waiting", len(state.waiting))
-    options = (COLD_START, state.limits.cold_start_wait_us), (MIXED, int(state.limits.accept_mixed))
+    options = (
+        *((COLD_START, load_shedding.executor_wait_us(state)), (MIXED, int(state.limits.accept_mixed))),
+        *(zip((WORK, WAITS), sleep.work(state), strict=True) if state.limits.shares_memory else ()),
+    )
     return (*figures, *(option for option in options if option[1]))
 
 
@@ -94,6 +99,8 @@ def status(state: State) -> dict[str, object]:
         "closing": phases.count(Phase.CLOSING),
         "detokenizers": sorted(state.detokenizers),
         "executors": {name: _executor(state, e) for name, e in sorted(state.executors.items())},
+        "states": sleep.states(state),
+        "shares_memory": state.limits.shares_memory,
         "kept_out": {name: _excluded(state, hello) for name, hello in sorted(state.excluded.items())},
         "tiers": {
             name: _tier_status(state, e)

@@ -543,6 +543,14 @@ class QuotasChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class SleepSet:
+    """Put executors to sleep or wake them; no name: all."""
+
+    asleep: bool
+    executors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySet:
     """The policies named in `policy`, `kind=name,...`, in place of those before: see ../policy_change.py."""
 
@@ -562,6 +570,7 @@ Event = (
     | DrainTimedOut
     | QuotasChanged
     | PolicySet
+    | SleepSet
 )
 
 

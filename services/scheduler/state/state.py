@@ -48,6 +48,7 @@ class Limits:
     classes: tuple[SloClass, ...] = field(default_factory=lambda: requests.parse(""))
     model_digest: str = ""  # of the executors that may serve; empty: of the first one
     accept_mixed: bool = False  # executors of any model digest may serve
+    shares_memory: bool = False  # only a SleepSet wakes executors; else waiting requests do, too
     cold_start_wait_us: int = 0  # how long a request waits for the first executor of its model; 0: refused
     # How long a closed sequence waits for Ended. Longer than a dead detokenizer goes unnoticed: until then
     # another one may have to send the end to the client.
@@ -108,6 +109,7 @@ class Executor:
     prompt_limit: int = 0  # DECODE: longer prompts start elsewhere
     prompt_tokens: int = 0  # of prompts, computed since the last review of the roles
     prompt_squares: int = 0  # sum of the squares of the lengths of the prompts that ended since
+    sleep_by_us: int = 0  # it drains in order to sleep, and what runs then is preempted; 0: it does not
     cost_model: CostModel = field(default_factory=CostModel)
     pace: StepPace = field(default_factory=StepPace)
     host_fed: int = 0  # running sequences that are host-fed
@@ -194,6 +196,14 @@ class Roles:
     prompt_tokens: int = 0  # length of the prompt of a typical prompt token
 
 
+@dataclass(slots=True)
+class Sleeper:
+    """An executor that sleeps, falls asleep (its last ExecHello is not `asleep`) or wakes."""
+
+    hello: ExecHello
+    waking: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class DroppedExecutor:
     """A lost executor that may come back, and the requests (tenant, id) that its death is counted against."""
@@ -224,6 +234,7 @@ class State:
     roles: dict[str, Roles] = field(default_factory=dict)  # by model
     roles_due_us: int = 0  # the next review
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
+    asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors by id: see ../fleet/sleep.py
     dropped: dict[str, DroppedExecutor] = field(default_factory=dict)  # by id
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch
     draining_detokenizers: set[str] = field(default_factory=set)

@@ -37,6 +37,7 @@ class Pipeline:
     connect: Connect
     settings: Settings
     runtimes: dict[str, Runtime] = field(default_factory=dict)
+    suffix: str = ""  # of the ids of its actors, where a fleet has another pipeline
     client: Client = field(init=False)
 
     @classmethod
@@ -62,7 +63,7 @@ class Pipeline:
             self.build(kind),
             await self.connect(),
             self.settings.fleet,
-            name,
+            name + self.suffix,
             self.settings.host_id,
             heartbeat_interval_us=self.heartbeat_us,
         )

@@ -38,6 +38,8 @@ from shared.messages import (
     ExecHello,
     ExecRefused,
     ExecReset,
+    ExecSleep,
+    ExecWake,
     ExecWelcome,
     KvCopy,
     Open,
@@ -101,6 +103,8 @@ class World:
     resets: list[str] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)  # engines that are kept out, and why
     moved: list[tuple[str, int]] = field(default_factory=list)
+    hellos: deque[ExecHello] = field(default_factory=deque)  # of engines that sleep or are awake again
+    naps: list[str] = field(default_factory=list)  # what they were told, and which
     auto_end: bool = True
     events: int = 0
     took_us: int = 0  # of a step, and as much for 16 rows more; 0: the engines do not say
@@ -190,9 +194,24 @@ class World:
         for _ in range(steps):
             delivered = [self.deliver(name) for name in list(self.engines)]
             delivered += [self.deliver_copy(name) for name in list(self.engines)]
+            delivered.append(self.deliver_hello())
             if not any([*delivered, self.deliver_tier()]):
                 return
         raise AssertionError("the world does not come to rest")
+
+    def deliver_hello(self) -> bool:
+        """An engine sleeps now, or is awake again: as a new incarnation, with nothing in its blocks."""
+        if not self.hellos:
+            return False
+        hello = self.hellos.popleft()
+        name = hello.executor
+        engine = self.engines.get(name)
+        if engine is not None and engine.hello.exec_epoch == hello.exec_epoch - 1:  # else it has died since
+            assert not self.engines[name].slots, "it is asleep with an open slot"
+            self.engines[name], self.results[name] = PagedEngine(hello), deque()
+            self._new_incarnation(name)
+            self.handle(Arrived(f"executor.{name}", hello))
+        return True
 
     def crash(self, name: str) -> None:
         self.engines.pop(name)
@@ -337,6 +356,11 @@ class World:
                 self.refusals[name] = why
             case ExecWelcome():
                 self.refusals.pop(name, None)
+            case ExecSleep(exec_epoch=epoch) | ExecWake(exec_epoch=epoch):
+                hello, asleep = self.engines[name].hello, isinstance(command.message, ExecSleep)
+                assert (hello.exec_epoch, hello.asleep) == (epoch, not asleep), "it was told before"
+                self.naps.append(f"{'sleep' if asleep else 'wake'} {name}")
+                self.hellos.append(dataclasses.replace(hello, exec_epoch=epoch + 1, asleep=asleep))
             case ExecReset():
                 self.resets.append(name)
                 self._forget_copies(name)  # it says hello when they have ended, and tells of none

@@ -20,6 +20,8 @@ from shared.messages import (
     ExecHello,
     ExecRefused,
     ExecReset,
+    ExecSleep,
+    ExecWake,
     ExecWelcome,
     GrammarFailed,
     GrammarReady,
@@ -535,3 +537,82 @@ async def test_the_next_result_tells_how_long_publishing_the_last_one_took(fleet
     hand.say(plan(hello.exec_epoch, 2, start=2, count=1))
     await hand.until(StepResult, 3)
     assert [r.published_us for r in hand.of(StepResult)] == [0, 0, late_us]  # the first came twice
+
+
+class Napping(SimBackend):
+    """Says when it sleeps; wakes when a test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(SimOptions(model="m", timing="step=0"))
+        self.naps: list[str] = []
+        self.may_wake = threading.Event()
+        self.fails = False
+
+    def sleep(self) -> None:
+        self.naps.append("sleep")
+
+    def wake(self) -> None:
+        self.may_wake.wait(20)
+        self.naps.append("wake")
+        if self.fails:
+            raise MemoryError("14.2 GiB are needed")
+
+
+async def napping(fleet: Fleet) -> tuple[ExecutorActor, Runtime, HandScheduler, Napping, ExecHello]:
+    """An executor that was told to sleep and has done so."""
+    hand, engine = HandScheduler(), Napping()
+    await fleet.started(hand, "s")
+    actor, runtime = await executor(fleet, lambda: engine)
+    first = await hand.until(ExecHello)
+    assert not first.asleep
+    hand.say(ExecWelcome(exec_epoch=first.exec_epoch), ExecSleep(exec_epoch=first.exec_epoch))
+    hello = await hand.until(ExecHello, 2)
+    assert (hello.asleep, hello.exec_epoch > first.exec_epoch, engine.naps) == (True, True, ["sleep"])
+    assert dict(actor.heartbeat_payload().load)["asleep"] == 1
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+    return actor, runtime, hand, engine, hello
+
+
+async def test_it_sleeps_and_wakes_as_a_new_incarnation(fleet: Fleet) -> None:
+    actor, runtime, hand, engine, asleep = await napping(fleet)
+    hand.say(opened(), plan(asleep.exec_epoch, 1), ExecWake(exec_epoch=asleep.exec_epoch - 1))
+    await fleet.broker.settle()
+    assert (actor.status()["open_slots"], engine.naps) == (0, ["sleep"]), "a sleeper computes nothing"
+    hand.say(ExecWake(exec_epoch=asleep.exec_epoch))
+    await fleet.broker.settle()
+    runtime.upkeep()
+    await fleet.broker.settle()
+    assert len(hand.of(ExecHello)) == 2, "it says hello when it is awake"
+    engine.may_wake.set()
+    hello = await hand.until(ExecHello, 3)
+    assert (hello.asleep, hello.exec_epoch > asleep.exec_epoch) == (False, True)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
+    assert (await hand.until(StepResult)).error == ""
+    assert "asleep" not in dict(actor.heartbeat_payload().load)
+
+
+async def test_a_sleeper_stays_asleep_for_another_scheduler(fleet: Fleet) -> None:
+    _, _, hand, engine, asleep = await napping(fleet)
+    hand.say(ExecReset(exec_epoch=asleep.exec_epoch, why="a test"))
+    hello = await hand.until(ExecHello, 3)
+    assert (hello.asleep, engine.naps) == (True, ["sleep"])
+
+
+async def test_one_that_cannot_wake_fails(fleet: Fleet) -> None:
+    _, runtime, hand, engine, asleep = await napping(fleet)
+    engine.fails = True
+    engine.may_wake.set()
+    hand.say(ExecWake(exec_epoch=asleep.exec_epoch))
+    async with asyncio.timeout(20):
+        while runtime.failure is None:
+            await asyncio.sleep(0.01)
+    assert str(runtime.failure) == "the engine did not wake: 14.2 GiB are needed"
+
+
+async def test_an_engine_that_cannot_sleep_stays_awake(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = dataclasses.replace(SimBackend(SimOptions(model="m")).info, sleeps=False)
+    monkeypatch.setattr(SimBackend, "info", info)
+    _, hand, hello = await welcomed(fleet)
+    hand.say(ExecSleep(exec_epoch=hello.exec_epoch))
+    again = await hand.until(ExecHello, 2)
+    assert (again.asleep, again.exec_epoch > hello.exec_epoch) == (False, True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.launcher import supervisor as module
-from services.launcher.supervisor import ServiceSpec, Supervisor, service_specs
+from services.launcher.supervisor import ExecutorProcesses, ServiceSpec, Supervisor, service_specs
 
 FOREVER = "import signal, time; print('up', flush=True); signal.pause()"
 POLITE = (
@@ -342,3 +342,29 @@ def test_specs_are_named_by_kind_and_number() -> None:
     assert specs[1].argv == (
         sys.executable, "-P", "-m", "services.launcher.serve", "executor", "--name", "executor-0",
     )  # fmt: skip
+
+
+async def test_executors_of_a_model_end_and_start_again() -> None:
+    lines = Lines()
+    specs = [spec(name, POLITE, "executor") for name in ("a", "b")]
+    supervisor = Supervisor(specs, dict(os.environ), lines)
+    first, second = (ExecutorProcesses(supervisor, [s], 7) for s in supervisor.services)
+    second.stop()
+    supervisor.start()
+    await lines.wait_for("a", "up")
+    assert (first.run, first.end, first.left_out) == (True, False, False)
+    assert (second.run, second.end, second.left_out) == (False, False, True)
+    first.stop()
+    assert first.end
+    await lines.wait_for("a", "bye")
+    second.start()
+    await lines.wait_for("b", "up")
+    assert not second.left_out
+    async with asyncio.timeout(20):
+        while not first.left_out:
+            await asyncio.sleep(0.01)
+    lines.got.clear()
+    first.start()
+    await lines.wait_for("a", "up")
+    assert (first.run, first.restarts) == (True, 0)
+    await supervisor.kill()

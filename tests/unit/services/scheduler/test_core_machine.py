@@ -24,7 +24,7 @@ from support.scheduler.world_checks import ALL, Turns
 
 from services.scheduler import preemption
 from services.scheduler.admission import SUSPECT
-from services.scheduler.fleet import roles
+from services.scheduler.fleet import roles, sleep
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
     PIN_AFTER_PREEMPTIONS,
@@ -33,6 +33,7 @@ from services.scheduler.state.requests import (
     PeerLost,
     PeerReady,
     Sequence,
+    SleepSet,
     StreamLost,
     Ticked,
 )
@@ -85,7 +86,11 @@ class Machine(RuleBasedStateMachine):
             ),
         )
         limits = dataclasses.replace(
-            limits, policy=policy, classes=CLASSES, step_tokens=data.draw(st.integers(4, 80))
+            limits,
+            policy=policy,
+            classes=CLASSES,
+            step_tokens=data.draw(st.integers(4, 80)),
+            shares_memory=data.draw(st.booleans()),
         )
         block_tokens = data.draw(st.sampled_from([1, 2, 3, 4, 4, 5, 8, 16]))
         self.world = World(limits, shards=SHARDS, took_us=data.draw(st.sampled_from([0, 200, 5_000])))
@@ -107,6 +112,8 @@ class Machine(RuleBasedStateMachine):
         self.spied.start()
         self.periods = mock.patch.object(roles, "PERIOD_US", data.draw(st.sampled_from([0, 1_000, 10**9])))
         self.periods.start()
+        self.hurried = mock.patch.multiple(sleep, DRAIN_US=30_000, COPY_US=30_000)
+        self.hurried.start()
         self.join("e1")
         capacity = data.draw(st.sampled_from([0, 12, 32, 160])) // block_tokens
         if capacity:
@@ -130,7 +137,7 @@ class Machine(RuleBasedStateMachine):
         self.real_pause(state, executor, victim, why, candidates)
 
     def join(self, name: str) -> None:
-        self.epoch += 1
+        self.epoch += 1_000  # each sleep and wake takes one
         self.world.add_engine(name, epoch=self.epoch, **self.sizes[name])
 
     def excuse(self, request: str, code: int) -> None:
@@ -177,6 +184,8 @@ class Machine(RuleBasedStateMachine):
                 world.deliver_copy(name)
             if dice.random() < 0.8:
                 world.deliver_tier()
+            if dice.random() < 0.2:
+                world.deliver_hello()
             if self.old and dice.random() < 0.1:
                 name, result = dice.choice(self.old)
                 world.handle(Arrived(f"executor.{name}", result))
@@ -253,6 +262,11 @@ class Machine(RuleBasedStateMachine):
         elif how == "drain" and len(self.world.engines) == len(ENGINES):
             self.world.handle(PeerDraining("executor", engine))
 
+    @rule(asleep=st.booleans(), engines=st.sampled_from([(), *((name,) for name in ENGINES)]))
+    def nap(self, asleep: bool, engines: tuple[str, ...]) -> None:
+        """Engines sleep, or wake."""
+        self.world.handle(SleepSet(asleep, engines))
+
     @rule(shard=st.sampled_from(SHARDS), back=st.booleans())
     def detokenizer(self, shard: str, back: bool) -> None:
         self.epoch += 1
@@ -300,6 +314,9 @@ class Machine(RuleBasedStateMachine):
             return
         world = self.world
         try:
+            self.nap(False, ())
+            while world.deliver_hello():
+                self.nap(False, ())
             for name in ENGINES:
                 executor = world.scheduler.state.executors.get(name)
                 if executor is None or executor.draining or name not in world.engines:
@@ -317,6 +334,7 @@ class Machine(RuleBasedStateMachine):
         finally:
             self.spied.stop()
             self.periods.stop()
+            self.hurried.stop()
             type(self).events += world.events
 
     def check_answer(self, request: str, choice: int) -> None:
