@@ -41,6 +41,10 @@ class Settings(BaseSettings):
     # transport and identity
     nats_url: str = Field("", description="nats-server; empty: `up` embeds one, other commands look for it")
     port: int = Field(0, ge=0, le=65535, description="port of the embedded server; 0: 4222, or any free one")
+    leaf: str = Field(
+        "",
+        description="`up` is an edge of the nats-server with this leaf port: nats-leaf://user:password@host:7422",
+    )
     fleet: str = Field(
         "default", pattern=r"^[A-Za-z0-9_-]+$", description="services of one fleet work together"
     )
@@ -263,6 +267,7 @@ class Settings(BaseSettings):
 
 _METAVARS = {  # for names with an unclear last word
     "port": "PORT",
+    "leaf": "URL",
     "http": "HOST:PORT",
     "http_keys": "FILE",
     "http_tls_cert": "FILE",

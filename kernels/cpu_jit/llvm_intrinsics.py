@@ -15,8 +15,10 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# Vectors need both: sums may be reordered, and a division by zero does not raise.
-fast = njit(fastmath=True, error_model="numpy")
+# Vectors need both: sums may be reordered, and a division by zero does not raise. Inlined by LLVM: else the
+# process that compiles a kernel calls the function's own code, and one that reads the kernel from the cache
+# calls the copy there, which LLVM has optimised with the kernel. Their sums differ in the last bits.
+fast = njit(fastmath=True, error_model="numpy", forceinline=True)
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -154,7 +156,7 @@ _LEAST, _MOST, _ONE = np.float32(-87.0), np.float32(88.0), np.float32(1.0)
 _TO_INTEGER = np.float32(1.5 * 2**23)  # a float32 of this size has no room for a fraction
 
 
-@njit(fastmath={"contract", "nsz"})
+@njit(fastmath={"contract", "nsz"}, forceinline=True)
 def exp(x: Any) -> Any:
     """e^x of a float32, to 2 units in the last place between -87 and 88; outside x is clamped. A polynomial,
     which LLVM vectorises in loops, unlike the library's function (Moshier, Cephes)."""

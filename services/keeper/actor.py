@@ -39,6 +39,7 @@ from services.keeper.core import (
     Tick,
 )
 from services.keeper.file_verbs import FileVerbs
+from services.keeper.forwarder import Forwarder, serve
 from services.keeper.queues import MAX_QUEUED, TenantQueues
 from services.keeper.records import CANCELLED, Body, Hook, Work, to_json, work_of
 from services.keeper.verbs import RECORD_ROOM, REPLIES, Verbs, reply_subject
@@ -97,10 +98,10 @@ class KeeperActor(Actor):
 
     kind = "keeper"
 
-    def __init__(self, replicas: int = 1, webhooks: str = "") -> None:
+    def __init__(self, replicas: int = 1, webhooks: str = "", here: frozenset[str] | None = None) -> None:
         """`replicas`: servers of a cluster that have each message. `webhooks`: the file of hosts that may be
-        called; empty: none."""
-        self._replicas, self._hosts = replicas, webhooks
+        called; empty: none. `here`: the models that an edge serves itself; None: this is no edge."""
+        self._replicas, self._hosts, self._here = replicas, webhooks, here
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, mailbox: Mailbox) -> None:
@@ -109,22 +110,26 @@ class KeeperActor(Actor):
         self._streams = JetStream(bus, replicated=self._replicas > 1)
         self._queues = TenantQueues(self._streams, mailbox.guarded(self._on_work), self._core.room)
         self._webhooks = Webhooks(self._streams, mailbox.clock, self._hosts)
+        core, here = self._core, self._here
+        self._forwarder = Forwarder(mailbox.clock, here, self._call, self._handle, core.kept_bytes)
         self._verbs = Verbs(
             self._streams,
             mailbox.clock,
             self._queues,
-            self._core.runs,
+            self._runs,
             self._webhooks.check,
             mailbox.peers,
+            self._forwarder.forwards,
         )
         store = ObjectStore(self._streams)
         self._files = FileVerbs(store, mailbox.clock)
-        self._batches = Batches(bus, mailbox.clock, store, self._call, self._ack)
+        self._batches = Batches(bus, mailbox.clock, store, self._call, self._ack, self._here)
         batches = BatchVerbs(store, mailbox.clock, self._queues, self._webhooks.check)
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
         self._keeps_state = False  # there is a stream of checkpoints
+        await self._forwarder.start(bus)
         self._answers = await bus.subscribe(REPLIES, mailbox.guarded(self._on_reply))
         self._verb_subscriptions: list[Subscription] = [
             await bus.subscribe(subjects.SUBMIT_ALL, self._answering(self._verbs.submit), queue="keeper"),
@@ -132,9 +137,16 @@ class KeeperActor(Actor):
             await bus.subscribe(subjects.CANCEL_ALL, self._on_cancel, queue="keeper"),
             await bus.subscribe(subjects.DELETE_ALL, self._answering(self._verbs.delete), queue="keeper"),
             await bus.subscribe(subjects.KEEP_ALL, self._answering(self._verbs.keep), queue="keeper"),
-            await bus.subscribe(subjects.FILES_ALL, self._answering(self._files.answer), queue="keeper"),
-            await bus.subscribe(subjects.BATCHES_ALL, self._answering(batches.answer), queue="keeper"),
         ]
+        offered: dict[str, Verb] = {}
+        if self._here is None:
+            offered[subjects.FORWARD_ALL] = serve(self._verbs)
+        if self._here != frozenset():  # an edge without a model has none for batches: the centre answers
+            offered |= {subjects.FILES_ALL: self._files.answer, subjects.BATCHES_ALL: batches.answer}
+        for subject, verb in offered.items():
+            self._verb_subscriptions.append(
+                await bus.subscribe(subject, self._answering(verb), queue="keeper")
+            )
         await bus.subscribe(subjects.RUNS_ALL, self._on_runs)
         await bus.flush()  # the server has them before this keeper is ready
         loop = asyncio.get_running_loop()
@@ -160,6 +172,7 @@ class KeeperActor(Actor):
         return (
             MetricPoint("headrace.keeper.queued", self._queues.queued, "{request}"),
             MetricPoint("headrace.keeper.in_flight", len(core), "{request}"),
+            MetricPoint("headrace.keeper.forwarded", len(self._forwarder), "{request}"),
             MetricPoint("headrace.keeper.submitted", self._verbs.submitted, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.kept", self._verbs.kept, "{response}", is_counter=True),
             MetricPoint("headrace.keeper.stored", core.stored, "{request}", is_counter=True),
@@ -175,6 +188,7 @@ class KeeperActor(Actor):
         return {
             "queued": self._queues.queued,
             "in_flight": len(self._core),
+            "forwarded": len(self._forwarder),
             "submitted": self._verbs.submitted,
             "stored": self._core.stored,
             "refused": self._core.refused,
@@ -238,6 +252,7 @@ class KeeperActor(Actor):
             await asyncio.sleep(TICK_S)
             self._handle(Tick())
             self._batches.tick()
+            self._forwarder.tick()
             self._call(self._sweep())
 
     async def _sweep(self) -> None:
@@ -309,7 +324,17 @@ class KeeperActor(Actor):
             self._away.warning("answers of durable requests wait to be stored: %s", error.message)
         self._handle(Stored(key, new))
 
+    def _runs(self, key: Key) -> bool:
+        """True if a tokenizer, or the centre of this edge, has a request."""
+        work = self._core.work(key)
+        if work is not None and self._forwarder.forwards(work.model):
+            return self._forwarder.is_there(key)
+        return self._core.runs(key)
+
     def _ask(self, work: Work, checkpoint: bytes) -> None:
+        if self._forwarder.forwards(work.model):
+            self._forwarder.ask(work)
+            return
         make = subjects.resume if checkpoint else subjects.generate
         subject, reply = make(work.tenant, work.model), reply_subject(work.tenant, work.id)
         self._mailbox.bus.publish(subject, checkpoint or to_json(work.body), reply=reply)
@@ -349,7 +374,7 @@ class KeeperActor(Actor):
 
     def _on_runs(self, delivery: Delivery) -> None:
         """Answer another keeper if a request runs here; else be silent, since others may answer."""
-        if (names := subjects.names_in(delivery.subject)) is not None and self._core.runs(names):
+        if (names := subjects.names_in(delivery.subject)) is not None and self._runs(names):
             self._mailbox.bus.publish(delivery.reply, b"{}")
 
     def _answering(self, verb: Verb) -> Callable[[Delivery], None]:
@@ -399,4 +424,5 @@ def outcome_of(delivery: Delivery, max_payload: int) -> Body | HeadraceError:
 
 def build(settings: Settings) -> KeeperActor:
     """The keeper for the configuration."""
-    return KeeperActor(settings.durable_replicas, settings.webhooks)
+    here = frozenset(settings.model_names) if settings.leaf else None  # `up` names them all
+    return KeeperActor(settings.durable_replicas, settings.webhooks, here)

@@ -93,10 +93,13 @@ class Batches:
         store: ObjectStore,
         call: Callable[[Coroutine[Any, Any, None]], None],
         ack: Callable[[str, Hook | None], None],
+        here: frozenset[str] | None = None,
     ) -> None:
-        """`call` runs a coroutine beside the caller. `ack` acks a delivery once an event is stored."""
+        """`call` runs a coroutine beside the caller. `ack` acks a delivery once an event is stored. `here`:
+        the models of an edge; no line goes to its centre."""
         self._bus, self._clock, self._store, self._call_soon, self._ack = bus, clock, store, call, ack
         self._streams: JetStream = store.streams
+        self._here = here
         self._held: dict[Key, _Held] = {}
         self._away = Rarely(log, clock)
         self.ended = 0  # batches
@@ -263,7 +266,8 @@ class Batches:
         if there is none."""
         try:
             answer = await self._bus.request(subjects.MODELS, b"", timeout_us=MODELS_US)
-            entries = json.loads(answer.data)["data"]
+            served = json.loads(answer.data)["data"]
+            entries = [each for each in served if self._here is None or each["id"] in self._here]
         except (NoResponders, RequestTimeout, LookupError, ValueError):
             entries = []
         if not entries:

@@ -31,6 +31,7 @@ from shared.errors import (
 )
 
 WINDOW = 256  # requests in flight of one keeper: as many as an executor with a GPU runs at once
+MOST_AWAY = 4_096  # more, which the centre of an edge has accepted: each costs a look and its bytes
 WINDOW_BYTES = 67_108_864  # of these requests and their unstored answers
 PROGRESS_US = 3_000_000  # a third of the time after which a delivery counts as lost
 ASK_AGAIN_US = 30_000_000  # an answer may be lost while the nats-server is away
@@ -84,11 +85,18 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Away:
+    """The centre has accepted a request of this edge: others may take its place in the window."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Delivered | LookedUp | Answered | Stored | Tick
+Event = Delivered | LookedUp | Answered | Stored | Away | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +176,7 @@ class _Flight:
     asked: bool = False
     resumed: bool = False  # asked with its checkpoint
     restarted: bool = False  # from the start, since its checkpoint was of no use
+    away: bool = False  # outside of the window
     record: Body | None = None  # to store
 
 
@@ -177,7 +186,7 @@ class KeeperCore:
     def __init__(self) -> None:
         self._flights: dict[Key, _Flight] = {}
         self._by_tenant = Counter[str]()
-        self._bytes = 0
+        self._bytes = self._away = 0
         self._progress_us = 0  # of the next one
         self.stored = 0  # records
         self.refused = 0  # requests to be tried again
@@ -191,12 +200,12 @@ class KeeperCore:
         if self.full:
             return 0
         own = self._by_tenant[tenant]
-        return min(WINDOW - len(self._flights), max(1, WINDOW // tenants) - own)
+        return min(WINDOW + self._away - len(self._flights), max(1, WINDOW // tenants) - own)
 
     @property
     def full(self) -> bool:
         """True if no tenant has room."""
-        return len(self._flights) >= WINDOW or self._bytes >= WINDOW_BYTES
+        return len(self._flights) >= WINDOW + self._away or self._bytes >= WINDOW_BYTES
 
     def runs(self, key: Key) -> bool:
         """True if a request has been sent to a tokenizer and has no record yet."""
@@ -219,6 +228,9 @@ class KeeperCore:
                 return self._answered(event, flight, now_us, now_wall_us)
             case Stored():
                 return self._stored(event, flight)
+            case Away():
+                self._leave(event.key, flight)
+                return []
 
     def kept_bytes(self, key: Key) -> int:
         """The bytes of a request in flight that its record has, too."""
@@ -239,7 +251,7 @@ class KeeperCore:
         commands: list[Command] = [Nak(flight.ack, 0) for flight in self._flights.values()]
         self._flights.clear()
         self._by_tenant.clear()
-        self._bytes = 0
+        self._bytes = self._away = 0
         return commands
 
     def _delivered(self, event: Delivered, now_us: int) -> list[Command]:
@@ -302,13 +314,25 @@ class KeeperCore:
         flight = self._forget(key)
         return [Ack(flight.ack, flight.work.hook), *([Drop(key)] if flight.work.checkpoints else [])]
 
+    def _leave(self, key: Key, flight: _Flight) -> None:
+        if not flight.away and self._away < MOST_AWAY:
+            flight.away = True
+            self._away += 1
+            self._count_out(key[0])
+
     def _forget(self, key: Key) -> _Flight:
         flight = self._flights.pop(key)
-        self._by_tenant[key[0]] -= 1
-        if not self._by_tenant[key[0]]:
-            del self._by_tenant[key[0]]
+        if flight.away:
+            self._away -= 1
+        else:
+            self._count_out(key[0])
         self._bytes -= flight.size
         return flight
+
+    def _count_out(self, tenant: str) -> None:
+        self._by_tenant[tenant] -= 1
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
 
     def _retries(self, now_us: int) -> Iterator[Command]:
         for key, flight in self._flights.items():

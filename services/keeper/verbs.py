@@ -69,11 +69,13 @@ class Verbs:
         runs: Callable[[Key], bool],
         webhook: Callable[[object], str],
         peers: Peers,
+        forwards: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`runs`: whether this keeper has sent a request to a tokenizer. `webhook` checks a URL."""
+        """`runs`: whether this keeper has sent a request to a tokenizer. `webhook` checks a URL. `forwards`:
+        whether the centre of this edge answers for a model."""
         self._bus, self._streams = streams.bus, streams
         self._clock, self._queues, self._runs = clock, queues, runs
-        self._webhook, self._peers = webhook, peers
+        self._webhook, self._peers, self._forwards = webhook, peers, forwards
         self.submitted = self.kept = 0
         self._looked_us, self._half_full = 0, False
 
@@ -93,7 +95,9 @@ class Verbs:
         if (known := await self._known(tenant, request_id)) is not None:
             return _same(known, digest)
         webhook = self._webhook(body.pop("webhook")) if "webhook" in body else ""
-        drawn = await self._checked(tenant, model, {**body, "request_id": request_id})
+        drawn: Body = {}
+        if not self._forwards(model):  # else the link may be down, and a tokenizer there validates it later
+            drawn = await self._checked(tenant, model, {**body, "request_id": request_id})
         stored = body_to_store(body, request_id, drawn)
         now_us, computed_by = self._clock.wall_us(), self._peers.model_digest(model)
         work = Work(tenant, request_id, model, stored, digest, now_us, keep, webhook, computed_by)
@@ -132,14 +136,19 @@ class Verbs:
             return False
         return True
 
-    async def delete(self, tenant: str, request_id: str, _: bytes) -> Body:
-        """Delete the record of a request; one that waits or runs is cancelled before. Raises like `result`,
-        and StreamFull."""
-        await self.result(tenant, request_id)
+    async def end(self, tenant: str, request_id: str) -> None:
+        """Cancel a request, with the news of its end, where no client has sent a cancel to all services.
+        Raises Unavailable."""
         if await self.cancel(tenant, request_id):
             news = to_json({"id": request_id, "status": CANCELLED})
             self._bus.publish(subjects.done(tenant, request_id), news)
             self._bus.publish(subjects.cancel(tenant, request_id), b"")  # services may run it
+
+    async def delete(self, tenant: str, request_id: str, _: bytes) -> Body:
+        """Delete the record of a request; one that waits or runs is cancelled before. Raises like `result`,
+        and StreamFull."""
+        await self.result(tenant, request_id)
+        await self.end(tenant, request_id)
         mark = to_json({"id": request_id, "digest": "", "status": DELETED})
         await self._streams.replace(subjects.record(tenant, request_id), mark, ttl_s=KEPT_S)
         return {"id": request_id, "deleted": True}

@@ -96,6 +96,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
     up.add_argument("--join", default="", metavar="URL", help="only executors, for the fleet at this URL")
+    up.add_argument("--leaves", default="", metavar="HOST:PORT", help="where edges connect: `up --leaf`")
     up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
     _add_requests(add, verb)
     pull = add("pull", "fetch a model into the cache", _pull)
@@ -125,6 +126,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         "--classes", default="", metavar="LIST", help="classes of these tenants; default standard,batch"
     )
     auth.add_argument("--force", action="store_true", help="make new passwords for every user")
+    auth.add_argument("--leaves", action="store_true", help="the nats-server listens for edges on port 7422")
     auth.add_argument("--tls-cert", default="", metavar="FILE", help="the nats-server's certificate")
     auth.add_argument("--tls-key", default="", metavar="FILE", help="its key")
     auth.add_argument("--show", metavar="NAME", help="print the URL of a service, operator or tenant")
@@ -321,6 +323,7 @@ def _up(given: argparse.Namespace) -> int:
         given.auth,
         more,
         join=given.join,
+        leaves=given.leaves,
         until_idle=given.until_idle,
         must_be_durable=must_be_durable,
     )
@@ -531,7 +534,7 @@ def _auth(given: argparse.Namespace) -> None:
         return
     url, tls = settings.nats_url or DEFAULT_NATS_URL, auth.tls_of(given.tls_cert, given.tls_key)
     classes = auth.classes_of(given.classes)
-    plan = auth.Plan(url, settings.fleet, tuple(given.tenant), given.force, tls, classes)
+    plan = auth.Plan(url, settings.fleet, tuple(given.tenant), given.force, tls, classes, given.leaves)
     auth.generate(given.folder, plan, console.print_line)
 
 

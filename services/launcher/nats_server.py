@@ -37,6 +37,7 @@ class ServerLimits:
     max_closed_clients: int = 1_000  # kept for monitoring; the default of 10,000 looks like a leak of 10 MB
     jetstream_memory: str = ""  # empty: JetStream is off; its own default would be 75 % of the RAM
     jetstream_file: str = ""
+    domain: str = ""  # of JetStream: an edge has its own
     store: str = ""  # folder of JetStream's files; empty: among the server's other files
     lock: int = -1  # file descriptor for the server to hold; -1: none
 
@@ -176,7 +177,8 @@ def _config(port: int, monitoring_port: int, limits: ServerLimits, home: Path) -
     if limits.jetstream_memory or limits.jetstream_file:
         memory, file = limits.jetstream_memory or "0", limits.jetstream_file or "0"
         where = json.dumps(limits.store or str(home / "jetstream"))
-        lines.append(f"jetstream {{ store_dir: {where}, max_mem: {memory}, max_file: {file} }}")
+        domain = f", domain: {limits.domain}" if limits.domain else ""
+        lines.append(f"jetstream {{ store_dir: {where}, max_mem: {memory}, max_file: {file}{domain} }}")
     return "\n".join(lines) + "\n"
 
 

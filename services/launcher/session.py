@@ -52,7 +52,7 @@ def find_target(loaded: Loaded) -> Target:
     chosen = loaded.origins["model"] != "default" or loaded.origins["model_name"] != "default"
     return Target(
         settings.nats_url or (here.nats_url if here else DEFAULT_NATS_URL),
-        here.models[0] if here and not chosen else named,
+        here.models[0] if here and here.models and not chosen else named,
         here.page if here else "",
         settings.links,
     )

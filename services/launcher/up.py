@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.launcher import background, console, durable, joining, nats_server, own_folder, session
+from services.launcher import background, console, durable, joining, leaf, nats_server, own_folder, session
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
 from services.launcher.commands.status import ScrapeTargets
@@ -82,19 +82,24 @@ def up(
     more: Sequence[str] = (),
     *,
     join: str = "",
+    leaves: str = "",
     until_idle: bool = False,
     must_be_durable: bool = True,
 ) -> int:
     """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
     `users`, a folder made by `headrace auth`, each service has its own credentials, and HTTP requires an API
     key. `more` names models to serve in addition to that of the settings. With `join`, a URL, it adds
-    executors and a kv_offload to the fleet there (see joining.py). With `until_idle` it ends by itself
-    (see background.py). Unless it `must_be_durable`, it runs without durable requests where their folder
-    cannot be had, or with a server of others."""
+    executors and a kv_offload to the fleet there (see joining.py). Edges connect at `leaves`, HOST:PORT. With
+    `until_idle` it ends by itself (see background.py). Unless it `must_be_durable`, it runs without durable
+    requests where their folder cannot be had, or with a server of others."""
     if join:
         settings = settings.model_copy(update={"nats_url": join, "http": "off", "durable": False})
     elif users is not None and not settings.http_keys:
         settings = settings.model_copy(update={"http_keys": str(auth.keys_of(users))})
+    if (settings.leaf or leaves) and (settings.nats_url or (settings.leaf and leaves)):
+        raise SetupError(
+            "--leaf and --leaves are of the server that `up` starts, without --nats-url: use one"
+        )
     models = served_models(settings, more)
     address = settings.http_address  # fail on a taken one before anything starts
     if isinstance(address, str):
@@ -112,8 +117,13 @@ def up(
         server = None
         if not settings.nats_url:
             extra = auth.authorization(users, settings.fleet) if users else ""
+            extra += leaf.listen(leaves, users) if leaves else ""
             limits = _durable_limits(settings, must_be_durable=must_be_durable)
             settings = settings.model_copy(update={"durable": limits is not None})
+            if settings.leaf:
+                names = (*models, *settings.model_names[1:])
+                extra += leaf.remote(settings.leaf, names, has_users=bool(users))
+                limits = leaf.limits_of(settings.fleet, limits)
             if port := settings.port:
                 server = nats_server.start(port, limits=limits, extra=extra)
             else:
@@ -178,6 +188,8 @@ def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str
     if event_file and settings.schedulers > 1:
         raise SetupError("an event log in a file is for one scheduler: use --event-log nats with several")
     found: dict[str, str] = {}
+    if settings.leaf and settings.model == leaf.NO_MODEL:
+        return found
     for model in (settings.model, *more):
         _check_model(settings, model)
         name, *_ = settings.model_names or (resolve(model, settings.cache_dir).name,)
@@ -210,7 +222,7 @@ class _Up:
         logins: _Logins,
         joined: Joined | None = None,
     ) -> None:
-        """`models` by name; the first is that of the settings."""
+        """`models` by name; the first is that of the settings. An edge may have none."""
         self._settings = settings
         self._models = models
         self._server = server
@@ -277,6 +289,7 @@ class _Up:
         counts = {
             "gateway": s.gateways if s.http_address is not None else 0,
             "keeper": int(s.durable),
+            "kv_offload": int(bool(self._models)),
             "tokenizer": s.tokenizers,
             "scheduler": s.schedulers,
             "executor": s.executors,
@@ -294,6 +307,7 @@ class _Up:
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
         env = with_import_path({**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"})
+        env["HEADRACE_LEAF"] = access.shown(s.leaf)  # no service needs the password
         names = [spec.name for spec in specs]
         shown, kept = ServiceLines(names, sys.stderr, bare=s.log_json), LogFiles(self._folder.name, names)
         if self._server is not None:
@@ -311,6 +325,8 @@ class _Up:
     def _env_of(self, spec: ServiceSpec) -> dict[str, str]:
         page = self._pages.variables(spec.name)
         own = {"HEADRACE_NATS_URL": self._logins.of(spec.kind), **self._classes_of(spec)}
+        if spec.kind == "keeper" and self._settings.leaf:  # an edge forwards requests for other models
+            own["HEADRACE_MODEL_NAME"] = ",".join((*self._models, *self._settings.model_names[1:]))
         return {**spec.env, **own, **page}
 
     def _classes_of(self, spec: ServiceSpec) -> dict[str, str]:
@@ -332,7 +348,7 @@ class _Up:
                 return
             await readiness.wait(list(self._models), print_line)
             self._contexts = {model: readiness.context(model) for model in self._models}
-            dtype = await readiness.dtype()
+            dtype = await readiness.dtype() if self._models else ""
             self._same_seed = same_seed(dtype, deterministic=self._settings.deterministic)
             if (address := self._settings.http_address) is not None:
                 port, tls = await readiness.gateway_port(print_line), bool(self._settings.http_tls_cert)
@@ -407,6 +423,7 @@ class _Up:
             ("API keys", self._settings.http_keys if self._http else ""),
             ("metrics", self._pages.shown()),
             ("same seed", self._same_seed),
+            ("edge of", access.shown(self._settings.leaf)),
             ("durable in", self._server.limits.store if self._server else ""),
         ]
         for name, value in rows:

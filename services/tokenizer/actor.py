@@ -77,12 +77,15 @@ class TokenizerActor(Actor):
         model: ServedModel,
         classes: TenantClasses | None = None,
         give_up_us: int = MIN_DETECTION_US,
+        *,
+        edge: bool = False,
     ) -> None:
-        """`give_up_us`: longer than the detection of a dead scheduler takes."""
+        """`give_up_us`: longer than the detection of a dead scheduler takes. `edge`: see `Queries`."""
         self._model = model
         self._name = model.name
         self._classes = classes or TenantClasses()
         self._core = TokenizerCore(model, give_up_us)
+        self._edge = edge
         self._standby = Standby()
         self._taken_over = 0
         self._started = False
@@ -102,7 +105,7 @@ class TokenizerActor(Actor):
         self._tenant_queue = TenantQueue(self._take, self._over_share)
         self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
         self._second.on_fault(_log_fault)
-        self._queries = Queries(mailbox, self._model, self._context, self._second)
+        self._queries = Queries(mailbox, self._model, self._context, self._second, edge=self._edge)
         self._checks = Checks(mailbox, self._model, self._classes.of)
         await self._queries.check_names()
         requests = [subjects.generate_any_tenant(name) for name in self._model.names]
@@ -635,4 +638,5 @@ def load_model(settings: Settings) -> ServedModel:
 def build(settings: Settings) -> TokenizerActor:
     """The tokenizer for the configuration. Raises SetupError."""
     give_up_us = detection_us(settings.heartbeat_interval_ms * 1000)
-    return TokenizerActor(load_model(settings), TenantClasses(settings.tenant_classes), give_up_us)
+    classes, edge = TenantClasses(settings.tenant_classes), bool(settings.leaf)
+    return TokenizerActor(load_model(settings), classes, give_up_us, edge=edge)

@@ -50,12 +50,22 @@ RETRY_AFTER_MS = 1_000
 class Queries:
     """Answers requests that need no scheduler."""
 
-    def __init__(self, mailbox: Mailbox, model: ServedModel, context: Callable[[], int], second: Bus) -> None:
-        """`context` of this fleet, tokens; `second`: connection for the requests for any model."""
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        model: ServedModel,
+        context: Callable[[], int],
+        second: Bus,
+        *,
+        edge: bool = False,
+    ) -> None:
+        """`context` of this fleet, tokens; `second`: connection for the requests for any model. `edge`: the
+        centre answers for all other models, and may serve others under the names of this one."""
         self._mailbox = mailbox
         self._second = second
         self._model = model
         self._context = context
+        self._edge = edge
         self._fleets: dict[str, Peers] = {}  # tokenizers of every fleet on this server
         self._known: dict[str, int] = {}  # last heartbeat of a tokenizer, by model
         self._unsure: dict[str, list[tuple[Delivery, str]]] = {}  # requests by model, with their tenants
@@ -76,11 +86,16 @@ class Queries:
                 )
                 for name in self._model.names
             ],
-            await self._second.subscribe(subjects.GENERATE_ALL, self._on_any_model, queue="unknown-model"),
+            *[
+                await self._second.subscribe(subject, self._on_any_model, queue="unknown-model")
+                for subject in (() if self._edge else (subjects.GENERATE_ALL,))
+            ],
         ]
 
     async def check_names(self) -> None:
         """Raises SetupError if another model on this server has one of the names of this one."""
+        if self._edge:
+            return
         try:
             found = await self._mailbox.bus.request(subjects.MODELS, b"", timeout_us=LISTEN_US)
         except (NoResponders, RequestTimeout):

@@ -43,6 +43,7 @@ from shared.nats.subjects import (
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 SERVICE_PREFIX = "headrace-"
 OPERATOR = "operator"
+LEAF = "leaf"
 INBOX = "_INBOX"
 CLASSES = ("interactive", "standard", "batch")  # service classes, the highest first
 DEFAULT_CLASSES = ("standard", "batch")  # of a tenant without an entry in `tenant_classes`
@@ -82,8 +83,9 @@ _READS = {
     "keeper": (
         *(
             f"{PUBLIC}.{verb}.*.*"
-            for verb in ("submit", "result", "cancel", "delete", "keep", "files", "batches")
+            for verb in ("submit", "result", "cancel", "delete", "keep", "files", "batches", "forward")
         ),
+        f"{PUBLIC}.done.*.*",
         f"{STORE}.runs.*.*",
     ),
 }
@@ -98,6 +100,7 @@ _WRITES = {
         f"{PUBLIC}.cancel.*.*",
         f"{PUBLIC}.models",
         f"{PUBLIC}.done.*.*",
+        f"{PUBLIC}.forward.*.*",
         f"{STORE}.>",
         *(
             f"$JS.API.STREAM.{verb}.{stream}"
@@ -122,7 +125,7 @@ _VERBS = (
     "batches",
 )  # fmt: skip
 _ASKS = (*(f"{PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{PUBLIC}.models.*")
-_IN_A_NAME = frozenset((*_VERBS, "models", "keep"))  # the tenant follows the verb
+_IN_A_NAME = frozenset((*_VERBS, "models", "keep", "forward"))  # the tenant follows the verb
 _LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")
 
 
@@ -271,6 +274,17 @@ def of_tenant(tenant: str) -> Permissions:
     return Permissions(
         publish=(*own, f"{PUBLIC}.models.{name}"),
         subscribe=(f"{INBOX}.{name}.>", f"{PUBLIC}.done.{name}.*"),
+    )
+
+
+def of_leaf() -> Permissions:
+    """The permissions of the nats-server of an edge: requests for any tenant go up, replies to any tenant
+    come down. Allowed subjects are those that services subscribe to, as wide as they do: a server compares
+    patterns, and `generate.acme.*` is no part of `generate.*.MODEL`."""
+    verbs = ("generate", "cancel", "tokenize", "detokenize", "attach", "forward", "files", "batches")
+    return Permissions(
+        publish=(*(f"{PUBLIC}.{verb}.*.*" for verb in verbs), f"{PUBLIC}.models", f"{PUBLIC}.models.*"),
+        subscribe=(f"{INBOX}.>",),
     )
 
 

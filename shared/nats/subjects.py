@@ -60,6 +60,8 @@ DELETE_ALL = f"{PUBLIC}.delete.*.*"
 ATTACH_ALL = f"{PUBLIC}.attach.*.*"
 FILES_ALL = f"{PUBLIC}.files.*.*"
 BATCHES_ALL = f"{PUBLIC}.batches.*.*"
+FORWARD_ALL = f"{PUBLIC}.forward.*.*"
+DONE_ALL = f"{PUBLIC}.done.*.*"
 WORK_STREAM, RECORD_STREAM, FILE_STREAM = "HR_WORK", "HR_DONE", "HR_FILES"
 HOOK_STREAM, STATE_STREAM = "HR_HOOKS", "HR_STATE"
 WORK_ALL = f"{STORE}.work.>"
@@ -130,6 +132,12 @@ def files(tenant: str, verb: str) -> str:
 def batches(tenant: str, verb: str) -> str:
     """Request-reply: batches of a tenant. `verb`: create, show, list, cancel."""
     return f"{PUBLIC}.batches.{token(tenant)}.{verb}"
+
+
+def forward(tenant: str, verb: str) -> str:
+    """Request-reply: the keeper of an edge hands a durable request to the centre. `verb`: submit, result,
+    cancel."""
+    return f"{PUBLIC}.forward.{token(tenant)}.{verb}"
 
 
 def file_part(tenant: str, file: str, part: int | str) -> str:

@@ -103,7 +103,7 @@ FORBIDDEN_WRITING = [
     "headrace.v1.status", "headrace.v1.trace.r", "headrace.v1.events.s.snapshot", "hr.beat_ask",
     "headrace.v1.policy.s", "headrace.v1.models", "headrace.v1.models.bob",
     "headrace.v1.submit.bob.m", "headrace.v1.result.bob.r", "headrace.v1.keep.bob.r",
-    "headrace.v1.delete.bob.r",
+    "headrace.v1.delete.bob.r", "headrace.v1.forward.acme.submit",
     "headrace.v1.keep.acme.r", "headrace.v1.attach.bob.r",
     "headrace.v1.done.acme.r",
     "headrace.v1.files.bob.put", "headrace.v1.batches.bob.create", "headrace.store.file.acme.f.0",
@@ -139,6 +139,42 @@ async def test_a_tenant_writes_only_in_its_own_name(server: NatsServer, users: P
     async with client(server, users, "acme") as (nc, refused):
         assert [s for s in FORBIDDEN_WRITING if await may_write(nc, refused, s)] == []
         assert [s for s in ALLOWED_WRITING if not await may_write(nc, refused, s)] == []
+
+
+async def test_a_stream_may_be_silent_for_longer_than_an_answer_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The permission to answer a request ends after a while, here a millisecond; a stream has none to end."""
+    monkeypatch.setattr(auth, "ANSWER_WITHIN", "1ms")
+    auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, ("acme", "bob")), print)
+    server = servers.start(extra=auth.authorization(tmp_path, FLEET))
+    try:
+        async with (
+            client(server, tmp_path, "detokenizer") as (detokenizer, _),
+            client(server, tmp_path, "scheduler") as (scheduler, refused),
+            client(server, tmp_path, "acme") as (acme, _),
+            client(server, tmp_path, "operator") as (operator, _),
+        ):
+            inbox, state = acme.new_inbox(), operator.new_inbox()
+            frames, states = await acme.subscribe(inbox), await operator.subscribe(state)
+            asked = await scheduler.subscribe(subjects.TRACE_ALL)
+            for each in (acme, operator, scheduler):
+                await each.flush()
+            await detokenizer.publish(inbox, b"1")
+            await operator.publish(subjects.trace("r"), b"", reply=state)
+            question = await asked.next_msg(30)
+            began = asyncio.get_running_loop().time()
+            while asyncio.get_running_loop().time() < began + 0.01:
+                await acme.flush()
+            await scheduler.publish(question.reply, b"late")
+            await detokenizer.publish(inbox, b"2")
+            await scheduler.flush()
+            await scheduler.flush()
+            assert [(await frames.next_msg(30)).data for _ in range(2)] == [b"1", b"2"]
+            assert refused, "the answer was late, and is not let through"
+            assert states.pending_msgs == 0
+    finally:
+        server.stop()
 
 
 async def test_a_reply_reaches_the_tenant_that_asked_and_no_other(server: NatsServer, users: Path) -> None:

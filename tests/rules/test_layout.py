@@ -59,8 +59,8 @@ HANGING = (
     "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 21_830
-PRODUCT_FILES, PRODUCT_LINES = 243, 58_074
+PATH_FILES, PATH_LINES = 74, 21_871
+PRODUCT_FILES, PRODUCT_LINES = 246, 58_699
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -4,6 +4,7 @@ with SlowLink(server_port) as link:      # clients connect to link.port
     link.slow(256 << 10, 0.05)           # bytes a second of each direction, seconds on the way
     link.fast()
     link.refuse(); link.accept()         # new connections, as a server that is dead, and back
+    link.cut()                           # refuse, and end those that are open
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ class SlowLink:
         """Take none. Those that are open end with the server's side."""
         self._run(self._close())
 
+    def cut(self) -> None:
+        """End all connections, and take none."""
+        self._run(self._cut())
+
     # ---- on the thread --------------------------------------------------------------------------
 
     def _run(self, what: Coroutine[object, object, T]) -> T:
@@ -71,11 +76,14 @@ class SlowLink:
     async def _close(self) -> None:
         self._server.close()
 
-    async def _end(self) -> None:
+    async def _cut(self) -> None:
         self._server.close()
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _end(self) -> None:
+        await self._cut()
         await self._loop.shutdown_asyncgens()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

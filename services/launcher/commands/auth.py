@@ -4,6 +4,7 @@
     DIR/tokenizer/headrace.toml, ...      for one service each: `nats_url` with its user and password
     DIR/gateway/keys                      for the gateway: the hashes of the API keys
     DIR/tokenizer/classes                 for the tokenizers: the service classes that a tenant may use
+    DIR/leaf/headrace.toml                for the nats-servers of edges, once there was a run with `--leaves`
     DIR/operator/headrace.toml, api_key   for the operator: the command line, and over HTTP /metrics
     DIR/tenants/NAME/headrace.toml        for one tenant each, for NATS
     DIR/tenants/NAME/api_key              and for HTTP
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from services.launcher.leaf import PORT
 from services.launcher.nats_server import ServerLimits
 from shared.errors import SetupError
 from shared.nats import access
@@ -58,6 +60,7 @@ class Plan:
     force: bool = False
     tls: Tls | None = None
     classes: tuple[str, ...] = ()  # that `tenants` may use; empty: as before, or access.DEFAULT_CLASSES
+    leaves: bool = False  # the server listens for edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def generate(folder: Path, plan: Plan, report: Report) -> None:
         users[user] = User(_password(folder / subfolder / FILE, user, plan, report), allowed)
     _write(folder / "gateway" / KEYS, _http_keys(folder, plan.force))
     _write(folder / "tokenizer" / CLASSES, _classes(folder, plan))
-    _write(server / "nats.conf", server_conf(plan.tls, ServerLimits()))
+    _write(server / "nats.conf", server_conf(plan.tls, ServerLimits(), leaves=_has_leaves(folder, plan)))
     if not _is_current(server / "users.conf", users):
         _write(server / "users.conf", users_conf(users))
         report(f"{server / 'users.conf'}: {len(users)} users; a running nats-server reads it after a SIGHUP")
@@ -97,7 +100,7 @@ def generate(folder: Path, plan: Plan, report: Report) -> None:
 def url_of(folder: Path, name: str, server: str = "") -> str:
     """The URL with the credentials of a service, the operator or a tenant, for another `server` if named.
     Raises SetupError if there are none."""
-    known = (*access.SERVICES, access.OPERATOR)
+    known = (*access.SERVICES, access.OPERATOR, access.LEAF)
     path = folder / (name if name in known else f"{TENANTS}/{token(name)}") / FILE
     url = _read(path)
     if not url:
@@ -154,10 +157,16 @@ def _wanted(folder: Path, plan: Plan) -> Mapping[str, tuple[str, access.Permissi
     wanted = {kind: (access.user_of(kind), access.of_service(kind, plan.fleet)) for kind in access.SERVICES}
     operator = access.OPERATOR
     wanted[operator] = (access.user_of(operator), access.of_operator(plan.fleet))
+    if _has_leaves(folder, plan):
+        wanted[access.LEAF] = (access.user_of(access.LEAF), access.of_leaf())
     there = tenants_in(folder)
     for tenant in dict.fromkeys([*there, *_checked(plan.tenants), *([] if there else [DEFAULT_TENANT])]):
         wanted[f"{TENANTS}/{token(tenant)}"] = (token(tenant), access.of_tenant(tenant))
     return wanted
+
+
+def _has_leaves(folder: Path, plan: Plan) -> bool:
+    return plan.leaves or (folder / access.LEAF / FILE).exists()
 
 
 def _checked(tenants: Iterable[str]) -> Iterable[str]:
@@ -261,9 +270,10 @@ def head(users: Mapping[str, User]) -> str:
     return HEAD + sha256(facts.encode()).hexdigest()[:32]
 
 
-def server_conf(tls: Tls | None, limits: ServerLimits) -> str:
+def server_conf(tls: Tls | None, limits: ServerLimits, *, leaves: bool = False) -> str:
     """The configuration of a server in its own container; it includes `users.conf` from the same folder."""
     files = f"cert_file: {json.dumps(tls.certificate)}, key_file: {json.dumps(tls.key)}" if tls else ""
+    secured = [f"tls {{ {files} }}"] if tls else []
     return "\n".join(
         [
             HEAD + "limits and users of the server",
@@ -271,7 +281,8 @@ def server_conf(tls: Tls | None, limits: ServerLimits) -> str:
             "http_port: 8222",
             *limits.lines(),
             'jetstream { store_dir: "/data", max_mem: 64MB, max_file: 3GB }',
-            *([f"tls {{ {files} }}"] if tls else []),
+            *secured,
+            *([f"leafnodes {{ {', '.join((f'port: {PORT}', *secured))} }}"] if leaves else []),
             "include ./users.conf",
             "",
         ]

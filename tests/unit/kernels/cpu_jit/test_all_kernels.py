@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -177,3 +182,24 @@ def test_panels_are_for_shapes_and_dtypes_that_they_fit() -> None:
 
 def test_torchs_own_team_is_found() -> None:
     assert thread_team.openmp() is not None, "torch of PyPI brings an OpenMP library with this entry point"
+
+
+def test_the_first_process_computes_the_same_bits_as_later_ones(tmp_path: Path) -> None:
+    """The first one compiles the kernels, the second one reads them from the cache."""
+    compute = """
+import hashlib, torch
+from kernels.cpu_jit import attention, rowwise
+torch.set_num_threads(1)
+torch.manual_seed(0)
+kv, query = torch.randn(64, 1, 2, 16, 3, 64), torch.randn(40, 9, 64)
+tables, lengths = torch.randperm(64)[None, :8].repeat(40, 1), torch.arange(1, 41) * 3
+found = attention.attend_decode(query, kv, 0, tables, lengths), rowwise.swiglu(torch.randn(37, 3072))
+print([hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in found])
+"""
+    env = {**os.environ, "HOME": str(tmp_path)}
+    bits = [
+        subprocess.run([sys.executable, "-c", compute], env=env, capture_output=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert [*tmp_path.rglob("*.nbc")]
+    assert bits[0] == bits[1] != b""

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.keeper.core import (
     ASK_AGAIN_US,
     KEPT_S,
+    MOST_AWAY,
     PROGRESS_US,
     RETRY_US,
     WINDOW,
@@ -19,6 +20,7 @@ from services.keeper.core import (
     Announce,
     Answered,
     Ask,
+    Away,
     Command,
     Delivered,
     Drop,
@@ -147,6 +149,10 @@ class Keepers(RuleBasedStateMachine):
         self.now_us += us
         self.feed(Tick())
 
+    @rule(key=st.sampled_from(KEYS))
+    def goes_to_the_centre(self, key: Key) -> None:
+        self.feed(Away(key))
+
     @rule()
     def dies(self) -> None:
         self.core = KeeperCore()
@@ -189,6 +195,7 @@ class Keepers(RuleBasedStateMachine):
                 self.feed(Answered((asked.tenant, asked.id), {"text": asked.body["prompt"]}))
         assert self.waiting == set()
         assert len(self.core) == 0
+        assert self.core.room("a", 1) == WINDOW
 
 
 TestKeepers = Keepers.TestCase
@@ -292,6 +299,24 @@ def test_the_window_is_bounded_by_requests_and_by_bytes() -> None:
     assert (core.room("a", 9 * WINDOW), core.room("b", 9 * WINDOW)) == (0, 1)
     core.handle(Delivered(work(KEYS[1]), "ack", size=1 << 30), 0, 0)
     assert core.room("a", 1) == core.room("b", 1) == 0
+
+
+def test_what_the_centre_has_leaves_the_window_up_to_a_bound() -> None:
+    core = KeeperCore()
+    for number in range(MOST_AWAY + WINDOW):
+        key = ("a", f"{number}")
+        assert core.room("a", 2) > 0
+        core.handle(Delivered(work(key), "ack", size=1), 0, 0)
+        core.handle(Away(key), 0, 0)
+        core.handle(Away(key), 0, 0)
+        if number < MOST_AWAY:
+            assert (core.room("a", 1), core.room("b", 1)) == (WINDOW, WINDOW)
+        elif core.room("a", 2) == 0:
+            assert core.room("b", 2) == WINDOW // 2
+            break
+    assert number == MOST_AWAY + WINDOW // 2 - 1
+    core.give_back()
+    assert core.room("a", 1) == WINDOW
 
 
 def test_all_requests_in_flight_report_progress_in_time() -> None:

@@ -45,6 +45,22 @@ def test_a_folder_for_each_user_and_nobody_else_may_look(tmp_path: Path) -> None
     assert (modes, folders) == ({0o600}, {0o700})
 
 
+def test_the_server_listens_for_edges_once_it_was_asked_to(tmp_path: Path) -> None:
+    make(tmp_path)
+    conf, users = tmp_path / "nats" / "nats.conf", tmp_path / "nats" / "users.conf"
+    assert "leafnodes" not in conf.read_text()
+    assert "headrace-leaf" not in users.read_text()
+    auth.generate(tmp_path, Plan(URL, "default", leaves=True, tls=Tls("c", "k")), print)
+    secured = 'leafnodes { port: 7422, tls { cert_file: "c", key_file: "k" } }'
+    assert secured in conf.read_text()
+    url = auth.url_of(tmp_path, "leaf", "nats-leaf://central:7422")
+    assert access.parse(url).user == "headrace-leaf"
+    make(tmp_path, "another")
+    assert "leafnodes { port: 7422 }" in conf.read_text()
+    assert "headrace-leaf" in users.read_text()
+    assert auth.url_of(tmp_path, "leaf", "nats-leaf://central:7422") == url
+
+
 def test_the_server_knows_the_passwords_only_as_hashes(tmp_path: Path) -> None:
     make(tmp_path)
     users = (tmp_path / "nats" / "users.conf").read_text()
