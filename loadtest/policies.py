@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.scheduler.state.policies import (
     BatchingView,
     OffloadView,
+    RolesView,
     RoutingOption,
     StepShare,
     on_demand,
@@ -67,3 +68,18 @@ def forget(view: OffloadView) -> str:
     """Nothing is copied, and nothing of a paused sequence stays cached: all of it is computed again, as in
     vLLM without prefix caching."""
     return "drop"
+
+
+def prefill_1(view: RolesView) -> int:
+    """One executor prefills, the others decode."""
+    return 1
+
+
+def prefill_2(view: RolesView) -> int:
+    """Two executors prefill."""
+    return 2
+
+
+def prefill_3(view: RolesView) -> int:
+    """Three executors prefill."""
+    return 3

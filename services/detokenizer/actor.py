@@ -25,7 +25,7 @@ from services.detokenizer.open_requests import Command, Fault, Finished, Publish
 from services.detokenizer.reconnect import TURN_S
 from services.detokenizer.response import ResponseText
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import Peer
+from shared.actor.membership import VOCABULARY, Peer, check_vocabulary, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import BadRequest, HeadraceError, PayloadTooLarge
@@ -65,7 +65,7 @@ class DetokenizerActor(Actor):
         self, vocabulary: Vocabulary, model: str, backlog_limit_bytes: int, aliases: Sequence[str] = ()
     ) -> None:
         """`aliases`: further names of the model in detokenize requests."""
-        self._vocabulary = vocabulary
+        self._vocabulary, self._number = vocabulary, vocabulary_number(vocabulary.digest)
         self._model = model
         self._names = (model, *aliases)
         self._backlog_limit_bytes = backlog_limit_bytes
@@ -97,6 +97,7 @@ class DetokenizerActor(Actor):
             asyncio.get_running_loop().call_soon(self._mailbox.guarded(self._flush))
 
     def on_peer(self, peer: Peer) -> None:
+        check_vocabulary(peer, self._model, self._number, self._mailbox.epoch)
         heartbeat = peer.heartbeat
         ours = (heartbeat.kind, heartbeat.model, heartbeat.state) == (self.kind, self._model, "ready")
         if ours and peer.source != self._mailbox.source and (known := self._core.backups.known).done:
@@ -128,7 +129,8 @@ class DetokenizerActor(Actor):
     def heartbeat_payload(self) -> HeartbeatPayload:
         load = self._core.load()
         counts = {name: load[name] for name in ("frames", "tokens")}
-        return HeartbeatPayload(model=self._model, load=tuple(load.items()), counts=counts)
+        figures = (*load.items(), (VOCABULARY, self._number))
+        return HeartbeatPayload(model=self._model, load=figures, counts=counts)
 
     @property
     def metrics(self) -> Metrics:

@@ -28,6 +28,7 @@ from services.gateway.page import Page
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
+from shared.aliases import STAMP, Aliases
 from shared.client import Client
 from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, drain_over
@@ -78,6 +79,8 @@ class GatewayActor(Actor):
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
+        self._aliases = Aliases(mailbox.clock.now_us)
+        await self._aliases.follow(mailbox.bus)
         client = await Client.open(mailbox.bus)
         fleet = Fleet(mailbox, lambda: self.metrics)
         self._endpoints = Endpoints(
@@ -87,6 +90,7 @@ class GatewayActor(Actor):
             fleet=fleet,
             page=Page(fleet, self._keys),
             timeout_s=self._timeout_s,
+            model_of=self._model_of,
             component=mailbox.source,
             tracer=mailbox.tracer,
             access_log=self._access_log,
@@ -108,6 +112,7 @@ class GatewayActor(Actor):
         if (
             self._endpoints is not None
             and heartbeat.kind == "tokenizer"
+            and heartbeat.model  # "" of one that has failed
             and len(self._mailbox.peers.ready("tokenizer", heartbeat.model)) == 1
         ):
             for name in (heartbeat.model, *heartbeat.aliases):
@@ -124,6 +129,7 @@ class GatewayActor(Actor):
 
     def upkeep(self) -> None:
         if self._endpoints is not None:
+            self._aliases.catch_up(self._mailbox.peers.max_load("tokenizer", STAMP, ""))
             self._http.check()
             self._keys.refresh()
             if self._tls is not None:
@@ -154,6 +160,13 @@ class GatewayActor(Actor):
             "chunks": counters.chunks,
             "slow_readers": counters.slow_readers,
         }
+
+    def _model_of(self, name: str, tenant: str, request: str) -> str:
+        """The model for a request to an alias, else the name as it is. The name of a model goes first."""
+        peers = self._mailbox.peers
+        if self._aliases.get(name) is None or name in peers.models("tokenizer") or name in peers.aliases():
+            return name
+        return self._aliases.resolve(name, tenant, request) or name
 
     async def drain(self) -> None:
         if self._endpoints is not None:

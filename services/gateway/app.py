@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import metadata
@@ -142,6 +142,7 @@ class Endpoints:
     fleet: Fleet
     page: Page
     timeout_s: float
+    model_of: Callable[[str, str, str], str] = lambda name, tenant, request: name  # the model of an alias
     component: str = "gateway"  # name in spans
     tracer: Tracer | None = None
     access_log: AccessLog | None = None
@@ -269,6 +270,9 @@ class Endpoints:
             return await self.durable.later(call, client, request.url.path)
         if api is RESPONSES and call.keep["response"]["background"]:
             return await self.durable.background(call, client, request)
+        # A keeper resolves the alias of a durable request by itself: sent again, it is then the same request.
+        call = call.of_model(self.model_of(call.model, client.tenant, call.request_id))
+        exchange.model = call.model
         echoed = await self._echoed(call, client) if call.echo else ()
         return await self._answered(
             request, NativeCall(client, self.timeout_s, exchange.trace), call, echoed, api

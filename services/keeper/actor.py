@@ -46,6 +46,7 @@ from services.keeper.verbs import RECORD_ROOM, REPLIES, Verbs, reply_subject
 from services.keeper.webhook_shell import Webhooks
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, HeartbeatPayload
+from shared.aliases import STAMP, Aliases
 from shared.client import error_of
 from shared.config import Settings
 from shared.errors import (
@@ -112,6 +113,8 @@ class KeeperActor(Actor):
         self._webhooks = Webhooks(self._streams, mailbox.clock, self._hosts)
         core, here = self._core, self._here
         self._forwarder = Forwarder(mailbox.clock, here, self._call, self._handle, core.kept_bytes)
+        self._aliases = Aliases(mailbox.clock.now_us)
+        await self._aliases.follow(bus)
         self._verbs = Verbs(
             self._streams,
             mailbox.clock,
@@ -119,11 +122,12 @@ class KeeperActor(Actor):
             self._runs,
             self._webhooks.check,
             mailbox.peers,
+            self._aliases,
             self._forwarder.forwards,
         )
         store = ObjectStore(self._streams)
         self._files = FileVerbs(store, mailbox.clock)
-        self._batches = Batches(bus, mailbox.clock, store, self._call, self._ack, self._here)
+        self._batches = Batches(bus, mailbox.clock, store, self._call, self._ack, self._aliases, here)
         batches = BatchVerbs(store, mailbox.clock, self._queues, self._webhooks.check)
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
@@ -159,6 +163,8 @@ class KeeperActor(Actor):
             self._batches.reconnected()
 
     def upkeep(self) -> None:
+        if self._tasks:
+            self._aliases.catch_up(self._mailbox.peers.max_load("tokenizer", STAMP, ""))
         for task in self._tasks:
             if task.done():
                 task.result()  # a failed loop fails the actor, as a failed handler does

@@ -14,7 +14,7 @@ one for lack of room, and then grows by one line in the time of an answer, as co
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from heapq import heappop, heappush
@@ -279,6 +279,7 @@ class BatchCore:
     ack: str
     max_payload: int
     share: int = MOST_IN_FLIGHT  # of this batch in what all may have in flight
+    resolve: Callable[[str, str], str] = lambda name, request: name  # the model of an alias, for a line
     over: bool = False
     ok: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
@@ -508,7 +509,8 @@ class BatchCore:
             "timeout_s": MAX_TIMEOUT_S,
             "finish_detached": True,  # the next keeper may be there in time for the answer
         }
-        return line, replace(line, body=body).call(request, defaults)
+        call = replace(line, body=body).call(request, defaults)
+        return line, call.of_model(self.resolve(call.model, request))
 
     def _ask(self, flight: _Flight) -> Iterator[BatchCommand]:
         flight.asked, flight.asked_us, flight.due_us = True, self._now_us, self._now_us + ASK_AGAIN_US

@@ -46,6 +46,7 @@ from services.keeper.core import Ack, Key, Nak, Progress
 from services.keeper.file_verbs import KEPT_S, file_object
 from services.keeper.records import BATCH, Body, Hook, to_json
 from services.keeper.verbs import reply_subject
+from shared.aliases import Aliases
 from shared.chunks import lines_of
 from shared.clock import Clock
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable, UnknownRequest
@@ -93,13 +94,14 @@ class Batches:
         store: ObjectStore,
         call: Callable[[Coroutine[Any, Any, None]], None],
         ack: Callable[[str, Hook | None], None],
+        aliases: Aliases,
         here: frozenset[str] | None = None,
     ) -> None:
         """`call` runs a coroutine beside the caller. `ack` acks a delivery once an event is stored. `here`:
         the models of an edge; no line goes to its centre."""
         self._bus, self._clock, self._store, self._call_soon, self._ack = bus, clock, store, call, ack
         self._streams: JetStream = store.streams
-        self._here = here
+        self._aliases, self._here = aliases, here
         self._held: dict[Key, _Held] = {}
         self._away = Rarely(log, clock)
         self.ended = 0  # batches
@@ -122,7 +124,9 @@ class Batches:
         elif len(self._held) >= MAX_BATCHES:
             self._streams.nak(delivery.reply, FULL_DELAY_US)
         else:
-            held = self._held[key] = _Held(tenant, BatchCore(batch, delivery.reply, self._bus.max_payload))
+            core = BatchCore(batch, delivery.reply, self._bus.max_payload)
+            core.resolve = lambda name, request: self._aliases.resolve(name, tenant, request) or name
+            held = self._held[key] = _Held(tenant, core)
             self._share()
             self._run(held, held.core.begin(self._clock.now_us()))
 

@@ -33,6 +33,7 @@ from services.keeper.records import (
     work_of,
 )
 from shared.actor.membership import Peers
+from shared.aliases import Aliases
 from shared.api import REQUEST_ID
 from shared.client import error_of
 from shared.clock import Clock
@@ -69,6 +70,7 @@ class Verbs:
         runs: Callable[[Key], bool],
         webhook: Callable[[object], str],
         peers: Peers,
+        aliases: Aliases,
         forwards: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """`runs`: whether this keeper has sent a request to a tokenizer. `webhook` checks a URL. `forwards`:
@@ -76,11 +78,13 @@ class Verbs:
         self._bus, self._streams = streams.bus, streams
         self._clock, self._queues, self._runs = clock, queues, runs
         self._webhook, self._peers, self._forwards = webhook, peers, forwards
+        self._aliases = aliases
         self.submitted = self.kept = 0
         self._looked_us, self._half_full = 0, False
 
     async def submit(self, tenant: str, model: str, data: bytes) -> Body:
-        """Store a request; returns when the stream has it. Raises the error that `generate` would give,
+        """Store a request; returns when the stream has it. The model that an alias stands for is stored: it
+        answers, also after the alias has changed. Raises the error that `generate` would give,
         DuplicateRequest for another request under this id, StreamFull, PayloadTooLarge, Unavailable."""
         body = _read(data)
         request_id = body.get("request_id") or secrets.token_hex(11)
@@ -93,7 +97,9 @@ class Verbs:
             raise BadRequest("`request_id` is too long beside the name of this tenant", param="request_id")
         digest, keep = digest_of(model, body), _kept(body)
         if (known := await self._known(tenant, request_id)) is not None:
-            return _same(known, digest)
+            return _same(known, digest, model)
+        asked, model = model, self._aliases.resolve(model, tenant, request_id) or model
+        body |= {"model": model} if "model" in body and model != asked else {}
         webhook = self._webhook(body.pop("webhook")) if "webhook" in body else ""
         drawn: Body = {}
         if not self._forwards(model):  # else the link may be down, and a tokenizer there validates it later
@@ -110,10 +116,11 @@ class Verbs:
             await self._create(subjects.work(tenant, request_id), packed)
         except Taken:  # by another submit, or by a try of this one whose answer was lost
             known = await self._known(tenant, request_id)
-            return _same(known or {"id": request_id, "digest": digest, "status": QUEUED}, digest)
+            ours = {"id": request_id, "digest": digest, "status": QUEUED, "model": model}
+            return _same(known or ours, digest, asked)
         self.submitted += 1
         self._queues.stored(tenant)
-        return {"id": request_id, "status": QUEUED}
+        return _stored(request_id, QUEUED, asked, model)
 
     async def result(self, tenant: str, request_id: str) -> Body:
         """The state of a request, with its answer or its error once it has ended. Raises UnknownRequest for
@@ -281,10 +288,15 @@ def _kept(body: Body) -> Body:
     return keep
 
 
-def _same(known: Body, digest: str) -> Body:
+def _stored(request_id: str, status: str, asked: str, model: str) -> Body:
+    """The answer to a submit. With the model, if an alias was asked for."""
+    return {"id": request_id, "status": status, **({"model": model} if model != asked else {})}
+
+
+def _same(known: Body, digest: str, asked: str) -> Body:
     """The answer to a submit of a known id."""
     if known["digest"] != digest:
         raise DuplicateRequest(
             f"another request was submitted as {known['id']}: use another request_id", param="request_id"
         )
-    return {"id": known["id"], "status": known["status"]}
+    return _stored(known["id"], known["status"], asked, known.get("model", asked))

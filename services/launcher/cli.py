@@ -35,7 +35,7 @@ _SETTINGS = {
     "chat": _REQUEST, "request": _REQUEST, "submit": _REQUEST, "result": _FLEET, "attach": _FLEET,
     "status": _FLEET, "top": _FLEET, "kv": _FLEET, "trace": _FLEET,
     "usage": _FLEET, "policy": _FLEET, "record": _FLEET, "shadow": _FLEET,
-    "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
+    "model": _FLEET, "auth": ("nats_url", "fleet"), "doctor": (*_FLEET, "model", "backend"),
 }  # fmt: skip
 _ALL = "*"  # a verb for which each command of the parser has its setting flags
 _EVERY_SETTING = ("up", "serve", "config")
@@ -95,8 +95,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
 
     up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
     up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
-    up.add_argument("--join", default="", metavar="URL", help="only executors, for the fleet at this URL")
     up.add_argument("--leaves", default="", metavar="HOST:PORT", help="where edges connect: `up --leaf`")
+    up.add_argument("--join", default="", metavar="URL", help="only executors, for the fleet at this URL")
     up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
     _add_requests(add, verb)
     pull = add("pull", "fetch a model into the cache", _pull)
@@ -104,6 +104,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     pull.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
     pull.add_argument("--cache-dir", metavar="DIR", help="where models are kept")
     _add_views(add)
+    _add_model(add, verb)
     record = add("record", "write the event log of a running scheduler to a file", _record)
     record.add_argument("out", type=Path, help="the file to write; it must not exist")
     record.add_argument("--seconds", type=float, help="how long; default: until Ctrl-C")
@@ -232,6 +233,26 @@ def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: st
     )
 
 
+def _add_model(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: str) -> None:
+    model = add("model", "the models of a server, and further names for them", _model)
+    actions = model.add_subparsers(required=True, metavar="ACTION", dest="action")
+
+    def act(name: str, text: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text)
+        if verb in ("model", _ALL):
+            _add_setting_flags(sub, _FLEET)
+        return sub
+
+    listed = act("list", "models and aliases, with their states")
+    listed.add_argument("--json", action="store_true", help="everything, as JSON")
+    alias = act("alias", "let a name stand for one model, or for several with weights")
+    alias.add_argument("name", metavar="NAME", help="of no served model")
+    alias.add_argument(
+        "targets", nargs="*", metavar="MODEL[=WEIGHT]", help="like big=95 new=5; the default weight is 1"
+    )
+    alias.add_argument("--delete", action="store_true", help="delete the alias")
+
+
 def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
     """The commands that show what runs and what has run."""
     from pathlib import Path
@@ -322,8 +343,8 @@ def _up(given: argparse.Namespace) -> int:
         loaded.settings,
         given.auth,
         more,
-        join=given.join,
         leaves=given.leaves,
+        join=given.join,
         until_idle=given.until_idle,
         must_be_durable=must_be_durable,
     )
@@ -490,6 +511,16 @@ def _policy(given: argparse.Namespace) -> int:
 
     change = (given.change or "") if given.action else None
     return _run(policy(*_find_fleet(given), change, given.of_model))
+
+
+def _model(given: argparse.Namespace) -> None:
+    from services.launcher.commands import model
+
+    target, _ = _find_fleet(given)
+    if given.action == "list":
+        _run(model.list_models(target, as_json=given.json))
+    else:
+        _run(model.alias(target, given.name, given.targets, delete=given.delete))
 
 
 def _trace(given: argparse.Namespace) -> None:

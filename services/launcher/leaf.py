@@ -29,7 +29,7 @@ PING_INTERVAL = "5s"  # of an edge: a link that was cut without a word is notice
 LOCAL = (
     "hr.>", f"{STORE}.>", "_R.>", f"{access.INBOX}.*.{access.user_of('keeper')}.*", "$JS.>", "$SRV.>",
     *(f"{PUBLIC}.{verb}.>" for verb in ("submit", "result", "delete", "keep", "done")),
-    *(f"{PUBLIC}.{verb}.>" for verb in ("trace", "events", "policy")), subjects.STATUS,
+    *(f"{PUBLIC}.{verb}.>" for verb in ("trace", "events", "policy", "alias")), subjects.STATUS,
 )  # fmt: skip
 WITH_MODELS = (f"{PUBLIC}.files.>", f"{PUBLIC}.batches.>")  # an edge without models uses those of the centre
 OF_MODEL = ("generate", "tokenize", "detokenize")

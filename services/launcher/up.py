@@ -81,17 +81,17 @@ def up(
     users: Path | None = None,
     more: Sequence[str] = (),
     *,
-    join: str = "",
     leaves: str = "",
+    join: str = "",
     until_idle: bool = False,
     must_be_durable: bool = True,
 ) -> int:
     """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
     `users`, a folder made by `headrace auth`, each service has its own credentials, and HTTP requires an API
-    key. `more` names models to serve in addition to that of the settings. With `join`, a URL, it adds
-    executors and a kv_offload to the fleet there (see joining.py). Edges connect at `leaves`, HOST:PORT. With
-    `until_idle` it ends by itself (see background.py). Unless it `must_be_durable`, it runs without durable
-    requests where their folder cannot be had, or with a server of others."""
+    key. `more` names models to serve in addition to that of the settings. Edges connect at `leaves`,
+    HOST:PORT. With `join`, a URL, it adds executors and a kv_offload to the fleet there (see joining.py).
+    With `until_idle` it ends by itself (see background.py). Unless it `must_be_durable`, it runs without
+    durable requests where their folder cannot be had, or with a server of others."""
     if join:
         settings = settings.model_copy(update={"nats_url": join, "http": "off", "durable": False})
     elif users is not None and not settings.http_keys:

@@ -33,7 +33,7 @@ from services.scheduler.kv_tiers import load, lookups
 from services.scheduler.load_shedding import RETRY_AFTER_MS
 from services.scheduler.state.policies import RoutingOption
 from services.scheduler.state.requests import CLASS_NAMES, Phase, Request, Sequence
-from services.scheduler.state.state import Executor, State
+from services.scheduler.state.state import DECODE, PREFILL, Executor, State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.errors import Unavailable
 from shared.messages import SlotOpen
@@ -127,7 +127,8 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
         return True
 
     def able(e: Executor) -> bool:
-        return model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)
+        fits = model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)
+        return fits and (not e.role or _suits(state, e, group))
 
     if not any(able(e) for e in executors):
         state.waiting.park(group)  # accepted for a larger executor that is gone or drains
@@ -279,7 +280,25 @@ def _may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """True if the group lacks nothing but room here."""
     if not model_kinds.serves(executor, group.request) or (state.suspects and not _safe(executor, group)):
         return False
+    if executor.role and not _suits(state, executor, group):
+        return False
     return not (state.limits.policy.closed and any(s.computed for s in executor.running))
+
+
+def _suits(state: State, executor: Executor, group: SequenceGroup) -> bool:
+    """Whether the group is work for an executor of this role, or has no executor of the other one."""
+    head = group.sequences[0]
+    if head.generated:
+        other = DECODE
+    else:
+        other, size = PREFILL, executor.hello.block_tokens
+        fits = len(head.tokens) <= executor.prompt_limit + len(prefix_cache.lookup(executor, head)) * size
+        if executor.role == DECODE and fits:
+            return True
+    others = (e for e in state.executors.values() if e.role == other and e is not executor)
+    return executor.role == other or not any(
+        model_kinds.serves(e, group.request) and headroom.fits_alone(e, group) for e in others
+    )
 
 
 def on_trial(request: Request) -> bool:

@@ -24,7 +24,7 @@ from services.scheduler import (
     results,
     step_planner,
 )
-from services.scheduler.fleet import moves
+from services.scheduler.fleet import moves, roles
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.preemption import requeue
@@ -85,6 +85,7 @@ def decide(state: State) -> None:
     """Admit what fits, copy or drop dirty blocks for room, then fill every open window. A second call without
     an event in between changes nothing."""
     state.idle_since_us = 0 if state.requests else state.idle_since_us or state.now_us
+    roles.review(state)
     moves.advance(state)
     admission.admit(state)
     tiered = [executor for executor in state.executors.values() if executor.pool.write_back]

@@ -13,7 +13,7 @@ import dataclasses
 from services.scheduler.overlap import MIN_SEEN
 from services.scheduler.state import requests
 from services.scheduler.state.requests import Sequence
-from services.scheduler.state.state import Executor, State
+from services.scheduler.state.state import DECODE, Executor, State
 from services.scheduler.state.waiting_queue import MAX_CLIENTS, TenantBacklog
 from shared.codec import MAX_TOKENS
 from shared.fair_share import over_share
@@ -231,6 +231,7 @@ def ttft_us(state: State, tokenized: Tokenized, level: int, limit_us: int = 0) -
     by one.
     """
     executors = serving(state, tokenized.model)
+    executors = [e for e in executors if e.role != DECODE] or executors
     if not executors or any(e.cost_model.seen < max(MIN_STEPS_SEEN, MIN_SEEN) for e in executors):
         return 0
     groups, tokens = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))

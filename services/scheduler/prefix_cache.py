@@ -66,7 +66,7 @@ def adopt(executor: Executor, sequence: Sequence, blocks: list[int]) -> int:
     start = sequence.computed
     sequence.table.extend(blocks)
     sequence.computed += len(blocks) * executor.hello.block_tokens
-    sequence.registered = len(sequence.table)
+    sequence.registered = sequence.adopted = len(sequence.table)
     new = max(0, sequence.computed - max(sequence.most_computed, start))
     sequence.most_computed = max(sequence.most_computed, sequence.computed)
     sequence.cached_tokens += new

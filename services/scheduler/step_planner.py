@@ -24,7 +24,7 @@ from services.scheduler.overlap import MIN_SEEN, balance
 from services.scheduler.state.cost_model import chunk_tokens
 from services.scheduler.state.policies import BatchingView, StepShare
 from services.scheduler.state.requests import ChunkRecord, Sequence
-from services.scheduler.state.state import Executor, InFlight, Row, State
+from services.scheduler.state.state import PREFILL, Executor, InFlight, Row, State
 from shared.kv_blocks import blocks_for
 from shared.messages import StepPlan, ints
 from shared.step_model import StepShape
@@ -40,6 +40,7 @@ ALONE_US = 500_000  # bound of a step without decodes: a new request waits for i
 TILE_ROWS = 64
 GRAIN_TOKENS = 8  # a chunk is a multiple of this, or of a smaller block
 
+MOVE_US = 200_000  # without room elsewhere for so long, a sequence decodes where its prompt was computed
 LATE_US = 1_000_000  # since admission: from then on the oldest prompt gets a part of each step
 LATE_PART = 4  # that part is a quarter of the tokens
 
@@ -75,6 +76,8 @@ def plan_next(state: State, executor: Executor) -> bool:
 def _plan_step(state: State, executor: Executor, mode: str, micro_batch: int | None) -> bool:
     executor.changes += 1  # also if no row gets into the step: a row may have taken a block
     decodes, prompts = ready_rows(executor, mode == "run_ahead", micro_batch)
+    if executor.role == PREFILL:
+        decodes = [s for s in decodes if not awaits_move(state, s)]
     if micro_batch is not None and decodes:
         decodes = balance(executor, micro_batch, decodes)
     stalled_us = state.now_us - executor.decoded_us if decodes and executor.decoded_us else 0
@@ -118,6 +121,13 @@ def ready_rows(
         decodes = [s for s in decodes if not s.host_fed or s.computed + 1 == len(s.tokens)]
     # a sequence that waits for a parent, a load or a grammar lacks prompt tokens: it is never in `decodes`
     return decodes, [s for s in others if s.parent is None and not s.load_job and not s.awaits_grammar]
+
+
+def awaits_move(state: State, sequence: Sequence) -> bool:
+    """Whether a sequence waits for its move, after its first token on an executor that only prefills: a
+    decode would bound the chunks there."""
+    sampled = len(sequence.tokens) - sequence.opened_length
+    return sampled < 1 or (sampled == 1 and state.now_us - sequence.last_token_us < MOVE_US)
 
 
 def _add_decodes(state: State, executor: Executor, columns: StepColumns, decodes: list[Sequence]) -> int:
@@ -239,6 +249,10 @@ def _add_chunk(
     sequence.computed += count
     sequence.steps += 1
     sequence.prefill_chunks += 1
+    if not sequence.generated:
+        executor.prompt_tokens += count
+        if not sequence.prefilling:
+            executor.prompt_squares += max(sequence.prompt_tokens - sequence.cached_tokens, 1) ** 2
     prefix_cache.register(executor, sequence, sequence.computed)
     if sequence.prefilling:
         return
@@ -340,11 +354,16 @@ def _bound_us(state: State, executor: Executor, columns: StepColumns, left: int,
     if not columns.sampled:
         return ALONE_US
     running = zip(state.limits.classes, executor.running_by_class, strict=True)
-    bound_us = min(slo.tbt_us for slo, count in running if count)
-    bound_us = bound_us if columns.micro_batch is None else bound_us // 2
+    tbt_us = min(slo.tbt_us for slo, count in running if count)
     predict_us, shape = executor.cost_model.predict_us, columns.shape
     alone_us = predict_us(shape)
     waiting_us = (predict_us(shape.with_chunk(0, room)) - alone_us) * left // room
+    return step_bound_us(alone_us, tbt_us if columns.micro_batch is None else tbt_us // 2, waiting_us)
+
+
+def step_bound_us(alone_us: int, bound_us: int, waiting_us: int) -> int:
+    """The bound of a step whose decodes alone take `alone_us`, under a target of `bound_us`, while prompts of
+    `waiting_us` wait: see `_bound_us`."""
     if STRETCH_PM * alone_us > 1_000 * bound_us:
         return max(bound_us, STRETCH_PM * alone_us // 1_000 + alone_us * waiting_us // BACKLOG_US)
     return min(bound_us, max(EASY_PM * alone_us // 1_000, alone_us + waiting_us // EASY_STEPS))

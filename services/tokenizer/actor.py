@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from services.tokenizer.aliases import UNSURE, AliasNames
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.check import Checks
 from services.tokenizer.core import (
@@ -36,8 +37,17 @@ from services.tokenizer.prepare import Cancels, Prepared, ServedModel, Submissio
 from services.tokenizer.queries import STANDS_BY, Queries, refuse
 from services.tokenizer.standby import MAX_COPIES, TURN_US, PendingRequest, Standby, key_of
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import MIN_DETECTION_US, Peer, Peers, detection_us
+from shared.actor.membership import (
+    MIN_DETECTION_US,
+    VOCABULARY,
+    Peer,
+    Peers,
+    check_vocabulary,
+    detection_us,
+    vocabulary_number,
+)
 from shared.actor.runtime import Actor, HeartbeatPayload
+from shared.aliases import HEADER, STAMP, Aliases
 from shared.answer_formats.formats import OFF, named
 from shared.clock import Clock, SystemClock
 from shared.config import Settings, WatchedFile
@@ -77,12 +87,15 @@ class TokenizerActor(Actor):
         model: ServedModel,
         classes: TenantClasses | None = None,
         give_up_us: int = MIN_DETECTION_US,
+        replicas: int = 1,
         *,
         edge: bool = False,
     ) -> None:
-        """`give_up_us`: longer than the detection of a dead scheduler takes. `edge`: see `Queries`."""
-        self._model = model
+        """`give_up_us`: longer than the detection of a dead scheduler takes. `replicas`: servers of a cluster
+        that have each alias. `edge`: see `Queries`."""
+        self._model, self._replicas = model, replicas
         self._name = model.name
+        self._vocabulary = vocabulary_number(model.vocabulary.digest)
         self._classes = classes or TenantClasses()
         self._core = TokenizerCore(model, give_up_us)
         self._edge = edge
@@ -96,6 +109,7 @@ class TokenizerActor(Actor):
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
+        self._table = Aliases(mailbox.clock.now_us)
         self._unheard = Rarely(log, mailbox.clock)
         self._background = BackgroundEncoder(self._model, self._done, mailbox.clock, self._core.cancels)
         self._started = True
@@ -105,15 +119,22 @@ class TokenizerActor(Actor):
         self._tenant_queue = TenantQueue(self._take, self._over_share)
         self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
         self._second.on_fault(_log_fault)
-        self._queries = Queries(mailbox, self._model, self._context, self._second, edge=self._edge)
+        copies = self._arrivals.put_copy
+        aliases = AliasNames(mailbox, self._table, self._second, copies, self._model.names)
+        self._aliases, forward, load = aliases, aliases.forward, aliases.load
+        await aliases.start(self._replicas)
+        self._queries = Queries(
+            mailbox, self._model, self._context, self._second, self._table, forward, load, edge=self._edge
+        )
         self._checks = Checks(mailbox, self._model, self._classes.of)
         await self._queries.check_names()
         requests = [subjects.generate_any_tenant(name) for name in self._model.names]
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
             *await self._checks.listen(),
-            *[await self._second.subscribe(asked, self._arrivals.put_copy) for asked in requests],
+            *[await self._second.subscribe(asked, copies) for asked in requests],
             *[await subscribe(asked, self._arrivals.put, queue="tokenizer") for asked in requests],
+            *await aliases.listen(self._queries.roots, self._queries.is_served, edge=self._edge),
             *await self._queries.listen(),  # last: a tokenizer that answers these must receive requests
         ]
         await self._second.flush()
@@ -135,15 +156,16 @@ class TokenizerActor(Actor):
 
     def on_peer_gone(self, peer: Peer) -> None:
         self._standby.gone(peer.source)
-        self.on_peer(peer)
+        self._on_peer(peer)
 
     def on_peer(self, peer: Peer) -> None:
-        ours = peer.heartbeat.model in ("", self._name)  # "" in a failed actor's heartbeat
-        if ours and peer.heartbeat.kind in ("scheduler", "executor") and self._started:
-            self._handle(schedulers(self._mailbox.peers, self._name, peer))
+        check_vocabulary(peer, self._name, self._vocabulary, self._mailbox.epoch)
+        self._on_peer(peer)
 
     def upkeep(self) -> None:
         self._classes.refresh()
+        if self._standing is not None:  # started
+            self._table.catch_up(self._queries.newest(STAMP))
         peers, model = self._mailbox.peers, self._name
         self._handle(Loads(peers.executors_of(model), tuple(peers.crowded(model))))
         for task in (self._ticking, self._standing):
@@ -151,7 +173,13 @@ class TokenizerActor(Actor):
                 task.result()  # a failed tick fails the actor, as a failed handler does
 
     def heartbeat_payload(self) -> HeartbeatPayload:
-        load = (("context", self._context()), ("model_context", self._model.max_context), (STANDS_BY, 1))
+        load = (
+            ("context", self._context()),
+            ("model_context", self._model.max_context),
+            (STANDS_BY, 1),
+            (STAMP, self._table.stamp),
+            (VOCABULARY, self._vocabulary),
+        )
         counts = {"requests": self._core.requests, "prompt_tokens": self._core.prompt_tokens}
         return HeartbeatPayload(model=self._name, aliases=self._model.aliases, load=load, counts=counts)
 
@@ -189,6 +217,7 @@ class TokenizerActor(Actor):
         await self._tenant_queue.drain()
         await self._background.drain()
         await self._queries.drain()
+        await self._aliases.drain()
         await self._checks.drain()
         if self._ticking is not None:  # ends when nothing is pending
             await self._ticking
@@ -215,6 +244,11 @@ class TokenizerActor(Actor):
             self._mailbox.peers.max_load("executor", "context", model.name) or model.max_context,
             model.max_context,
         )
+
+    def _on_peer(self, peer: Peer) -> None:
+        ours = peer.heartbeat.model in ("", self._name)  # "" in a failed actor's heartbeat
+        if ours and peer.heartbeat.kind in ("scheduler", "executor") and self._started:
+            self._handle(schedulers(self._mailbox.peers, self._name, peer))
 
     def _handle(self, event: Event) -> None:
         self._run(self._core.handle(event, self._mailbox.clock.now_us()))
@@ -264,6 +298,7 @@ class TokenizerActor(Actor):
             received_wall_us = clock.wall_us() - (clock.now_us() - received_us)
             pending = PendingRequest(delivery, key_of(delivery), received_us, received_wall_us)
             if copied:
+                pending.unsure = delivery.headers.get(UNSURE, "")
                 self._standby.copy(pending, received_us)
             elif not self._standby.taken_over(pending):
                 self._own(pending)
@@ -306,6 +341,7 @@ class TokenizerActor(Actor):
             attempt=pending.attempt,
             classes=self._classes.of(tenant),
             grammars=follows_grammars(self._mailbox.peers, self._name),
+            alias=delivery.headers.get(HEADER, ""),
         )
         if len(delivery.data) <= LONG_BYTES:
             self._done(prepared(submission, self._model, self._core.cancels))
@@ -346,7 +382,10 @@ class TokenizerActor(Actor):
         ids = sorted([self._mailbox.actor, *others])
         late = self._standby.overdue(self._mailbox.actor, ids, now_us)
         for pending in late:
-            if pending.owners or self._queries.ours_alone(ids):  # else another fleet may have it
+            if pending.owners or (  # else another fleet, or a former model of an alias, may have it
+                self._queries.ours_alone(ids)
+                and (not pending.unsure or self._table.is_settled(pending.unsure, pending.received_us))
+            ):
                 log.warning("took over a request of %s", pending.owner or "another tokenizer")
                 self._taken_over += 1
                 pending.owners = max(pending.owners, 1)
@@ -639,4 +678,4 @@ def build(settings: Settings) -> TokenizerActor:
     """The tokenizer for the configuration. Raises SetupError."""
     give_up_us = detection_us(settings.heartbeat_interval_ms * 1000)
     classes, edge = TenantClasses(settings.tenant_classes), bool(settings.leaf)
-    return TokenizerActor(load_model(settings), classes, give_up_us, edge=edge)
+    return TokenizerActor(load_model(settings), classes, give_up_us, settings.durable_replicas, edge=edge)

@@ -36,6 +36,7 @@ from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
 from shared.json_body import read_json, refuse_odd_values
 from shared.messages import Sampling, Tokenized, floats, ints
+from shared.nats import subjects
 from shared.nats.access import CLASSES, is_keepers
 from shared.vocab.vocabulary import Vocabulary
 
@@ -89,6 +90,7 @@ class Submission:
     attempt: int = 1
     classes: tuple[str, ...] = CLASSES  # service classes that the tenant may use
     grammars: bool = True  # an executor of this model can follow one
+    alias: str = ""  # as in a subject: the request was sent to it
 
     @property
     def origin(self) -> Origin:
@@ -254,7 +256,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields)
     tools = read_tools(request)
-    if request.model not in (None, *model.names):
+    if not _is_for(request.model, submission.alias, model):
         raise BadRequest(
             f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
             "one, or none",
@@ -302,6 +304,11 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         checkpoints=_checkpoints(request, submission),
         routing_key=_routing_key(submission.tenant, request, prompt),
     )
+
+
+def _is_for(asked: str | None, alias: str, model: ServedModel) -> bool:
+    """True if the model in a body agrees with the subject of the request."""
+    return asked in (None, *model.names) or (bool(alias and asked) and subjects.token(str(asked)) == alias)
 
 
 def _routing_key(tenant: str, request: Request, prompt: list[int]) -> str:

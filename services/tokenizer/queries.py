@@ -8,7 +8,7 @@ any process serves the model.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from services.tokenizer.structured_output import grammar_of, read_tools
 from shared import codec
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers
+from shared.aliases import Alias, Aliases
 from shared.errors import (
     BadRequest,
     HeadraceError,
@@ -56,16 +57,21 @@ class Queries:
         model: ServedModel,
         context: Callable[[], int],
         second: Bus,
+        table: Aliases,
+        forward: Callable[[Delivery, str, str], bool],
+        load: Callable[[], Awaitable[None]],
         *,
         edge: bool = False,
     ) -> None:
-        """`context` of this fleet, tokens; `second`: connection for the requests for any model. `edge`: the
-        centre answers for all other models, and may serve others under the names of this one."""
+        """`context` of this fleet, tokens; `second`: connection for the requests for any model. `forward` and
+        `load` of AliasNames. `edge`: the centre answers for all other models, and may serve others under the
+        names of this one."""
         self._mailbox = mailbox
         self._second = second
         self._model = model
         self._context = context
         self._edge = edge
+        self._table, self._forward, self._load = table, forward, load
         self._fleets: dict[str, Peers] = {}  # tokenizers of every fleet on this server
         self._known: dict[str, int] = {}  # last heartbeat of a tokenizer, by model
         self._unsure: dict[str, list[tuple[Delivery, str]]] = {}  # requests by model, with their tenants
@@ -113,7 +119,7 @@ class Queries:
 
     def _on_models(self, delivery: Delivery) -> None:
         if access.answerable(self._mailbox.bus, delivery):
-            self._mailbox.bus.publish(delivery.reply, to_json(models_body(self.served(), self._roots())))
+            self._mailbox.bus.publish(delivery.reply, to_json(self._models_body()))
 
     def _on_tokenize(self, name: str, delivery: Delivery) -> None:
         if not access.answerable(self._mailbox.bus, delivery):
@@ -142,6 +148,12 @@ class Queries:
         tenant, model = names
         if model in self._model.names:
             return
+        try:
+            if self._forward(delivery, tenant, model):
+                return
+        except PayloadTooLarge as error:  # with the header of an alias
+            self._fail(delivery, error)
+            return
         if (waiting := self._unsure.get(model)) is not None and len(waiting) < MAX_UNSURE:
             waiting.append((delivery, tenant))
         elif waiting is not None or len(self._unsure) >= MAX_LOOKING:  # a flood
@@ -163,8 +175,10 @@ class Queries:
                 if await self._listened(subjects.tokenize(asked[0][1], model)):
                     await asyncio.sleep(LOOK_EVERY_S)
                     continue
+                await self._load()  # JetStream may have been away at the start
                 for delivery, tenant in asked:
-                    self._refuse(delivery, tenant, model)
+                    if not self._forward(delivery, tenant, model):
+                        self._refuse(delivery, tenant, model)
         finally:
             del self._unsure[model]
 
@@ -179,9 +193,10 @@ class Queries:
         return True
 
     def _refuse(self, delivery: Delivery, tenant: str, model: str) -> None:
-        served, clock = self.served(), self._mailbox.clock
+        served = [*self.served(), *(alias.name for alias in self._table.all())]
         error: HeadraceError
-        if clock.now_us() - self._known.get(model, -FORGET_US) < FORGET_US:
+        clock = self._mailbox.clock
+        if self.is_served(model):
             error = Unavailable(
                 f"no service answers for model {model!r}; see `headrace status`, or try again",
                 retry_after_ms=RETRY_AFTER_MS,
@@ -194,6 +209,14 @@ class Queries:
         now_us = clock.wall_us()
         origin = Origin(tenant, now_us, now_us, parent_span)
         refuse(self._mailbox, model, Fail(delivery.reply, "", error, trace, origin))
+
+    def is_served(self, model: str) -> bool:
+        """True if a tokenizer has reported this name within FORGET_US."""
+        return self._mailbox.clock.now_us() - self._known.get(model, -FORGET_US) < FORGET_US
+
+    def newest(self, figure: str) -> int:
+        """The largest `figure` that a ready tokenizer on this server reports."""
+        return max((peers.max_load("tokenizer", figure, "") for peers in self._fleets.values()), default=0)
 
     def _fail(self, delivery: Delivery, error: HeadraceError) -> None:
         trace = traces.from_headers(delivery.headers)
@@ -233,6 +256,22 @@ class Queries:
         aliases = {alias: contexts[root] for alias, root in self._roots().items() if root in contexts}
         return aliases | contexts
 
+    def roots(self) -> dict[str, str]:
+        """The models of this server by all of their names."""
+        roots = self._roots()
+        return {name: roots.get(name, name) for name in self.served()}
+
+    def _models_body(self) -> dict[str, Any]:
+        contexts, roots, peers = self.served(), self._roots(), self._mailbox.peers
+        aliases = [alias for alias in self._table.all() if alias.name not in contexts]
+        body = models_body(contexts, roots, aliases)
+        ours = {name: peers.model_state(name) for name in peers.models("tokenizer")}
+        for entry in body["data"]:
+            for each, name in ((entry, entry["root"]), *((t, t["model"]) for t in entry.get("targets", ()))):
+                if (state := ours.get(name)) is not None:  # of this fleet
+                    each["state"] = state
+        return body
+
     def _roots(self) -> dict[str, str]:
         """The models of this server by their further names."""
         roots = dict.fromkeys(self._model.aliases, self._model.name)
@@ -241,17 +280,23 @@ class Queries:
         return roots
 
 
-def models_body(contexts: Mapping[str, int], roots: Mapping[str, str]) -> dict[str, Any]:
+def models_body(
+    contexts: Mapping[str, int], roots: Mapping[str, str], aliases: Sequence[Alias] = ()
+) -> dict[str, Any]:
     """OpenAI's list of models, with two fields of vLLM's: `max_model_len`, tokens of a prompt and its answer,
-    and `root`, the model's own name."""
+    and `root`, the model's own name. An alias has `targets`, its `root` is the one with the highest weight,
+    and its requests fit into each of them."""
     about = {"object": "model", "created": 0, "owned_by": "headrace"}
-    return {
-        "object": "list",
-        "data": [
-            {"id": name, **about, "root": roots.get(name, name), "max_model_len": contexts[name]}
-            for name in sorted(contexts)
-        ],
-    }
+    entries = [
+        {"id": name, **about, "root": roots.get(name, name), "max_model_len": contexts[name]}
+        for name in contexts
+    ]
+    for alias in aliases:
+        targets = [{"model": model, "weight": weight} for model, weight in alias.targets]
+        context = min(contexts.get(model, 0) for model, _ in alias.targets)
+        entry = {"id": alias.name, **about, "root": alias.main, "max_model_len": context}
+        entries.append({**entry, "targets": targets})
+    return {"object": "list", "data": sorted(entries, key=lambda entry: str(entry["id"]))}
 
 
 def tokenize_body(data: bytes, model: ServedModel, wall_us: int) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class PendingRequest:
     owner: str = ""  # `tokenizer.id`; empty: not claimed
     owners: int = 0  # number of owners so far
     since_us: int = 0  # silence counts from here
+    unsure: str = ""  # the alias that it was sent to: if that has changed, another model may have it
 
     @property
     def attempt(self) -> int:
@@ -88,6 +89,8 @@ class Standby:
     def copy(self, pending: PendingRequest, now_us: int) -> None:
         """Keep a copy of a request, unless it is owned here or done."""
         key = pending.key
+        if (known := self._copies.get(key)) is not None and not pending.unsure:
+            known.unsure = ""  # it was forwarded
         if key in self._own or key in self._copies or key in self._done:
             return
         pending.since_us = now_us

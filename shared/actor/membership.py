@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from shared.errors import SetupError
 from shared.messages import Heartbeat
 
 MISSED_HEARTBEATS = 3
@@ -19,6 +20,7 @@ BOUND = 1.25  # consistent hashing with bounded loads, Mirrokni et al. 2018, wit
 SLACK = 8  # requests an executor over the mean: fewer are chance, and cost a step next to nothing
 
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
+VOCABULARY = "vocabulary"  # in the load of tokenizers and detokenizers
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
 MIXED = "accepts_mixed"  # likewise: executors with other weights or modes serve, too
 
@@ -129,6 +131,10 @@ class Peers:
         found = {self._peers[f"scheduler.{actor}"].heartbeat.model_digest for actor in ready} - {""}
         return found.pop() if len(found) == 1 else ""
 
+    def model_state(self, model: str) -> str:
+        """`loaded`: an executor of the model is ready; `unloaded`: there is none."""
+        return "loaded" if self.ready("executor", model) else "unloaded"
+
     def max_load(self, kind: str, figure: str, model: str) -> int:
         """The largest `figure` in the loads of the ready actors of a kind and model; 0 if there is none."""
         ready = [self._peers[f"{kind}.{actor}"].heartbeat.load for actor in self.ready(kind, model)]
@@ -151,6 +157,24 @@ def _visible_state(heartbeat: Heartbeat) -> tuple[str, str, int, str]:
 def detection_us(heartbeat_interval_us: int) -> int:
     """The longest time to detect a death: the last heartbeat, MISSED_HEARTBEATS, and the check for them."""
     return max(MIN_DETECTION_US, (MISSED_HEARTBEATS + 2) * heartbeat_interval_us)
+
+
+def check_vocabulary(peer: Peer, model: str, number: int, epoch: int) -> None:
+    """Raise SetupError in a tokenizer or detokenizer of a model if `peer`, an earlier one of its fleet, has
+    another vocabulary: the ids of one would be read as the other's text. `number`: see vocabulary_number."""
+    beat = peer.heartbeat
+    if beat.kind in ("tokenizer", "detokenizer") and (beat.model, beat.state) == (model, "ready"):
+        theirs = dict(beat.load).get(VOCABULARY, number)
+        if theirs != number and peer.epoch < epoch:
+            raise SetupError(
+                f"{peer.source} on host {beat.host_id} serves another model under the name {model!r} in this "
+                "fleet: a second fleet on one nats-server needs a --fleet and a --model-name of its own"
+            )
+
+
+def vocabulary_number(digest: str) -> int:
+    """A vocabulary in a heartbeat: the first 48 bits of its digest."""
+    return int(digest[:12], 16)
 
 
 def starts_cold(peers: Peers, model: str) -> bool:

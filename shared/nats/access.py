@@ -28,6 +28,9 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 from shared.errors import SetupError
 from shared.nats.interface import Bus, Delivery
 from shared.nats.subjects import (
+    ALIAS_ALL,
+    ALIAS_STREAM,
+    ALIASES,
     FILE_STREAM,
     HOOK_STREAM,
     PUBLIC,
@@ -64,6 +67,9 @@ _READS = {
         f"{PUBLIC}.generate.*.*",
         f"{PUBLIC}.cancel.*.*",
         f"{PUBLIC}.tokenize.*.*",
+        f"{PUBLIC}.detokenize.*.*",  # of aliases, to forward
+        f"{PUBLIC}.alias.*",
+        ALIASES,
         f"{PUBLIC}.models",
         f"{PUBLIC}.models.*",
         "hr.*.beat.tokenizer.*",
@@ -91,8 +97,14 @@ _READS = {
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
 _WRITES = {
-    # tokenize, models: see queries.py
-    "tokenizer": (f"{INBOX}.>", "hr.beat_ask", f"{PUBLIC}.tokenize.*.*", f"{PUBLIC}.models"),
+    "tokenizer": (
+        *(f"{INBOX}.>", "hr.beat_ask", f"{PUBLIC}.models"),  # see queries.py
+        *(f"{PUBLIC}.{verb}.*.*" for verb in ("generate", "tokenize", "detokenize")),  # forwarded: aliases.py
+        *(ALIASES, ALIAS_ALL),
+        *(f"$JS.API.STREAM.{verb}.{ALIAS_STREAM}" for verb in ("INFO", "CREATE")),
+        f"$JS.API.DIRECT.GET.{ALIAS_STREAM}.>",
+    ),
+    "gateway": (ALIASES,),
     "scheduler": (f"{PUBLIC}.events.*",),
     "detokenizer": (f"{INBOX}.>", f"{STORE}.state.*.*"),
     "keeper": (
@@ -240,6 +252,7 @@ def of_service(kind: str, fleet: str) -> Permissions:
     subscribe = (
         f"hr.{f}.{kind}.*.in.*",
         *_READS.get(kind, ()),
+        *((ALIAS_ALL,) if kind in ("tokenizer", "gateway", "keeper") else ()),
         f"hr.{f}.beat.*.*",
         f"hr.{f}.beat_ask",
         "hr.beat_ask",
@@ -260,7 +273,7 @@ def of_operator(fleet: str) -> Permissions:
     f = token(fleet)
     return Permissions(
         publish=(
-            *(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"{PUBLIC}.policy.*"),
+            *(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"{PUBLIC}.policy.*", f"{PUBLIC}.alias.*"),
             *(f"hr.{f}.beat_ask", "$SRV.>"),
         ),
         subscribe=(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*", f"{PUBLIC}.done.*.*"),

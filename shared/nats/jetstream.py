@@ -38,6 +38,10 @@ class UnknownStream(EngineError):
     """There is no stream of this name."""
 
 
+class NothingStored(Unavailable):
+    """JetStream is off, or has no stream of this name."""
+
+
 class NoMessage(EngineError):
     """A subject has no message."""
 
@@ -128,7 +132,7 @@ class JetStream:
         try:
             return await self._call(f"{_API}.STREAM.INFO.{stream}", _json(asked))
         except UnknownStream:
-            raise Unavailable(f"there is no stream {stream} yet: try again", retry_after_ms=1_000) from None
+            raise NothingStored(f"there is no stream {stream} yet: try again", retry_after_ms=1_000) from None
 
     async def last(self, stream: str, subject: str) -> bytes | None:
         """The newest message of a subject, None without one. The stream must allow direct reads, which any
@@ -159,6 +163,7 @@ class JetStream:
             return await self.bus.request(subject, data, timeout_us=CALL_US, headers=headers)
         except NoResponders:
             why = "the nats-server has no JetStream, or not the streams of Headrace: see docs/durability.md"
+            raise NothingStored(why, retry_after_ms=1_000) from None
         except RequestTimeout:
             why = f"JetStream has not answered on {subject} within {CALL_US / 1e6:g} s: try again"
         raise Unavailable(why, retry_after_ms=1_000)

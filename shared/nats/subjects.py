@@ -64,6 +64,7 @@ FORWARD_ALL = f"{PUBLIC}.forward.*.*"
 DONE_ALL = f"{PUBLIC}.done.*.*"
 WORK_STREAM, RECORD_STREAM, FILE_STREAM = "HR_WORK", "HR_DONE", "HR_FILES"
 HOOK_STREAM, STATE_STREAM = "HR_HOOKS", "HR_STATE"
+ALIAS_STREAM = "HR_ALIASES"
 WORK_ALL = f"{STORE}.work.>"
 RECORD_ALL = f"{STORE}.record.>"
 STATE_ALL = f"{STORE}.state.>"
@@ -71,6 +72,9 @@ FILE_ALL = f"{STORE}.file.>"
 LINE_ALL = f"{STORE}.line.>"
 RUNS_ALL = f"{STORE}.runs.*.*"
 HOOK_ALL = f"{STORE}.hook.>"
+ALIAS_ALL = f"{STORE}.alias.*"
+ALIASES = f"{STORE}.aliases"  # request-reply: the aliases that a tokenizer has
+SET_ALIAS_ALL = f"{PUBLIC}.alias.*"
 TRACE_STEPS = b"steps"  # body of a trace request that includes the steps of its time
 
 
@@ -212,6 +216,16 @@ def trace(request: str) -> str:
 def policy(scheduler: str) -> str:
     """Request-reply: the operator changes the policy of a scheduler; the body is `kind=name,...`."""
     return f"{PUBLIC}.policy.{token(scheduler)}"
+
+
+def set_alias(name: str) -> str:
+    """Request-reply: the operator sets what an alias stands for; the body is `{"model": weight, ...}`."""
+    return f"{PUBLIC}.alias.{token(name)}"
+
+
+def alias(name: str) -> str:
+    """The last change of an alias: for all that resolve it, and in stream HR_ALIASES."""
+    return f"{STORE}.alias.{token(name)}"
 
 
 def events(scheduler: str) -> str:

@@ -56,6 +56,10 @@ class Call:
         """The same call, of which a keeper has `keep`."""
         return replace(self, keep=keep)
 
+    def of_model(self, model: str) -> Call:
+        """The same call, for the model that an alias stands for."""
+        return replace(self, bodies=tuple({**body, "model": model} for body in self.bodies))
+
     @property
     def model(self) -> str:
         """The model of all its prompts."""

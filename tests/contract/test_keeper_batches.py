@@ -15,6 +15,7 @@ from services.keeper.file_verbs import UPLOAD_S, FileVerbs
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.runtime import Runtime
+from shared.aliases import Alias
 from shared.chunks import CHUNK_BYTES
 from shared.client import Client
 from shared.clock import SystemClock
@@ -54,7 +55,7 @@ class World:
         self.client = await Client.open(self.bus)
         await self.bus.subscribe("headrace.v1.generate.*.m", self._generate)
         await self.bus.subscribe("headrace.v1.cancel.*.*", lambda d: self.cancelled.append(d.subject))
-        models = b'{"data":[{"id":"m"}]}'
+        models = b'{"data":[{"id":"m"},{"id":"chat","root":"m"}]}'
         await self.bus.subscribe("headrace.v1.models", lambda d: self.bus.publish(d.reply, models))
         await self.bus.flush()
 
@@ -157,6 +158,28 @@ async def test_files_and_batches_are_their_tenants_own(world: World) -> None:
     assert (await world.batch("list", "acme"))["data"] == []
     assert (await world.files("acme").request("list", {}))["data"] == []
     assert [each["id"] for each in (await world.batch("list"))["data"]] == [batch]
+
+
+async def test_lines_for_an_alias_go_to_its_models_and_their_answers_say_which(world: World) -> None:
+    await world.keeper()
+    await world.bus.subscribe("headrace.v1.generate.*.n", world._generate)
+    alias = Alias("chat", 1, (("m", 1), ("n", 1)))
+    world.bus.publish(subjects.alias("chat"), alias.pack())
+    await world.bus.flush()
+    lines = [
+        {"custom_id": f"c{i}", "url": "/v1/completions", "body": {"prompt": "p", "model": "chat"}}
+        for i in range(20)
+    ]
+    file = await world.upload("".join(json.dumps(line) + "\n" for line in lines).encode())
+    made = await world.batch("create", input_file_id=file, endpoint="/v1/completions", completion_window="1h")
+    ended = await world.ended(made["id"])
+    found = {
+        line["custom_id"]: line["response"]["body"]["model"]
+        for line in await world.lines(ended["output_file_id"])
+    }
+    wanted = {f"c{i}": alias.model_for("public", f"{made['id']}.{i + 1}") for i in range(20)}
+    assert found == wanted
+    assert {*found.values()} == {"m", "n"}
 
 
 async def test_wrong_requests_are_refused(world: World) -> None:

@@ -101,7 +101,8 @@ FORBIDDEN_WRITING = [
     "headrace.v1.detokenize.bob.m", "headrace.v1.generate.acme", "headrace.v1.generate.acme.m.x",
     "headrace.v1.generate.acme2.m", "headrace.v1.generate.public.m", "_INBOX.bob.1.2", "_INBOX.acme.1.2",
     "headrace.v1.status", "headrace.v1.trace.r", "headrace.v1.events.s.snapshot", "hr.beat_ask",
-    "headrace.v1.policy.s", "headrace.v1.models", "headrace.v1.models.bob",
+    "headrace.v1.policy.s", "headrace.v1.alias.a", "headrace.store.alias.a", "headrace.store.aliases",
+    "$JS.API.DIRECT.GET.HR_ALIASES.headrace.store.alias.a", "headrace.v1.models", "headrace.v1.models.bob",
     "headrace.v1.submit.bob.m", "headrace.v1.result.bob.r", "headrace.v1.keep.bob.r",
     "headrace.v1.delete.bob.r", "headrace.v1.forward.acme.submit",
     "headrace.v1.keep.acme.r", "headrace.v1.attach.bob.r",
@@ -217,7 +218,10 @@ async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsSe
         assert heartbeats == [kind]
         assert not await may_write(nc, refused, "hr.other.scheduler.a1.in.X")
         assert await may_write(nc, refused, "_INBOX.acme.1.2") == (kind in ("tokenizer", "detokenizer"))
-        assert await may_write(nc, refused, "headrace.v1.generate.acme.m") == (kind in ("gateway", "keeper"))
+        asks = kind in ("gateway", "keeper", "tokenizer")  # a tokenizer forwards requests to aliases
+        assert await may_write(nc, refused, "headrace.v1.generate.acme.m") == asks
+        assert await may_write(nc, refused, "headrace.store.alias.a") == (kind in ("keeper", "tokenizer"))
+        assert not await may_write(nc, refused, "headrace.v1.alias.a")
         assert await may_write(nc, refused, "headrace.v1.attach.acme.r") == (kind == "gateway")
         assert await may_write(nc, refused, "headrace.v1.keep.acme.r") == (kind == "gateway")
         assert not await may_write(nc, refused, "headrace.v1.policy.a1")

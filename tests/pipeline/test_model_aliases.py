@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 from support.memory_bus import MemoryBroker
-from support.pipeline.five_actors import Pipeline
+from support.pipeline.five_actors import KINDS, Pipeline
 from support.pipeline.gateway_side import add_gateway, healthy, remove_gateway
+from support.text_models import write_bpe_gguf
 
 from services.tokenizer import actor as tokenizer
 from shared.actor.runtime import Runtime
@@ -119,3 +122,26 @@ async def test_a_name_of_another_model_is_refused(pipeline: Pipeline, names: str
     runtime = Runtime(tokenizer.build(settings), await pipeline.connect(), "beside", "tokenizer-9")
     with pytest.raises(SetupError, match=why):
         await runtime.start()
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "detokenizer"])
+async def test_another_vocabulary_under_the_same_name_is_refused(
+    pipeline: Pipeline, kind: str, tmp_path: Path
+) -> None:
+    """Two fleets of one name on one server would read each other's token ids."""
+    model = str(write_bpe_gguf(tmp_path / "tiny.gguf"))
+    settings = load(flags={"fleet": "aliases", "model": model, "model_name": NAMES[0]}).settings
+    runtime = Runtime(KINDS[kind](settings), await pipeline.connect(), "aliases", f"{kind}-9")
+    await runtime.start()
+    error = await asyncio.wait_for(runtime.failed(), 20)
+    assert isinstance(error, SetupError)
+    assert "serves another model under the name 'first' in this fleet" in str(error)
+    await runtime.finish(5)
+    same = Runtime(
+        KINDS[kind](pipeline.settings), await pipeline.connect(), "aliases", f"{kind}-8",
+        heartbeat_interval_us=50_000,
+    )  # fmt: skip
+    await same.start()
+    await pipeline.until(lambda: f"{kind}-8" in pipeline.runtimes[f"{kind}-1"].mailbox.peers.ready(kind))
+    await same.finish(5)
+    assert (same.failure, pipeline.runtimes[f"{kind}-1"].failure) == (None, None)

@@ -1,4 +1,5 @@
-"""Executors are rolled under load: what runs there moves, nothing is lost, every answer stays the same."""
+"""Sequences move while they run: from executors that are rolled, and from those that only prefill. Nothing is
+lost, and every answer stays the same."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from support.pipeline.five_actors import Pipeline
 from support.small_llama import VOCAB, write_small_llama
 
 from services.scheduler.actor import SchedulerActor
-from services.scheduler.state.state import State
+from services.scheduler.fleet import roles
+from services.scheduler.policy_change import apply as set_policy
+from services.scheduler.state.state import PREFILL, State
 from shared.client import Client
 
 MODEL = "smollm2-135m-instruct"
@@ -111,6 +114,33 @@ async def test_choices_grammars_log_probabilities_and_long_prompts(victim: str, 
     await asyncio.gather(leaving, return_exceptions=True)
     pipeline.runtimes.pop(busiest, None)
     assert state.counters.finished.get("error", 0) == 0
+    await pipeline.stop()
+
+
+@pytest.mark.parametrize("victim", ["nothing", "kv_offload", "executor"])
+async def test_prefill_and_decode_apart(victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two real engines only prefills. The victim, the one that prefills or the tier, dies as soon as a
+    sequence is handed over."""
+    model = write_small_llama(tmp_path / "tiny", hidden=64, layers=2)
+    pipeline = await fleet_of(f"apart-{victim}", 2, model=str(model), **REAL)
+    asked = [{"model": "tiny", "ignore_eos": "structured_outputs" not in body, **body} for body in ASKED]
+    expected = await answers(pipeline, "calm", asked)
+    state = state_of(pipeline)
+    await pipeline.until(lambda: all(e.pool.write_back for e in state.executors.values()))
+    monkeypatch.setattr(roles, "PERIOD_US", 0)
+    set_policy(state, "roles=loadtest.policies:prefill_1")
+    state.roles_due_us, loads = 0, state.counters.loads
+    asking = asyncio.create_task(answers(pipeline, "apart", asked))
+    await pipeline.until(lambda: state.counters.moves > 0)
+    prefills = next(name for name, executor in state.executors.items() if executor.role == PREFILL)
+    if victim != "nothing":
+        await kill(pipeline, prefills if victim == "executor" else "kv_offload-1")
+    assert await asking == expected
+    assert state.counters.finished.get("error", 0) == 0
+    if victim == "nothing":
+        assert state.counters.moves >= len(asked)
+        assert state.counters.loads > loads
+        await pipeline.until(lambda: not any(job for job in state.tiers.jobs.values()))
     await pipeline.stop()
 
 

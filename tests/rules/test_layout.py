@@ -56,11 +56,12 @@ HANGING = (
     "services/scheduler/reports/",
     "services/detokenizer/attach.py", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py", "services/detokenizer/checkpoint",
-    "services/tokenizer/standby.py", "services/tokenizer/check.py", "shared/nats/jetstream.py",
+    "services/tokenizer/standby.py", "services/tokenizer/check.py", "services/tokenizer/aliases.py",
+    "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 21_871
-PRODUCT_FILES, PRODUCT_LINES = 246, 58_699
+PATH_FILES, PATH_LINES = 74, 22_134
+PRODUCT_FILES, PRODUCT_LINES = 250, 59_771
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -88,6 +88,7 @@ class Durable:
     async def background(self, call: Call, client: Client, request: Request) -> Response:
         """Have a response made in the background."""
         store, stored = Store(client), await Store(client).submit(call)
+        call = call.of_model(stored.get("model", call.model))
         if call.stream:
             frames = store.frames(call.request_id, waits=True, fails=True)
             return self._stream(request, frames, ResponseEvents(call, stored=True))

@@ -20,20 +20,22 @@ from services.scheduler.kv_tiers import store
 from services.scheduler.preemption import requeue, withdraw
 from services.scheduler.recompute_cost import RecomputeCost, backlog_us
 from services.scheduler.state.requests import Sequence
-from services.scheduler.state.state import Executor, State
+from services.scheduler.state.state import PREFILL, Executor, State
 from services.scheduler.state.waiting_queue import SequenceGroup
 
 BACKLOG_US = 250_000  # of prompts on an executor: with more a sequence that moves there would stall
 
 
 def advance(state: State) -> None:
-    """Go on with the moves of all draining executors."""
+    """Go on with the moves from all draining executors, and from those that only prefill."""
     for executor in state.executors.values():
-        if not (executor.draining and executor.running):
+        if not executor.running or not (executor.draining or executor.role == PREFILL):
             continue
-        due_us = executor.drains_since_us + state.limits.move_after_us
+        due_us = executor.drains_since_us + state.limits.move_after_us if executor.draining else 0
         if state.now_us >= due_us and _others(state, executor):
-            move_all(state, executor, [s for s in executor.running if may_leave(s)], "its executor drains")
+            why = "its executor drains" if executor.draining else "its executor only prefills"
+            move_all(state, executor, [s for s in executor.running if may_leave(s)], why)
+            _copy_ahead(state, executor)
 
 
 def move_all(state: State, executor: Executor, sequences: list[Sequence], why: str) -> None:
@@ -48,6 +50,15 @@ def move_all(state: State, executor: Executor, sequences: list[Sequence], why: s
             admission.admit(state)
 
 
+def _copy_ahead(state: State, executor: Executor) -> None:
+    """Copy what is computed of the prompts: so little is left to copy after the first token."""
+    for sequence in executor.running:
+        if executor.down.pending_jobs >= store.MAX_JOBS:
+            return
+        if sequence.prefilling and sequence.parent is None and not sequence.load_job:
+            store.keep_below(state, executor, sequence)
+
+
 def may_leave(sequence: Sequence) -> bool:
     """Whether the sequence is between two decodes, and has a token from this executor."""
     return not sequence.prefilling and len(sequence.tokens) > sequence.opened_length and not sequence.load_job
@@ -57,7 +68,8 @@ def has_room(state: State, executor: Executor, sequence: Sequence) -> bool:
     """Whether another executor can start the sequence now, and no other one is on its way or goes first."""
     model, level = executor.hello.model, sequence.request.level
     queues = [state.waiting.queues.get((model, above)) for above in range(level + 1)]
-    if any(q is not None and (q.preempted or (q.groups and q.level < level)) for q in queues):
+    prompts = executor.role != PREFILL  # else those that wait are not for the others
+    if any(q is not None and (q.preempted or (prompts and q.groups and q.level < level)) for q in queues):
         return False
     group = SequenceGroup(sequence.request, [sequence], sequence.seq, resumes=True)
     return any(

@@ -21,7 +21,7 @@ from services.scheduler.kv_tiers.lookups import (
 )
 from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.requests import Sequence
-from services.scheduler.state.state import Executor, State
+from services.scheduler.state.state import DECODE, Executor, State
 from services.scheduler.state.transfers import ANSWER_US, REMOTE, Job, JobPhase, LookupResult, Tier
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import KvCopied, KvCopy, KvPrefetch, KvReady, KvRelease, ints, longs
@@ -45,7 +45,8 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
     load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
     costs = RecomputeCost.of(executor)
     compute_us = costs.tokens_us(sequence.computed, sum(valid))
-    if compute_us and load_us >= recompute_cost.backlog_us(executor, sequence, costs) + compute_us:
+    delay_us = load_us if executor.role == DECODE else 0  # of rows that decode there, if it computes
+    if compute_us and load_us >= recompute_cost.backlog_us(executor, sequence, costs) + compute_us + delay_us:
         sequence.record_decision(
             state.now_us,
             "recompute",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from services.scheduler import prefix_cache
 from services.scheduler.recompute_cost import RecomputeCost
 from services.scheduler.state.requests import Sequence
-from services.scheduler.state.state import Executor, State
+from services.scheduler.state.state import PREFILL, Executor, State
 from services.scheduler.state.transfers import (
     ANSWER_US,
     BACKOFF_US,
@@ -142,7 +142,8 @@ def _targets(state: State, group: SequenceGroup) -> list[tuple[Executor, Tier]]:
     if not tiers.by_host:
         return []
     targets: dict[LookupTarget, tuple[Executor, Tier]] = {}
-    for executor in state.executors.values():
+    last = PREFILL if group.sequences[0].generated else ""  # it holds what has just moved away
+    for executor in sorted(state.executors.values(), key=lambda e: e.role == last != ""):
         tier = tiers.below(executor.hello, state.now_us)
         if tier is None or not executor.pool.write_back or executor.draining:
             continue

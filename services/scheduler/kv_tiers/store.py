@@ -196,30 +196,40 @@ def keep_below(state: State, executor: Executor, sequence: Sequence) -> bool:
         return True
     if sequence.copy_job in state.tiers.jobs:
         return False
-    computed = min(sequence.computed, len(sequence.tokens))
+    computed = min(sequence.computed - _in_flight(executor, sequence), len(sequence.tokens))
     prefix_cache.register(executor, sequence, computed)
-    left, blocks = sequence.registered - sequence.copied, list[int]()
+    full, blocks = computed // pool.block_tokens, list[int]()
+    left = full - sequence.copied
     if left * pool.block_tokens <= LEFT_TOKENS or _recomputes_sooner(executor, left, computed):
         return True
     if executor.down.pending_jobs >= MAX_JOBS:
         return False
-    for key in sequence.keys[sequence.copied : sequence.registered]:
+    after_step = pool.acked_step  # it has filled the blocks; a step that fails later does not harm them
+    for key in sequence.keys[sequence.copied : full]:
         block = pool.block_of.get(key)
+        if sequence.copied < sequence.adopted or block != sequence.table[sequence.copied]:
+            after_step = executor.step  # a step in flight may fill it, for another sequence
         if block in pool.copies or len(blocks) == most_blocks(executor):
             break  # another job copies the block, or the next one will
         sequence.copied += 1
         if block is not None and block not in pool.clean:
             blocks.append(block)
     if blocks:
-        sequence.copy_job = _store(state, executor, tier, blocks, after_step=executor.step, urgent=True)
-    return not blocks and sequence.copied == sequence.registered  # copied for others, or refused
+        sequence.copy_job = _store(state, executor, tier, blocks, after_step=after_step, urgent=True)
+    return not blocks and sequence.copied == full  # copied for others, or refused
+
+
+def _in_flight(executor: Executor, sequence: Sequence) -> int:
+    """Tokens of the sequence that steps without a result compute."""
+    plans = [flight.plan for flight in executor.in_flight]
+    return sum(plan.counts[plan.slots.index(sequence.slot)] for plan in plans if sequence.slot in plan.slots)
 
 
 def _recomputes_sooner(executor: Executor, blocks: int, computed: int) -> bool:
     """Whether a sequence of so many computed tokens is computed again before these blocks are copied down and
-    up. False while the costs are not known."""
+    up. False while the costs are not known, and where others only decode: computing there delays them."""
     size = blocks * executor.hello.bytes_per_block
-    again_us = RecomputeCost.of(executor).tokens_us(0, computed)
+    again_us = 0 if executor.role else RecomputeCost.of(executor).tokens_us(0, computed)
     return 0 < again_us < executor.down.copy_us(size) + executor.up.copy_us(size)
 
 

@@ -118,6 +118,7 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
     return {
         "model": hello.model,
         "backend": hello.backend,
+        "role": executor.role,
         "dtype": hello.dtype,
         "context": min(hello.max_context, pool.blocks * pool.block_tokens),
         "model_digest": hello.model_digest,
@@ -265,6 +266,7 @@ def _counters(state: State) -> Iterator[MetricPoint]:
         ("wasted_rows", counters.wasted_rows, "{row}"),
         ("preemptions", counters.preemptions, "{preemption}"),
         ("moves", counters.moves, "{move}"),
+        ("role_changes", counters.role_changes, "{change}"),
         ("step.predicted_duration", counters.predicted_us / _US, "s"),
     ):
         yield MetricPoint(f"{PREFIX}.{name}", value, group, is_counter=True)

@@ -70,6 +70,12 @@ class CostModel:
         """Predicted time of a step of this shape; 0 before the first observation."""
         return int(self._predict(_features(shape)))
 
+    def bounded_us(self, shape: StepShape) -> int:
+        """As `predict_us`, but at most as many times a step of each kind as its work: sizes that were never
+        tried may be predicted far too high. 0 before the first observation."""
+        most = min((took * _times(shape, other) for other, took in self._kinds.values()), default=0.0)
+        return int(min(self._predict(_features(shape)), self._speed * most))
+
     def observe(self, shape: StepShape, took_us: int) -> None:
         """Learn from a step of this shape that took `took_us` on the device."""
         if took_us <= 0:

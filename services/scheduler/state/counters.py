@@ -12,6 +12,7 @@ counters     prefix_lookup_tokens   prompt tokens that were looked up in a prefi
              wasted_rows            rows of a step with a sample that was not used
              preemptions            sequences that were preempted
              moves                  sequences that moved from one executor to another
+             role_changes           changes of the number of executors that only prefill
              predicted_us           predicted time of all steps in `step_error_pm`
 by a name    steps {mode: n}        `count_step(mode)`
              rejected {code: n}     `count_rejected(code)`
@@ -121,6 +122,7 @@ class Counters:
     wasted_rows: int = 0
     preemptions: int = 0
     moves: int = 0
+    role_changes: int = 0
     predicted_us: int = 0
     loads: int = 0
     loads_declined: int = 0

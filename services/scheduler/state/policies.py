@@ -1,6 +1,6 @@
 """The policies: pure functions with a name, chosen in the configuration.
 
-    policy = "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=ttft,tier=tiered"
+    policy = "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=ttft,tier=tiered,roles=…"
 
 order        which sequence group of a class is admitted next?            vtc, fcfs
 batching     what does the next step of an executor consist of?           mixed, prefill_first, decode_first
@@ -8,6 +8,7 @@ reservation  how many blocks are reserved for a sequence at admission?    on_dem
 victim       which sequence is preempted first when blocks are short?     latest, cheapest
 routing      which of the executors that can run a group gets it?         ttft, room
 tier         is an unheld block without a copy below copied or dropped?   tiered
+roles        how many executors only prefill, and leave decodes to others? colocated, adaptive
 
 A name with a colon, `module:function`, is a policy of your own; the scheduler must be able to import it.
 loadtest/policies.py has baselines for comparison. The signatures:
@@ -21,6 +22,7 @@ reservation  (tokens: int, max_length: int, block_tokens: int) -> int, blocks; `
 victim       (candidates: list[Sequence]) -> list[Sequence], the first victim first
 routing      (options: list[RoutingOption]) -> RoutingOption; there is at least one option
 tier         (view: OffloadView) -> str: copy, drop or keep a block
+roles        (view: RolesView) -> int
 
 A policy changes the code around it through traits (`with_traits`, see Policy): no other code compares names
 of policies.
@@ -47,6 +49,7 @@ KINDS = {  # names, arguments
     "victim": (("latest", "cheapest"), ("candidates",)),
     "routing": (("ttft", "room"), ("options",)),
     "tier": (("tiered",), ("view",)),
+    "roles": (("colocated", "adaptive"), ("view",)),
 }
 OLD_KINDS = {"rank": "order", "fill": "batching", "kv": "reservation", "place": "routing"}  # accepted in 0.1
 BASELINES = "loadtest.policies"
@@ -56,6 +59,7 @@ MOVED = {  # to BASELINES; accepted without the module in 0.1
 }  # fmt: skip
 STALL_US = 1_000_000  # how long decodes wait for prompts: see prefill_first
 HARM_PM = 100  # a delay of another request's token counts as a tenth of one of the first token, per mille
+HYSTERESIS_PM = 200  # of the costs of two splits: see adaptive
 EAGER_COPY_PM = 250  # least chance of reuse for an eager copy: less likely ones would evict better blocks
 
 log = logging.getLogger("headrace.scheduler")
@@ -90,6 +94,7 @@ class Policy:
     victim: str = "latest"
     routing: str = "ttft"
     tier: str = "tiered"
+    roles: str = "colocated"
 
     def function(self, kind: str) -> Callable[..., Any]:
         """The function of a kind."""
@@ -291,3 +296,47 @@ def tiered(view: OffloadView) -> str:
         return "copy" if (worth_copying and likely) or (view.preempted and not known) else "drop"
     eager = view.idle and not view.preempted and view.chance_pm >= EAGER_COPY_PM
     return "copy" if eager and (worth_copying or not known) else "keep"
+
+
+class RolesOption(NamedTuple):
+    """What a number of executors that only prefill is predicted to cost, us."""
+
+    prefills: int
+    itl_us: int  # mean time between two tokens
+    tail_us: int  # a high percentile of that
+    ttft_us: int  # of a prompt of the usual length; very high if the demand does not fit
+
+
+class RolesView(NamedTuple):
+    """The input of a roles policy: each number of prefilling executors, from 0 on. No options while nothing
+    decodes or too little is known."""
+
+    executors: int
+    prefills: int  # now
+    options: tuple[RolesOption, ...]
+
+
+def colocated(view: RolesView) -> int:
+    """Each executor prefills and decodes."""
+    return 0
+
+
+def adaptive(view: RolesView) -> int:
+    """Apart where that makes the tail of the time between tokens shorter by HYSTERESIS_PM, and neither its
+    mean nor the time to the first token longer. A split that is in force stays until it is worse by that."""
+    if not view.options:
+        return 0
+    together, slack = view.options[0], 1_000 + HYSTERESIS_PM
+
+    def pays(o: RolesOption) -> bool:
+        kept = o.prefills == view.prefills
+        most, gain = (slack, 1_000) if kept else (1_000, slack)
+        return (
+            o.tail_us * gain <= together.tail_us * 1_000
+            and o.itl_us * 1_000 <= together.itl_us * most
+            and o.ttft_us * 1_000 <= together.ttft_us * most
+        )
+
+    able = [option for option in view.options[1:] if pays(option)]
+    kept = [option for option in able if option.prefills == view.prefills]
+    return min(kept or able, key=lambda o: (o.ttft_us, o.prefills), default=together).prefills

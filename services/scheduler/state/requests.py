@@ -173,6 +173,7 @@ class Sequence:
     keyed: tuple[bytes, int] = (b"", 0)  # root and block size that `keys` were made with
     keys: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens
     registered: int = 0  # entries of the table with keys in the prefix cache
+    adopted: int = 0  # entries up to the last one that was found in the prefix cache
     copied: int = 0  # entries whose copy to a tier was started while it runs: see ../fleet/moves.py
     copy_job: int = 0  # the last job of these copies
     most_computed: int = 0  # the most that was ever computed or cached: computing less is recomputation
@@ -257,7 +258,7 @@ class Sequence:
         self.executor, self.slot, self.parent = "", -1, None
         self.table, self.table_sent, self.table_capacity, self.registered, self.reserved = [], 0, 0, 0, 0
         self.steps = self.steps_planned
-        self.opened_length = self.computed = self.load_job = self.copied = self.copy_job = 0
+        self.opened_length = self.computed = self.load_job = self.adopted = self.copied = self.copy_job = 0
         self.recompute_debt_us = self.recompute_paid_us = 0
         self.compiles_grammar = False
 

@@ -29,6 +29,8 @@ from shared.step_model import StepShape
 MAX_DROPPED = 10_000  # lost executors that are not back: most never come back
 MAX_MOVED = 100_000  # sequences of lost detokenizers
 
+PREFILL, DECODE = "prefill", "decode"  # roles of executors
+
 Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and the placement then
 
 
@@ -102,6 +104,10 @@ class Executor:
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
     drains_since_us: int = 0
+    role: str = ""  # PREFILL, DECODE, or empty: both. See ../fleet/roles.py
+    prompt_limit: int = 0  # DECODE: longer prompts start elsewhere
+    prompt_tokens: int = 0  # of prompts, computed since the last review of the roles
+    prompt_squares: int = 0  # sum of the squares of the lengths of the prompts that ended since
     cost_model: CostModel = field(default_factory=CostModel)
     pace: StepPace = field(default_factory=StepPace)
     host_fed: int = 0  # running sequences that are host-fed
@@ -175,6 +181,19 @@ class ModelKind:
     members: set[str] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class Roles:
+    """How many executors of a model only prefill, and what that was chosen by: see ../fleet/roles.py."""
+
+    since_us: int  # of the last review
+    prefills: int = 0
+    wanted: int = 0  # at the last review
+    periods: int = 0  # reviews in a row that wanted it
+    waiting: int = 0  # prompt tokens that waited then
+    demand: int = 0  # prompt tokens a second
+    prompt_tokens: int = 0  # length of the prompt of a typical prompt token
+
+
 @dataclass(frozen=True, slots=True)
 class DroppedExecutor:
     """A lost executor that may come back, and the requests (tenant, id) that its death is counted against."""
@@ -202,6 +221,8 @@ class State:
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
+    roles: dict[str, Roles] = field(default_factory=dict)  # by model
+    roles_due_us: int = 0  # the next review
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
     dropped: dict[str, DroppedExecutor] = field(default_factory=dict)  # by id
     detokenizers: dict[str, int] = field(default_factory=dict)  # id -> epoch

@@ -32,6 +32,8 @@ KINDS = {
 class Pipeline:
     """Start with `await Pipeline.start(...)`, end with `await pipeline.stop()`."""
 
+    heartbeat_us = 50_000
+
     connect: Connect
     settings: Settings
     runtimes: dict[str, Runtime] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class Pipeline:
             self.settings.fleet,
             name,
             self.settings.host_id,
-            heartbeat_interval_us=50_000,
+            heartbeat_interval_us=self.heartbeat_us,
         )
         self.runtimes[name] = runtime
         await runtime.start()

@@ -24,6 +24,7 @@ from support.scheduler.world_checks import ALL, Turns
 
 from services.scheduler import preemption
 from services.scheduler.admission import SUSPECT
+from services.scheduler.fleet import roles
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
     PIN_AFTER_PREEMPTIONS,
@@ -55,6 +56,8 @@ CHANGES = (
     "victim=latest", "victim=loadtest.policies:least_computed", "routing=ttft", "routing=room",
     "routing=loadtest.policies:prefix", "tier=tiered", "tier=loadtest.policies:swap",
     "tier=loadtest.policies:recompute", "tier=loadtest.policies:forget",
+    "roles=loadtest.policies:prefill_1", "roles=loadtest.policies:prefill_1", "roles=adaptive",
+    "roles=colocated",
 )  # fmt: skip
 PARTS = ((7, 7, 7, 7), (8, 8, 8, 8), (9,), (7, 8))  # of prompts
 
@@ -102,6 +105,8 @@ class Machine(RuleBasedStateMachine):
         self.spied = mock.patch.object(preemption, "preempt", self.pause)
         self.real_pause = preemption.preempt
         self.spied.start()
+        self.periods = mock.patch.object(roles, "PERIOD_US", data.draw(st.sampled_from([0, 1_000, 10**9])))
+        self.periods.start()
         self.join("e1")
         capacity = data.draw(st.sampled_from([0, 12, 32, 160])) // block_tokens
         if capacity:
@@ -311,6 +316,7 @@ class Machine(RuleBasedStateMachine):
                 self.check_answer(reader.opened.request, reader.opened.choice)
         finally:
             self.spied.stop()
+            self.periods.stop()
             type(self).events += world.events
 
     def check_answer(self, request: str, choice: int) -> None:

@@ -236,3 +236,11 @@ def test_copies_are_bounded_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPa
     copies = kept(*(heard(str(i)) for i in range(9)))
     assert len(copies) == 3
     assert {each.delivery.reply for each in late_from(copies, 0)} == {"_INBOX.6", "_INBOX.7", "_INBOX.8"}
+
+
+@pytest.mark.parametrize("first", ["copy", "forwarded"])
+def test_a_copy_of_a_request_to_an_alias_is_sure_once_it_was_forwarded(first: str) -> None:
+    alone, both = heard("i"), [heard("j"), heard("j")]
+    alone.unsure = both[first == "forwarded"].unsure = "chat"
+    found = {each.key: each.unsure for each in late(kept(alone, *both), UNOWNED_US)}
+    assert found == {alone.key: "chat", both[0].key: ""}

@@ -27,6 +27,7 @@ from services.scheduler.state.state import Limits
 from shared.errors import SetupError
 from shared.step_model import H200_8B
 
+REST = "routing=ttft,tier=tiered,roles=colocated"
 MACHINE = Machine(model=H200_8B, slots=32, blocks=4_000, hop=Hop(delay_us=700))
 LIMITS = Limits(overlap="run_ahead", policy=policies.parse("order=fcfs,reservation=reserve"))
 
@@ -126,8 +127,7 @@ def test_another_policy_is_simulated_as_it_would_have_been(recorded: tuple[bytes
     _, readers = run(limits)
     truth = _column(readers, 0, limits.classes)
     assert (
-        found.policies[1]
-        == f"order=vtc,{other.partition(',')[0]},reservation=reserve,victim=latest,routing=ttft,tier=tiered"
+        found.policies[1] == f"order=vtc,{other.partition(',')[0]},reservation=reserve,victim=latest,{REST}"
     )
     for name, within in (
         ("ttft_ms_p50", 0.15),
@@ -150,10 +150,7 @@ def test_changes_of_the_policy_are_simulated_when_they_came() -> None:
         f"order=fcfs,batching={name},reservation=reserve,victim=latest,"
         for name in ("loadtest.policies:static", "mixed")
     )
-    assert (
-        found.policies[0]
-        == f"{before}routing=ttft,tier=tiered, then {after}routing=ttft,tier=tiered after 2.0 s"
-    )
+    assert found.policies[0] == f"{before}{REST}, then {after}{REST} after 2.0 s"
     assert found.same == found.changed, "one executor: there is nothing to route"
     assert found.same["ttft_ms_p50"] == pytest.approx(found.happened["ttft_ms_p50"], rel=0.1)
     all_slow = compare(records(sink.getvalue()), slow)
@@ -169,7 +166,7 @@ def test_the_command_prints_three_columns(
     assert main(["replay", str(path), "--policy", "batching=decode_first"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "simulation of 150 requests from the log; only the first column was measured"
-    other = "order=fcfs,batching=decode_first,reservation=reserve,victim=latest,routing=ttft,tier=tiered"
+    other = f"order=fcfs,batching=decode_first,reservation=reserve,victim=latest,{REST}"
     assert lines[2] == f"  other policy       {other}"
     assert lines[5].split() == ["happened", "simulated", "simulated,", "other", "policy"]
     assert lines[6].split() == ["served", "150", "150", "150"]

@@ -28,7 +28,8 @@ def test_every_name_is_a_function() -> None:
 def test_what_is_not_named_stays() -> None:
     assert (
         str(parse(""))
-        == "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=ttft,tier=tiered"
+        == "order=vtc,batching=mixed,reservation=on_demand,victim=latest,routing=ttft,tier=tiered,"
+        "roles=colocated"
     )
     assert parse("reservation=reserve, order=fcfs") == Policy(reservation="reserve", order="fcfs")
     assert parse("batching=decode_first", Policy(reservation="reserve")) == Policy(
