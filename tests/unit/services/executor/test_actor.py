@@ -235,6 +235,8 @@ async def test_plans_run_in_order_once_and_only_of_this_incarnation(fleet: Fleet
         ("context", 131_072),
         ("grammars", 0),
         ("block_tokens", 16),
+        ("memory_mib", 4096),
+        ("sleeps", 1),
     )
 
 
