@@ -135,15 +135,15 @@ def kill_all(up_pid: int) -> None:
         os.close(handle)
 
 
-async def run(lines: int, kills: int, compared: int, log: str = os.devnull) -> Result:
-    """One batch of `lines`, through `kills` deaths of everything."""
+async def run(lines: int, kills: int, compared: int, log: str = os.devnull, slots: int = 0) -> Result:
+    """One batch of `lines`, through `kills` deaths of everything; `slots` of the executor, 0: its default."""
     result = Result(lines)
     moments = sorted(random.sample(range(1, lines), kills))
     started_s, batch = time.monotonic(), ""
     with tempfile.TemporaryDirectory() as state:
         env = {"XDG_STATE_HOME": state}
         for moment in [*moments, lines]:
-            with running_up((*FLAGS, "--sim", STEP), env, log) as (up_pid, url):
+            with running_up((*FLAGS, "--slots", f"{slots}", "--sim", STEP), env, log) as (up_pid, url):
                 async with client_at(url) as client:
                     batch = batch or await submitted(client, lines)
                     found = await until(client, batch, moment)
@@ -196,11 +196,14 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--compared", type=int, default=1_000, help="lines sent again without a keeper")
+    parser.add_argument(
+        "--slots", type=int, default=0, help="rows of the executor; what runs at a kill is lost"
+    )
     parser.add_argument("--log", default=os.devnull, help="what the services of the last start say")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    result = asyncio.run(run(given.lines, given.kills, given.compared, given.log))
-    document = {**asdict(result), "passes": round(result.passes, 4)}
+    result = asyncio.run(run(given.lines, given.kills, given.compared, given.log, given.slots))
+    document = {**asdict(result), "slots": given.slots, "passes": round(result.passes, 4)}
     print(json.dumps(document, indent=2))
     if given.out is not None:
         given.out.write_text(json.dumps(document))
