@@ -93,14 +93,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
             _add_setting_flags(sub, _SETTINGS.get(name), several_models=name == "up")
         return sub
 
-    up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
-    up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
-    up.add_argument("--leaves", default="", metavar="HOST:PORT", help="where edges connect: `up --leaf`")
-    up.add_argument("--join", default="", metavar="URL", help="only executors, for the fleet at this URL")
-    up.add_argument(
-        "--schedulers", type=int, default=1, choices=range(1, 65), metavar="N", help="of each model: 1 to 64"
-    )
-    up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
+    _add_up(add)
     _add_requests(add, verb)
     pull = add("pull", "fetch a model into the cache", _pull)
     pull.add_argument("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
@@ -234,6 +227,19 @@ def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: st
     batch.add_argument(  # `window` is a setting; 64: as many as an executor on a GPU runs at once by default
         "--window", dest="in_flight", type=int, default=64, metavar="N", help="requests in flight; default 64"
     )
+
+
+def _add_up(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
+    from pathlib import Path
+
+    up = add("up", "start a nats-server and every service here; Ctrl-C drains", _up)
+    up.add_argument("--auth", type=Path, metavar="DIR", help="with the credentials of `headrace auth DIR`")
+    up.add_argument("--leaves", default="", metavar="HOST:PORT", help="where edges connect: `up --leaf`")
+    up.add_argument("--join", default="", metavar="URL", help="only executors, for the fleet at this URL")
+    up.add_argument(
+        "--schedulers", type=int, default=1, choices=range(1, 65), metavar="N", help="of each model: 1 to 64"
+    )
+    up.add_argument("--until-idle", action="store_true", help="end after `keep_alive_s` without a request")
 
 
 def _add_model(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: str) -> None:

@@ -125,7 +125,7 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
     return {
         "model": hello.model,
         "backend": hello.backend,
-        "role": executor.role,
+        "role": executor.role or "both",
         "dtype": hello.dtype,
         "context": min(hello.max_context, pool.blocks * pool.block_tokens),
         "model_digest": hello.model_digest,

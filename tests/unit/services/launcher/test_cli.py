@@ -75,7 +75,7 @@ def test_other_settings_still_come_from_the_environment(
 
 def test_metavars_have_a_meaning() -> None:
     found = {name: metavar(name) for name in Settings.model_fields}
-    counts = {"gateways", "tokenizers", "schedulers", "executors", "detokenizers", "slots", "threads"}
+    counts = {"gateways", "tokenizers", "executors", "detokenizers", "slots", "threads"}
     assert {name for name, word in found.items() if len(word) < 2} == counts
     few = (
         "nats_url",

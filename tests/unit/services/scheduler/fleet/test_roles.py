@@ -18,7 +18,7 @@ from services.scheduler.state.policies import RolesOption, RolesView, adaptive
 from services.scheduler.state.requests import PeerDraining
 from services.scheduler.state.state import DECODE, PREFILL, Limits
 
-HANDOVERS = int(os.environ.get("HEADRACE_HANDOVERS", "300"))
+HANDOVERS = int(os.environ.get("HEADRACE_HANDOVERS", "100"))
 SIZES = {"slots": 8, "blocks": 200, "max_context": 128}
 
 
