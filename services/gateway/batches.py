@@ -29,6 +29,7 @@ from shared.nats import subjects
 
 MAX_UPLOADS = 32  # of one gateway at a time: each holds up to 2 MB
 MAX_BATCH_BYTES = 65_536  # of the request that makes a batch: metadata is its longest part
+MOST_LIMIT = 999_999_999  # of a list; a page has 100 at most, whatever is asked for
 PRIVATE = ("chunks", "sha256")  # fields of a file that OpenAI's object does not have
 
 Body = dict[str, Any]
@@ -163,7 +164,8 @@ def _query(request: Request) -> Body:
     """The parameters of a list. Raises BadRequest."""
     body: Body = dict(request.query_params)
     if "limit" in body:
-        if not body["limit"].isdecimal() or len(body["limit"]) > 9:
-            raise BadRequest("`limit`: a number is expected", param="limit")
-        body["limit"] = int(body["limit"])
+        given = body["limit"]
+        if not given.isdecimal() or len(given) > len(f"{MOST_LIMIT}"):
+            raise BadRequest(f"`limit`: a number up to {MOST_LIMIT} is expected", param="limit")
+        body["limit"] = int(given)
     return body

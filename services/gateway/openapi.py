@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from services.gateway.anthropic import CountTokensRequest, MessagesRequest
+from services.gateway.batches import MOST_LIMIT
 from services.gateway.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from shared.api import ChatRequest, CompletionRequest
 from shared.openai.batch_lines import URLS, WINDOW
@@ -166,13 +167,16 @@ def _paths() -> Json:
     }
 
 
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": MOST_LIMIT}
+
+
 def _batch_paths() -> Json:
     """Files and batches, whose ids are in the path."""
     which = {"parameters": [{"name": "id", "in": "path", "required": True, "schema": _NAME}]}
     listing = one = (400, 404, *_LISTING)
     listed = [
         {"name": name, "in": "query", "required": False, "schema": schema}
-        for name, schema in {"after": _NAME, "limit": {"type": "integer", "minimum": 1}}.items()
+        for name, schema in {"after": _NAME, "limit": _LIMIT}.items()
     ]
     upload = _get("File", "store a file for a batch", (400, 401, 408, 413, 429, 499, 500, 503, 504))
     form = {"multipart/form-data": {"schema": _ref("FileRequest")}}
@@ -535,7 +539,7 @@ COMPONENTS: dict[str, Schema] = {
     "FileRequest": {
         "type": "object",
         "required": ["file", "purpose"],
-        "properties": {"file": {**TEXT, "format": "binary"}, "purpose": _one_of("batch")},
+        "properties": {"file": {**TEXT, "format": "binary", "minLength": 1}, "purpose": _one_of("batch")},
     },
     "File": _FILE,
     "Files": _list_of("File"),

@@ -141,8 +141,9 @@ def _checked(asked: Body) -> int:
     if asked.get("endpoint") not in [*URLS]:  # it may be of any type
         raise BadRequest(f"`endpoint`: one of {', '.join(URLS)} is expected", param="endpoint")
     window, metadata = asked.get("completion_window"), asked.get("metadata", {})
-    time = re.fullmatch(WINDOW, window) if isinstance(window, str) else None
-    window_s = int(time[1]) * _UNIT_S[time[2]] if time else 0
+    window_s = 0
+    if isinstance(window, str) and re.fullmatch(WINDOW, window):
+        window_s = int(window[:-1]) * _UNIT_S[window[-1]]
     if not 0 < window_s <= MAX_WINDOW_S:
         raise BadRequest(
             "`completion_window`: 24h or another time up to 7d is expected", param="completion_window"

@@ -19,7 +19,8 @@ from shared.openai.responses.output import whole as response
 from shared.openai.responses.request import PATH, read
 from shared.openai.whole_answer import answer
 
-WINDOW = r"^([1-9]\d{0,3})([mhd])$"  # the time of a batch: 24h, as OpenAI has it, or another
+# The time of a batch: 24h, as OpenAI has it, or another up to a week.
+WINDOW = r"^([1-9]\d{0,3}m|([1-9]\d?|1[0-5]\d|16[0-8])h|[1-7]d)$"
 URLS = {"/v1/chat/completions": True, "/v1/completions": False, PATH: True}  # whether it is a chat
 
 Body = dict[str, Any]
