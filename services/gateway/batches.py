@@ -29,7 +29,7 @@ from shared.nats import subjects
 
 MAX_UPLOADS = 32  # of one gateway at a time: each holds up to 2 MB
 MAX_BATCH_BYTES = 65_536  # of the request that makes a batch: metadata is its longest part
-MOST_LIMIT = 999_999_999  # of a list; a page has 100 at most, whatever is asked for
+MOST_LIMIT = 999_999_999  # of a list; a page has 100 at most
 PRIVATE = ("chunks", "sha256")  # fields of a file that OpenAI's object does not have
 
 Body = dict[str, Any]
