@@ -92,7 +92,7 @@ def run(arm: str, requests: Sequence[SimRequest], seed: int) -> World:
 
 
 def figures(world: World, begin_s: float = WARM_S, end_s: float = 1e9) -> dict[str, float]:
-    """Of the requests that arrived in this time."""
+    """The figures of the requests that arrived in this time."""
     span = range(FIRST_US + int(begin_s * SECOND_US), FIRST_US + int(end_s * SECOND_US))
     records = [r for r in world.readers.records if r.arrival_us in span]
     served = [r for r in records if r.served]

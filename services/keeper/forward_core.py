@@ -31,14 +31,10 @@ from shared.nats.interface import NoResponders, RequestTimeout
 
 SUBMIT, RESULT, CANCEL = "submit", "result", "cancel"  # verbs of the centre
 MOST_CALLS = 64  # at a time: a keeper refuses more than 1,024, and other edges call it, too
-MOST_HERE = (
-    64  # wait in memory while the link is down; others go back to the queue, so that local work passes them
-)
+MOST_HERE = 64  # wait in memory while the link is down; others go back to the queue: local work passes them
 RETRY_US = 1_000_000  # after a call without an answer
-FIRST_LOOK_US, LAST_LOOK_US = (
-    250_000,
-    15_000_000,
-)  # after a submit; a look comes late by a quarter of the time so far
+# From a submit to the first look, and the most between two; it comes late by a quarter of the time so far.
+FIRST_LOOK_US, LAST_LOOK_US = 250_000, 15_000_000
 NO_LINK = "the central nats-server does not answer: the request waits here"
 
 

@@ -61,7 +61,7 @@ def checked(peers: Peers, settings: Settings, models: Sequence[str], url: str) -
     beats = [_beat(peers, source) for source in sources]
     _check_name(beats, settings.host_id)
     if not settings.l2 and any("l2" in beat.tiers for beat in beats):
-        print_line("the other hosts share KV blocks in an L2, this one does not: see --l2")
+        print_line("the other hosts share KV blocks in an L2; this host has no L2: see --l2")
     return Joined({model: _digest(peers, model) for model in models}, frozenset(sources))
 
 

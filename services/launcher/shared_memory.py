@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_AWAKE_US = (
-    30_000_000  # a wake takes 0.1 to 6 s on a GPU, and some seconds on a CPU: under a fifth of it
-)
+LEAST_AWAKE_US = 30_000_000  # five times the longest wake: 0.1 to 6 s, on a GPU or a CPU
 MOST_WAIT_US = 60_000_000
 SWAP_US = 60_000_000  # for others to fall asleep: a drain of 10 s, then copies; after it the swap is dropped
 

@@ -294,7 +294,7 @@ async def test_a_cancel_while_the_link_is_down_reaches_the_centre_later(
     ("wrong", "code"), [(BadRequest("`n` is wrong", param="n"), 400), (UnknownModel("?"), None)]
 )
 async def test_the_centre_refuses(sides: tuple[Side, Side], wrong: HeadraceError, code: int | None) -> None:
-    """What is wrong with a request is its end; what is wrong with the centre is not."""
+    """An invalid request fails; a fault of the centre is retried."""
     centre, edge = sides
     centre.wrong = wrong
     await edge.submit("r")

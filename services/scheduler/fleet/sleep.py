@@ -5,9 +5,8 @@
        └───── ExecHello: a new incarnation with empty blocks ◀── ExecWake ◀── SleepSet, or requests wait
 
 Its last sequences end, or move (moves.py), or are preempted after DRAIN_US; if these would wake it at once,
-it waits for their end. Blocks that are worth a copy go to the tier below, as
-before any other loss. A sleeping executor keeps its place: in the kind of its model, and with its scheduler.
-Requests of its model wait for it.
+it waits for their end. Blocks that are worth a copy go to the tier below. A sleeping executor keeps its
+place: in the kind of its model, and with its scheduler. Requests of its model wait for it.
 """
 
 from __future__ import annotations

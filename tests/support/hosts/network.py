@@ -151,6 +151,7 @@ def network(*names: str, rtt_ms: float = 0) -> Iterator[Network]:
             net = Network(hosts)
             stack.callback(net.close)
         except (OSError, subprocess.CalledProcessError) as error:
+            # Only the kernel can forbid it; `scripts/check` prints why (-rs).
             pytest.skip(f"the kernel forbids hosts of a test (root, ip, unshare and /dev/net/tun): {error}")
         for a in hosts:
             for b in hosts[a.number + 1 :]:

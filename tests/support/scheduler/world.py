@@ -316,6 +316,17 @@ class World:
             assert reader.closed.final == len(want)
             assert reader.closed.reason == ("stop" if want[-1] == STOP_ID else "length")
 
+    def finish(self) -> None:
+        """Every request ends with the right answer, and nothing is left."""
+        for _ in range(100):
+            self.run()
+            if self.scheduler.idle:
+                break
+            self.tick(200_000)
+        for request in self.asked:
+            self.assert_answers(request)
+        self.assert_idle()
+
     def assert_idle(self) -> None:
         """Nothing is left: no request, no block, no slot, no promise."""
         assert self.scheduler.idle

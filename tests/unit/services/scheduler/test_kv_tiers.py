@@ -26,14 +26,7 @@ def crowded(fake: FakeTier | None, requests: int = 6, **policy: str) -> World:
 
 
 def checked(world: World) -> World:
-    for _ in range(50):
-        world.run()
-        if world.scheduler.idle:
-            break
-        world.tick(200_000)
-    for request in world.asked:
-        world.assert_answers(request)
-    world.assert_idle()
+    world.finish()
     return world
 
 

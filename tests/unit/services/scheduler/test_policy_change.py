@@ -69,18 +69,6 @@ def some(world: World, rounds: int) -> None:
         world.deliver_tier()
 
 
-def end(world: World) -> None:
-    """Every request ends with the right answer, and nothing is left."""
-    for _ in range(100):
-        world.run()
-        if world.scheduler.idle:
-            break
-        world.tick(200_000)
-    for request in world.asked:
-        world.assert_answers(request)
-    world.assert_idle()
-
-
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_kind_changes_under_load(change: str, tmp_path: Path) -> None:
     world = World(Limits(overlap="run_ahead"), took_us=1_000)
@@ -92,7 +80,7 @@ def test_each_kind_changes_under_load(change: str, tmp_path: Path) -> None:
         assert world.scheduler.state.waiting, "no load"
         world.set_policy(policy)
         assert world.scheduler.state.limits.policy == world.limits.policy
-    end(world)
+    world.finish()
     recorder.close()
     report = rerun_file(tmp_path / "events.log")
     assert report.difference is None
@@ -155,7 +143,7 @@ def test_a_batch_that_was_closed_is_joined_at_once() -> None:
     assert len(world.scheduler.state.waiting) == 1
     world.set_policy("batching=mixed")
     assert not world.scheduler.state.waiting
-    end(world)
+    world.finish()
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -176,7 +164,7 @@ def test_a_tier_ends_and_comes_back_with_the_policy(restarts: bool) -> None:
     loads = state.counters.loads
     world.set_policy("tier=tiered")
     assert state.tiers.by_host["h"].generation == world.tier.arena.generation
-    end(world)
+    world.finish()
     assert state.counters.loads > loads
 
 
@@ -189,7 +177,7 @@ def test_a_name_that_does_not_exist_changes_nothing() -> None:
     assert state.limits is before
     assert state.waiting.policy is before.policy
     assert list(state.waiting) == queue
-    end(world)
+    world.finish()
 
 
 OWN = "victim=services.scheduler.state.policies:latest"

@@ -43,14 +43,7 @@ def roles_of(world: World) -> list[str]:
 
 
 def finished(world: World) -> World:
-    for _ in range(50):
-        world.run()
-        if world.scheduler.idle:
-            break
-        world.tick(200_000)
-    for request in world.asked:
-        world.assert_answers(request)
-    world.assert_idle()
+    world.finish()
     return world
 
 
