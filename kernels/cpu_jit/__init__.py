@@ -1,5 +1,9 @@
-"""Kernels for a CPU, compiled by Numba and run on torch's threads."""
+"""Kernels for a CPU, compiled by Numba and run on torch's threads.
 
+`NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma,+f16c` makes them those of an AVX2 machine on any other.
+"""
+
+import os
 from importlib.util import find_spec
 
 INT8 = ("avx512bf16", "avx512vnni")  # CPU features that products of int8 need
@@ -11,9 +15,12 @@ def available() -> bool:
 
 
 def has(*features: str) -> bool:
-    """Whether Numba is installed and the CPU has all these features, by LLVM's names: `avx512bf16`."""
+    """Whether Numba is installed and the CPU, or the one that kernels are compiled for, has all these
+    features, by LLVM's names: `avx512bf16`."""
     if not available():
         return False
+    if named := os.environ.get("NUMBA_CPU_FEATURES"):
+        return {f"+{feature}" for feature in features} <= set(named.split(","))
     from llvmlite.binding import get_host_cpu_features
 
     found = get_host_cpu_features()

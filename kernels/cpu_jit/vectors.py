@@ -49,7 +49,7 @@ def dots(
                 builder.store(found, builder.gep(out, [at]))
             return sums
 
-        _loop(builder, tokens, [], body)
+        loop(builder, tokens, [], body)
         return context.get_dummy_value()
 
     return types.void(query, keys, stride, tokens, out, apart, heads, dim), generate
@@ -90,7 +90,7 @@ def add_weighted(
                     found.append(builder.fadd(sums[len(found)], product, flags=_FAST))
             return found
 
-        for place, sums in zip(places, _loop(builder, tokens, before, body), strict=True):
+        for place, sums in zip(places, loop(builder, tokens, before, body), strict=True):
             target = builder.bitcast(builder.gep(out, [ir.Constant(_I64, place)]), _FLOATS.as_pointer())
             builder.store(sums, target, align=4)
         return context.get_dummy_value()
@@ -122,29 +122,29 @@ def call(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
     return builder.call(function, arguments, fastmath=_FAST if "reduce" in name else ())
 
 
-def _loop(builder: ir.IRBuilder, count: Any, before: list[Any], body: Any) -> list[Any]:
+def loop(builder: ir.IRBuilder, count: Any, before: list[Any], body: Any) -> list[Any]:
     """Run `sums = body(i, sums)` for each i below `count`, in registers, from `before` on; the last sums."""
-    entry, loop, behind = (
+    entry, inside, behind = (
         builder.block,
         builder.append_basic_block("loop"),
         builder.append_basic_block("behind"),
     )
     zero = ir.Constant(_I64, 0)
-    builder.cbranch(builder.icmp_signed(">", count, zero), loop, behind)
-    builder.position_at_end(loop)
+    builder.cbranch(builder.icmp_signed(">", count, zero), inside, behind)
+    builder.position_at_end(inside)
     index = builder.phi(_I64)
     sums = [builder.phi(each.type) for each in before]
     found = body(index, sums)
     following = builder.add(index, ir.Constant(_I64, 1))
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, behind)
+    builder.cbranch(builder.icmp_signed("<", following, count), inside, behind)
     index.add_incoming(zero, entry)
-    index.add_incoming(following, loop)
+    index.add_incoming(following, inside)
     for each, start, end in zip(sums, before, found, strict=True):
         each.add_incoming(start, entry)
-        each.add_incoming(end, loop)
+        each.add_incoming(end, inside)
     builder.position_at_end(behind)
     last = [builder.phi(each.type) for each in before]
     for each, start, end in zip(last, before, found, strict=True):
         each.add_incoming(start, entry)
-        each.add_incoming(end, loop)
+        each.add_incoming(end, inside)
     return last

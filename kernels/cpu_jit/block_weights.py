@@ -1,0 +1,285 @@
+"""Products with weights that stay quantised in blocks, as GGUF files have them, on a CPU with AVX-512 VNNI or
+AVX2.
+
+A block is 32 columns of a row, with a scale and, in some formats, a minimum:
+
+    value = scale * (number - offset) + minimum
+    y = sum over blocks of  scale * a * (sum of (number - offset) * x8)  +  minimum * a * (sum of x8)
+
+where a block of `x` is `a * x8` with x8 in int8, quantised at the call. So each product of bytes is exact.
+
+    stored in 4 bits   Q4_0, Q4_1, Q4_K
+    stored in 8 bits   Q5_0, Q5_1, Q5_K, Q6_K (16 columns a scale), Q8_0
+
+The matrix is in panels of PANEL rows. A panel has its blocks one after the other (block_microkernel.py), and
+its own format: so matrices of several formats can be joined, and all layers of a mixed file run in one
+launch. Scales are float16: those of K-quants, products of two numbers, are rounded to it (2^-11, far below
+the step of 4 bits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kernels.cpu_jit
+from kernels.cpu_jit.block_microkernel import BLOCK, PANEL, Format, tile
+from kernels.cpu_jit.llvm_intrinsics import (
+    bf16_at,
+    f32_at,
+    fast,
+    fetch_add,
+    i8_at,
+    i32_at,
+    i64_at,
+    nearest,
+    offset_by,
+    widen,
+)
+from kernels.cpu_jit.thread_team import Call, Kernel, Number
+
+FORMATS = (  # by their numbers in a table of panels
+    Format(4, 8),
+    Format(4, minimum=True),
+    Format(8, 128),
+    Format(8, minimum=True),
+    Format(8, 128, columns=16),
+)
+_QUANTISED_ROWS = 4  # of `x` in a piece of work
+_MOST, _ZERO = np.float32(127), np.float32(0)
+_HALF = BLOCK // 2
+
+
+def _rows_by(format_: Format) -> Any:
+    """All rows of `x` by a panel of one format."""
+    four, two, one = (tile(rows, format_) for rows in (4, 2, 1))
+
+    @fast
+    def multiply(
+        x: Any, scales: Any, totals: Any, rows: int, blocks: int, panel: Any, out: Any, height: int
+    ) -> None:
+        row = 0
+        while row < rows:
+            at, of_x = offset_by(x, row * blocks * BLOCK), offset_by(scales, row * blocks)
+            sums, goal = offset_by(totals, 2 * row * blocks), offset_by(out, row * height)
+            if row + 4 <= rows:
+                four(at, of_x, sums, blocks, panel, goal, height)
+                row += 4
+            elif row + 2 <= rows:
+                two(at, of_x, sums, blocks, panel, goal, height)
+                row += 2
+            else:
+                one(at, of_x, sums, blocks, panel, goal, height)
+                row += 1
+
+    return multiply
+
+
+_nibbles, _nibbles_minimum, _bytes, _bytes_minimum, _bytes_16 = (_rows_by(each) for each in FORMATS)
+
+
+@fast
+def _multiply(
+    x: Any,
+    scales: Any,
+    totals: Any,
+    table: Any,
+    panels: int,
+    out: Any,
+    rows: int,
+    width: int,
+    height: int,
+    p: Any,
+) -> None:
+    blocks = width // BLOCK
+    while True:
+        number = fetch_add(p)
+        if number >= panels:
+            return
+        panel, kind = i8_at(table[3 * number]), table[3 * number + 1]
+        to = offset_by(out, table[3 * number + 2])
+        if kind == 0:
+            _nibbles(x, scales, totals, rows, blocks, panel, to, height)
+        elif kind == 1:
+            _nibbles_minimum(x, scales, totals, rows, blocks, panel, to, height)
+        elif kind == 2:
+            _bytes(x, scales, totals, rows, blocks, panel, to, height)
+        elif kind == 3:
+            _bytes_minimum(x, scales, totals, rows, blocks, panel, to, height)
+        else:
+            _bytes_16(x, scales, totals, rows, blocks, panel, to, height)
+
+
+def _to_bf16(p: Any) -> None:
+    x, scales, totals, table = i8_at(p[1]), f32_at(p[2]), i32_at(p[3]), i64_at(p[4])
+    _multiply(x, scales, totals, table, p[5], bf16_at(p[6]), p[7], p[8], p[9], p)
+
+
+def _to_f32(p: Any) -> None:
+    x, scales, totals, table = i8_at(p[1]), f32_at(p[2]), i32_at(p[3]), i64_at(p[4])
+    _multiply(x, scales, totals, table, p[5], f32_at(p[6]), p[7], p[8], p[9], p)
+
+
+@fast
+def _quantise(x: Any, out: Any, scales: Any, totals: Any, rows: int, width: int, p: Any) -> None:
+    blocks = width // BLOCK
+    while True:
+        first = fetch_add(p) * _QUANTISED_ROWS * blocks
+        if first >= rows * blocks:
+            return
+        for block in range(first, min(first + _QUANTISED_ROWS * blocks, rows * blocks)):
+            at, most = block * BLOCK, _ZERO
+            for i in range(BLOCK):
+                most = max(most, abs(widen(x[at + i])))
+            inverse = _MOST / most if most > _ZERO else _ZERO
+            for half in range(2):
+                total = 0
+                for i in range(half * _HALF, half * _HALF + _HALF):
+                    number = nearest(widen(x[at + i]) * inverse)
+                    out[at + i] = number
+                    total += number
+                totals[2 * block + half] = total
+            scales[block] = most / _MOST
+
+
+def _of_bf16(p: Any) -> None:
+    _quantise(bf16_at(p[1]), i8_at(p[2]), f32_at(p[3]), i32_at(p[4]), p[5], p[6], p)
+
+
+def _of_f32(p: Any) -> None:
+    _quantise(f32_at(p[1]), i8_at(p[2]), f32_at(p[3]), i32_at(p[4]), p[5], p[6], p)
+
+
+_QUANTISE = {torch.bfloat16: Kernel(_of_bf16), torch.float32: Kernel(_of_f32)}  # by dtype of `x`
+_MULTIPLY = {torch.bfloat16: Kernel(_to_bf16), torch.float32: Kernel(_to_f32)}  # by dtype of the result
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix `[rows, columns]` in blocks, as a file has it: `numbers` `[rows, columns]` uint8, `scales`
+    `[rows, columns / format.columns]` float16, and the `minima` `[rows, columns / 32]` of a format with
+    them."""
+
+    format: Format
+    numbers: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """`[rows, columns]` float32."""
+        numbers = self.numbers.float() - self.format.offset
+        rows, columns = numbers.shape
+        found = numbers.view(rows, -1, self.format.columns) * self.scales.float()[..., None]
+        if self.minima is not None:
+            found += self.minima.float()[..., None]
+        return found.view(rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrix:
+    """A packed matrix `[height, in]`; see PackedMatrix. `table` `[panels, 3]`: the address of each panel, the
+    number of its format, its first row. `segments`: the memory of each matrix, `[panels, blocks,
+    bytes]`."""
+
+    table: Tensor
+    height: int
+    segments: tuple[Tensor, ...]
+    formats: tuple[int, ...]  # of the segments, by number
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.table,)
+
+    def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
+        """See PackedMatrix."""
+        rows, width = x.shape
+        blocks = rows * width // BLOCK
+        scratch = torch.empty(blocks * (4 + 8 + BLOCK), dtype=torch.uint8)
+        scales = scratch.data_ptr()
+        totals = scales + 4 * blocks
+        quantised = (totals + 8 * blocks, scales, totals)
+        (table,) = parts
+        to = (table, len(self.table), out.data_ptr(), rows, width, self.height)
+        return (
+            Call(
+                _QUANTISE[x.dtype],
+                -(-rows // _QUANTISED_ROWS),
+                (x.data_ptr(), *quantised, rows, width),
+                scratch,
+            ),
+            Call(_MULTIPLY[out.dtype], len(self.table), (*quantised, *to), scratch),
+        )
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows `ids` `[n]`, dequantised: `[n, in]` float32. An embedding reads its tokens so."""
+        (segment,), (kind,) = self.segments, self.formats
+        panels = (ids // PANEL).clamp(max=len(segment) - 1)
+        lanes = ids - torch.clamp(panels * PANEL, max=self.height - PANEL)
+        return _unpack(segment, FORMATS[kind], panels, lanes)
+
+
+def can_pack(height: int, width: int) -> bool:
+    """Whether this CPU has the instructions and a matrix `[height, width]` a suitable shape."""
+    fits = height >= PANEL and width % BLOCK == 0
+    return fits and (kernels.cpu_jit.has("avx512vnni", "avx512f") or kernels.cpu_jit.has("avx2", "f16c"))
+
+
+def pack(matrices: Sequence[Blocks]) -> BlockMatrix:
+    """The matrices, one below the other, in panels. A last panel ends with its matrix: it may repeat rows."""
+    segments, kinds, table, height = [], [], [], 0
+    for matrix in matrices:
+        segment = _panels(matrix)
+        starts = range(height, height + len(matrix.numbers), PANEL)
+        height += len(matrix.numbers)
+        kind, size = FORMATS.index(matrix.format), segment[0].numel()
+        for number, start in enumerate(starts):
+            table.append((segment.data_ptr() + number * size, kind, min(start, height - PANEL)))
+        segments.append(segment)
+        kinds.append(kind)
+    return BlockMatrix(torch.tensor(table), height, tuple(segments), tuple(kinds))
+
+
+def _panels(matrix: Blocks) -> Tensor:
+    """`[panels, blocks, bytes]` uint8."""
+    numbers, bits = matrix.numbers, matrix.format.bits
+    if bits == 4:
+        low, high = numbers.unflatten(1, (-1, 2, _HALF)).unbind(2)
+        numbers = (low | high << 4).flatten(1)
+    else:
+        numbers = numbers + (matrix.format.stored_offset & 0xFF)
+    blocks = matrix.numbers.shape[1] // BLOCK
+    words = _by_panel(numbers).unflatten(2, (blocks, -1, 4))  # [panels, PANEL, blocks, words, 4]
+    found = [words.permute(0, 2, 3, 1, 4).flatten(2)]
+    for scales in (matrix.scales, matrix.minima):
+        if scales is not None:
+            by_block = _by_panel(scales).unflatten(2, (blocks, -1))  # [panels, PANEL, blocks, of a block]
+            found.append(by_block.permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.uint8))
+    return torch.cat(found, 2).contiguous()
+
+
+def _by_panel(rows: Tensor) -> Tensor:
+    """`[rows, ...]` to `[panels, PANEL, ...]`."""
+    whole, rest = divmod(len(rows), PANEL)
+    panels = rows[: whole * PANEL].unflatten(0, (whole, PANEL))
+    return torch.cat((panels, rows[-PANEL:][None])) if rest else panels
+
+
+def _unpack(segment: Tensor, kind: Format, panels: Tensor, lanes: Tensor) -> Tensor:
+    """The inverse of `_panels` for some rows, with their values: `[rows, columns]` float32."""
+    size = PANEL * BLOCK * kind.bits // 8
+    words = segment[:, :, :size].unflatten(2, (-1, PANEL, 4))  # [panels, blocks, words, PANEL, 4]
+    numbers = words[panels, :, :, lanes].flatten(2)  # [rows, blocks, bytes]
+    if kind.bits == 4:
+        numbers = torch.cat((numbers & 15, numbers >> 4), 2)
+    else:
+        numbers = numbers - (kind.stored_offset & 0xFF)
+    halves = segment[:, :, size:].view(torch.float16).unflatten(2, (-1, PANEL))
+    scales = halves[panels, :, :, lanes]  # [rows, blocks, scales and minimum]
+    minima = scales[..., -1] if kind.minimum else None
+    own = scales[..., : BLOCK // kind.columns]
+    return Blocks(kind, numbers.flatten(1), own.flatten(1), minima).values()

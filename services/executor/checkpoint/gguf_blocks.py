@@ -1,0 +1,120 @@
+"""Tensors of a GGUF file as blocks that kernels multiply with (kernels/cpu_jit/block_weights.py).
+
+`blocks_of` only moves bits: numbers stay as they are in the file. So do scales, but for K-quants, whose scale
+of 32 or 16 columns is the product of two numbers, rounded to float16. Layouts: ggml-common.h of llama.cpp.
+The gguf library's NumPy code is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.cpu_jit.block_microkernel import Format
+from kernels.cpu_jit.block_weights import FORMATS, Blocks
+
+_NIBBLES, _NIBBLES_MINIMUM, _BYTES, _BYTES_MINIMUM, _BYTES_16 = FORMATS
+
+# Raw blocks [n, bytes] to numbers [n, columns], scales and minima [n, of a block].
+_Read = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def _halves(raw: Tensor, start: int, count: int = 1) -> Tensor:
+    return raw[:, start : start + 2 * count].contiguous().view(torch.float16)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Bytes `[..., n]` to `[..., 2 * n]`: the lower halves, then the upper ones."""
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _fifth_bits(raw: Tensor) -> Tensor:
+    """32 bits in four bytes, as 16 or 0."""
+    places = torch.arange(8, dtype=torch.uint8)
+    return ((raw[..., None] >> places & 1) << 4).flatten(1)
+
+
+def _q4_0(raw: Tensor) -> tuple[Tensor, Tensor, None]:
+    return _nibbles(raw[:, 2:]), _halves(raw, 0), None
+
+
+def _q4_1(raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _nibbles(raw[:, 4:]), _halves(raw, 0), _halves(raw, 2)
+
+
+def _q5_0(raw: Tensor) -> tuple[Tensor, Tensor, None]:
+    numbers = _nibbles(raw[:, 6:]) | _fifth_bits(raw[:, 2:6])
+    return numbers + (_BYTES.offset - 16), _halves(raw, 0), None
+
+
+def _q5_1(raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _nibbles(raw[:, 8:]) | _fifth_bits(raw[:, 4:8]), _halves(raw, 0), _halves(raw, 2)
+
+
+def _q8_0(raw: Tensor) -> tuple[Tensor, Tensor, None]:
+    return raw[:, 2:] ^ 0x80, _halves(raw, 0), None  # a signed byte with 128 added
+
+
+def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of the 8 parts of a block of 256: 6 bits each in 12 bytes, times a float16 each."""
+    low, middle, high = torch.split(raw[:, 4:16], 4, 1)
+    scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), 1)
+    minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), 1)
+    both = _halves(raw, 0).float() * scales, _halves(raw, 2).float() * -minima.float()
+    return both[0].half(), both[1].half()
+
+
+def _q4_k(raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (_nibbles(raw[:, 16:].reshape(-1, 4, 32)).flatten(1), *_k_scales(raw))
+
+
+def _q5_k(raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    low = _nibbles(raw[:, 48:].reshape(-1, 4, 32)).flatten(1)
+    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    high = (raw[:, None, 16:48] >> places & 1).flatten(1)
+    return (low | high << 4, *_k_scales(raw))
+
+
+def _q6_k(raw: Tensor) -> tuple[Tensor, Tensor, None]:
+    low = _nibbles(raw[:, :128].reshape(-1, 2, 64)).flatten(1)
+    places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = (raw[:, 128:192].reshape(-1, 2, 1, 32) >> places & 3).flatten(1)
+    scales = _halves(raw, 208).float() * raw[:, 192:208].view(torch.int8)
+    return (low | high << 4) + (_BYTES_16.offset - 32), scales.half(), None
+
+
+_KINDS: dict[Kind, tuple[Format, _Read]] = {
+    Kind.Q4_0: (_NIBBLES, _q4_0),
+    Kind.Q4_1: (_NIBBLES_MINIMUM, _q4_1),
+    Kind.Q5_0: (_BYTES, _q5_0),
+    Kind.Q5_1: (_BYTES_MINIMUM, _q5_1),
+    Kind.Q8_0: (_BYTES, _q8_0),
+    Kind.Q4_K: (_NIBBLES_MINIMUM, _q4_k),
+    Kind.Q5_K: (_BYTES_MINIMUM, _q5_k),
+    Kind.Q6_K: (_BYTES_16, _q6_k),
+}
+
+
+def stays_in_blocks(kind: Kind) -> bool:
+    """Whether `blocks_of` can read a type."""
+    return kind in _KINDS
+
+
+def blocks_of(raw: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Blocks:
+    """A matrix `[rows, columns]` of a file from its bytes. Raises KeyError for another type."""
+    format_, read = _KINDS[kind]
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    numbers, scales, minima = read(torch.from_numpy(raw.copy()).view(-1, block_bytes))
+    rows = shape[0]
+    return Blocks(
+        format_,
+        numbers.view(rows, -1),
+        scales.reshape(rows, -1),
+        None if minima is None else minima.reshape(rows, -1),
+    )

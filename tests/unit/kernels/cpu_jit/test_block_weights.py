@@ -1,0 +1,102 @@
+"""Products with weights in blocks: against float64, bit-equal by row, and as on an AVX2 machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu_jit.block_microkernel import PANEL, VNNI, Format
+from kernels.cpu_jit.block_weights import FORMATS, BlockMatrix, Blocks, can_pack, pack
+from kernels.cpu_jit.packed_weights import multiply
+
+AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+f16c"}
+COLUMNS = 96
+
+pytestmark = pytest.mark.skipif(not can_pack(PANEL, 32), reason="no AVX2")
+
+
+def largest(kind: Format) -> int:
+    """The largest number that a file of this format stores."""
+    if kind.bits == 4:
+        return 15
+    return 31 if kind.minimum else 255
+
+
+def random_blocks(kind: Format, rows: int, columns: int = COLUMNS) -> Blocks:
+    numbers = torch.randint(0, largest(kind) + 1, (rows, columns), dtype=torch.uint8)
+    scales = (torch.rand(rows, columns // kind.columns) * 0.02).half()
+    minima = (-torch.rand(rows, columns // 32) * 0.1).half() if kind.minimum else None
+    return Blocks(kind, numbers, scales, minima)
+
+
+def in_int8(x: Tensor, matrix: BlockMatrix) -> Tensor:
+    """`x` as the kernel quantises it: float64."""
+    out = torch.empty(len(x), matrix.height)
+    quantise, _ = matrix.calls(x, out, [matrix.table.data_ptr()])
+    quantise.run()
+    assert quantise.scratch is not None
+    blocks = x.numel() // 32
+    scales = quantise.scratch[: 4 * blocks].view(torch.float32).double()
+    numbers = quantise.scratch[12 * blocks :].view(torch.int8).double().view(blocks, 32)
+    found = (numbers * scales[:, None]).view(x.shape)
+    assert ((found - x.double()).view(blocks, 32).abs() <= 0.51 * scales[:, None]).all()
+    return found
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 33])
+def test_a_product_is_that_of_float64(kind: Format, rows: int) -> None:
+    """Joined matrices of two formats and a height that is no multiple of a panel."""
+    torch.manual_seed(rows)
+    matrices = [random_blocks(kind, 100), random_blocks(FORMATS[2], 64)]
+    packed = pack(matrices)
+    values = torch.cat([each.values() for each in matrices]).double()
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(rows, COLUMNS).to(dtype)
+        found = multiply(x, packed, torch.float32)
+        wanted = in_int8(x, packed) @ values.T
+        assert (found.double() - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        assert torch.equal(multiply(x, packed, torch.bfloat16), found.bfloat16())
+        each = [multiply(x[row : row + 1], packed, torch.float32) for row in range(rows)]
+        assert torch.equal(torch.cat(each), found), "bits depend on the other rows"
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("number", [0, 1.0])
+def test_the_largest_numbers_do_not_saturate(kind: Format, number: float) -> None:
+    numbers = torch.full((PANEL, COLUMNS), int(number * largest(kind)), dtype=torch.uint8)
+    ones = torch.ones(PANEL, COLUMNS // kind.columns).half()
+    minima = torch.ones(PANEL, COLUMNS // 32).half() if kind.minimum else None
+    matrix = Blocks(kind, numbers, ones, minima)
+    packed = pack([matrix])
+    for x in (torch.ones(4, COLUMNS), -torch.ones(4, COLUMNS)):
+        wanted = in_int8(x, packed) @ matrix.values().double().T
+        found = multiply(x, packed).double()
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max() + 1e-9
+
+
+def test_a_row_of_zeros() -> None:
+    packed = pack([random_blocks(FORMATS[1], PANEL)])
+    assert not multiply(torch.zeros(2, COLUMNS), packed).any()
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("rows", [PANEL, 100, 513])
+def test_rows_are_read_back(kind: Format, rows: int) -> None:
+    matrix = random_blocks(kind, rows)
+    ids = torch.randperm(rows)
+    assert torch.equal(pack([matrix]).rows(ids), matrix.values()[ids])
+
+
+@pytest.mark.skipif(not VNNI, reason="this machine's own kernels are those of AVX2")
+def test_as_on_an_avx2_machine() -> None:
+    """The kernels of an AVX2 machine, compiled and run here."""
+    code = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", __file__]
+    ran = subprocess.run(code, env={**os.environ, **AVX2}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert "own kernels are those of AVX2" in ran.stdout  # this test is skipped there

@@ -1,0 +1,39 @@
+"""Blocks of a GGUF file against the gguf library, on any bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+
+from services.executor.checkpoint.gguf_blocks import blocks_of, stays_in_blocks
+
+SCALES = {  # where a block has its float16 numbers
+    Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q5_0: [0], Kind.Q5_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2],
+    Kind.Q5_K: [0, 2], Kind.Q6_K: [208],
+}  # fmt: skip
+ROUNDED = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # a product of two numbers becomes float16
+
+
+@pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
+def test_values_are_those_of_the_library(kind: Kind) -> None:
+    random = np.random.default_rng(kind.value)
+    columns, size = GGML_QUANT_SIZES[kind]
+    raw = random.integers(0, 256, (64 * 512 // columns, size), dtype=np.uint8)
+    for start in SCALES[kind]:
+        scales = random.uniform(-0.02, 0.02, (len(raw), 1)).astype(np.float16)
+        raw[:, start : start + 2] = scales.view(np.uint8)
+    wanted = torch.from_numpy(dequantize(raw.reshape(64, -1), kind))
+    found = blocks_of(raw.reshape(-1), kind, (64, 512)).values()
+    if kind in ROUNDED:
+        assert torch.allclose(found, wanted, rtol=2**-10, atol=2**-10 * float(wanted.abs().max()))
+    else:
+        assert found.equal(wanted)
+
+
+def test_other_types_are_left_to_the_library() -> None:
+    assert all(stays_in_blocks(kind) for kind in SCALES)
+    assert not any(stays_in_blocks(kind) for kind in (Kind.F16, Kind.Q2_K, Kind.IQ4_XS))
