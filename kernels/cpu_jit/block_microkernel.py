@@ -38,7 +38,7 @@ _FMA = f"llvm.fma.v{LANES}f32"
 @dataclass(frozen=True, slots=True)
 class Format:
     """How a block of a panel is stored: the numbers, then the scales, then the minima if it has them, float16
-    by row of the panel.
+    by row of the panel. With `by_row` the scales, float32, follow the last block.
 
     value = scale * (number - offset) + minimum       number: unsigned, of `bits`; offset: of the format
     """
@@ -47,11 +47,12 @@ class Format:
     offset: int = 0
     minimum: bool = False
     columns: int = BLOCK  # that have a scale: 32, or 16 without minimum
+    by_row: bool = False  # a scale for all columns
 
     @property
     def bytes(self) -> int:
         """Of a block of a panel."""
-        scales = BLOCK // self.columns + self.minimum
+        scales = 0 if self.by_row else BLOCK // self.columns + self.minimum
         return PANEL * (BLOCK * self.bits // 8 + 2 * scales)
 
     @property
@@ -95,7 +96,7 @@ def _generator(rows: int, kind: Format, stored: Any) -> Callable[..., Any]:
                 totals_here = halves if kind.columns < BLOCK else [[builder.add(*each)] for each in halves]
                 own = [each[first // kind.columns] for each in totals_here]
                 whole = _integers(builder, kind, lines, own, chunk, first)
-                factors = _scales(builder, chunk, at)
+                factors = None if kind.by_row else _scales(builder, chunk, at)
                 at += 2 * PANEL
                 sums = _scaled(builder, sums, whole, of_x, factors)
             if kind.minimum:
@@ -116,6 +117,9 @@ def _generator(rows: int, kind: Format, stored: Any) -> Callable[..., Any]:
         for i, end in enumerate(loop(builder, blocks, [zero] * (rows * PARTS), add)):
             row, part = divmod(i, PARTS)
             target = builder.add(builder.mul(height, _index(row)), _index(part * LANES))
+            if kind.by_row:
+                at = builder.add(builder.mul(blocks, _index(kind.bytes)), _index(4 * part * LANES))
+                end = builder.fmul(end, _load(builder, panel, at, _FLOATS))
             _store(builder, end, builder.gep(out, [target]), stored)
         return context.get_dummy_value()
 
@@ -123,16 +127,17 @@ def _generator(rows: int, kind: Format, stored: Any) -> Callable[..., Any]:
 
 
 def _scaled(
-    builder: ir.IRBuilder, sums: list[Any], whole: _Tile, of_x: list[Any], factors: list[Any]
+    builder: ir.IRBuilder, sums: list[Any], whole: _Tile, of_x: list[Any], factors: list[Any] | None
 ) -> list[Any]:
-    """`sums`, with the integers of a block times both scales."""
+    """`sums`, with the integers of a block times the scale of `x` and, if given, those of the matrix."""
     found = []
     for row, own in enumerate(whole):
         scale = _broadcast(builder, of_x[row])
         for part, integers in enumerate(own):
-            product = builder.fmul(builder.sitofp(integers, _FLOATS), scale)
-            old = sums[row * PARTS + part]
-            found.append(call(builder, _FMA, _FLOATS, product, factors[part], old))
+            first, second, old = builder.sitofp(integers, _FLOATS), scale, sums[row * PARTS + part]
+            if factors is not None:
+                first, second = builder.fmul(first, scale), factors[part]
+            found.append(call(builder, _FMA, _FLOATS, first, second, old))
     return found
 
 

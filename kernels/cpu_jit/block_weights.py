@@ -9,7 +9,7 @@ A block is 32 columns of a row, with a scale and, in some formats, a minimum:
 where a block of `x` is `a * x8` with x8 in int8, quantised at the call. So each product of bytes is exact.
 
     stored in 4 bits   Q4_0, Q4_1, Q4_K
-    stored in 8 bits   Q5_0, Q5_1, Q5_K, Q6_K (16 columns a scale), Q8_0
+    stored in 8 bits   Q5_0, Q5_1, Q5_K, Q6_K (16 columns a scale), Q8_0, and int8 (a scale for all columns)
 
 The matrix is in panels of PANEL rows. A panel has its blocks one after the other (block_microkernel.py), and
 its own format: so matrices of several formats can be joined, and all layers of a mixed file run in one
@@ -49,7 +49,9 @@ FORMATS = (  # by their numbers in a table of panels
     Format(8, 128),
     Format(8, minimum=True),
     Format(8, 128, columns=16),
+    Format(8, 128, by_row=True),
 )
+INT8 = FORMATS[5]
 _QUANTISED_ROWS = 4  # of `x` in a piece of work
 _MOST, _ZERO = np.float32(127), np.float32(0)
 _HALF = BLOCK // 2
@@ -80,7 +82,7 @@ def _rows_by(format_: Format) -> Any:
     return multiply
 
 
-_nibbles, _nibbles_minimum, _bytes, _bytes_minimum, _bytes_16 = (_rows_by(each) for each in FORMATS)
+_nibbles, _nibbles_minimum, _bytes, _bytes_minimum, _bytes_16, _int8 = (_rows_by(each) for each in FORMATS)
 
 
 @fast
@@ -111,8 +113,10 @@ def _multiply(
             _bytes(x, scales, totals, rows, blocks, panel, to, height)
         elif kind == 3:
             _bytes_minimum(x, scales, totals, rows, blocks, panel, to, height)
-        else:
+        elif kind == 4:
             _bytes_16(x, scales, totals, rows, blocks, panel, to, height)
+        else:
+            _int8(x, scales, totals, rows, blocks, panel, to, height)
 
 
 def _to_bf16(p: Any) -> None:
@@ -162,8 +166,8 @@ _MULTIPLY = {torch.bfloat16: Kernel(_to_bf16), torch.float32: Kernel(_to_f32)}  
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A matrix `[rows, columns]` in blocks, as a file has it: `numbers` `[rows, columns]` uint8, `scales`
-    `[rows, columns / format.columns]` float16, and the `minima` `[rows, columns / 32]` of a format with
-    them."""
+    `[rows, columns / format.columns]` float16 (`[rows, 1]` float32 if by row), and the `minima` `[rows,
+    columns / 32]` of a format with them."""
 
     format: Format
     numbers: Tensor
@@ -174,7 +178,7 @@ class Blocks:
         """`[rows, columns]` float32."""
         numbers = self.numbers.float() - self.format.offset
         rows, columns = numbers.shape
-        found = numbers.view(rows, -1, self.format.columns) * self.scales.float()[..., None]
+        found = numbers.view(rows, self.scales.shape[1], -1) * self.scales.float()[..., None]
         if self.minima is not None:
             found += self.minima.float()[..., None]
         return found.view(rows, columns)
@@ -183,7 +187,7 @@ class Blocks:
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
     """A packed matrix `[height, in]`; see PackedMatrix. `table` `[panels, 3]`: the address of each panel, the
-    number of its format, its first row. `segments`: the memory of each matrix, `[panels, blocks,
+    number of its format, its first row. `segments`: the memory of each matrix, `[panels,
     bytes]`."""
 
     table: Tensor
@@ -245,7 +249,7 @@ def pack(matrices: Sequence[Blocks]) -> BlockMatrix:
 
 
 def _panels(matrix: Blocks) -> Tensor:
-    """`[panels, blocks, bytes]` uint8."""
+    """`[panels, bytes]` uint8."""
     numbers, bits = matrix.numbers, matrix.format.bits
     if bits == 4:
         low, high = numbers.unflatten(1, (-1, 2, _HALF)).unbind(2)
@@ -255,11 +259,19 @@ def _panels(matrix: Blocks) -> Tensor:
     blocks = matrix.numbers.shape[1] // BLOCK
     words = _by_panel(numbers).unflatten(2, (blocks, -1, 4))  # [panels, PANEL, blocks, words, 4]
     found = [words.permute(0, 2, 3, 1, 4).flatten(2)]
+    if matrix.format.by_row:
+        return torch.cat((found[0].flatten(1), _by_panel(matrix.scales).flatten(1).view(torch.uint8)), 1)
     for scales in (matrix.scales, matrix.minima):
         if scales is not None:
             by_block = _by_panel(scales).unflatten(2, (blocks, -1))  # [panels, PANEL, blocks, of a block]
             found.append(by_block.permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.uint8))
-    return torch.cat(found, 2).contiguous()
+    return torch.cat(found, 2).flatten(1)
+
+
+def in_int8(weight: Tensor) -> Blocks:
+    """`weight` `[rows, columns]` in int8, each row scaled by its largest number."""
+    scales = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+    return Blocks(INT8, ((weight.float() / scales).round() + INT8.offset).to(torch.uint8), scales)
 
 
 def _by_panel(rows: Tensor) -> Tensor:
@@ -271,14 +283,18 @@ def _by_panel(rows: Tensor) -> Tensor:
 
 def _unpack(segment: Tensor, kind: Format, panels: Tensor, lanes: Tensor) -> Tensor:
     """The inverse of `_panels` for some rows, with their values: `[rows, columns]` float32."""
-    size = PANEL * BLOCK * kind.bits // 8
-    words = segment[:, :, :size].unflatten(2, (-1, PANEL, 4))  # [panels, blocks, words, PANEL, 4]
+    size, tail = PANEL * BLOCK * kind.bits // 8, 4 * PANEL * kind.by_row
+    chunks = segment[:, : segment.shape[1] - tail].unflatten(1, (-1, kind.bytes))  # [panels, blocks, bytes]
+    words = chunks[:, :, :size].unflatten(2, (-1, PANEL, 4))  # [panels, blocks, words, PANEL, 4]
     numbers = words[panels, :, :, lanes].flatten(2)  # [rows, blocks, bytes]
     if kind.bits == 4:
         numbers = torch.cat((numbers & 15, numbers >> 4), 2)
     else:
         numbers = numbers - (kind.stored_offset & 0xFF)
-    halves = segment[:, :, size:].view(torch.float16).unflatten(2, (-1, PANEL))
+    if kind.by_row:
+        scales = segment[:, -tail:].view(torch.float32)[panels, lanes]
+        return Blocks(kind, numbers.flatten(1), scales[:, None]).values()
+    halves = chunks[:, :, size:].view(torch.float16).unflatten(2, (-1, PANEL))
     scales = halves[panels, :, :, lanes]  # [rows, blocks, scales and minimum]
     minima = scales[..., -1] if kind.minimum else None
     own = scales[..., : BLOCK // kind.columns]

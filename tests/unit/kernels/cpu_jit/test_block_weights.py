@@ -29,6 +29,8 @@ def largest(kind: Format) -> int:
 
 def random_blocks(kind: Format, rows: int, columns: int = COLUMNS) -> Blocks:
     numbers = torch.randint(0, largest(kind) + 1, (rows, columns), dtype=torch.uint8)
+    if kind.by_row:
+        return Blocks(kind, numbers, torch.rand(rows, 1) * 0.02)
     scales = (torch.rand(rows, columns // kind.columns) * 0.02).half()
     minima = (-torch.rand(rows, columns // 32) * 0.1).half() if kind.minimum else None
     return Blocks(kind, numbers, scales, minima)
@@ -70,7 +72,8 @@ def test_a_product_is_that_of_float64(kind: Format, rows: int) -> None:
 @pytest.mark.parametrize("number", [0, 1.0])
 def test_the_largest_numbers_do_not_saturate(kind: Format, number: float) -> None:
     numbers = torch.full((PANEL, COLUMNS), int(number * largest(kind)), dtype=torch.uint8)
-    ones = torch.ones(PANEL, COLUMNS // kind.columns).half()
+    ones = torch.ones(PANEL, 1 if kind.by_row else COLUMNS // kind.columns)
+    ones = ones if kind.by_row else ones.half()
     minima = torch.ones(PANEL, COLUMNS // 32).half() if kind.minimum else None
     matrix = Blocks(kind, numbers, ones, minima)
     packed = pack([matrix])
