@@ -27,6 +27,11 @@ LANES = 16 if VNNI else 8
 PARTS = 2  # registers of a panel
 PANEL = PARTS * LANES  # rows of the matrix packed together
 BLOCK = 32  # columns with a scale of `x`
+# The words that a block of `x` has beside its numbers: its scale, the sum of its numbers times the scale, and
+# where integer sums start, for an offset of 8, of 128, and of 128 in the first and the last 16 columns: that
+# offset times the negative sum of the numbers.
+SCALE, SHIFT, START_8, START_128, HALVES, FACTS = 0, 1, 2, 3, 4, 6
+_STARTS = {8: START_8, 128: START_128}
 
 _I8, _I16, _I32, _I64, _F32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
 _WORDS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
@@ -69,13 +74,10 @@ def tile(rows: int, format_: Format) -> Any:
     """See the function in it."""
 
     @intrinsic
-    def multiply(
-        typing: Any, x: Any, scales: Any, totals: Any, blocks: Any, panel: Any, out: Any, height: Any
-    ) -> Any:
+    def multiply(typing: Any, x: Any, facts: Any, blocks: Any, panel: Any, out: Any, height: Any) -> Any:
         """Store the product of `rows` int8 rows of `blocks` blocks at `x` with a panel to `out`, float32 or
-        bfloat16, with rows `height` apart. `scales` has the scale of each block of `x`, `totals` the sums of
-        its two halves."""
-        signature = types.void(x, scales, totals, blocks, panel, out, height)
+        bfloat16, with rows `height` apart. `facts`: FACTS words of each block of `x`."""
+        signature = types.void(x, facts, blocks, panel, out, height)
         return signature, _generator(rows, format_, out.dtype)
 
     return multiply
@@ -83,32 +85,24 @@ def tile(rows: int, format_: Format) -> Any:
 
 def _generator(rows: int, kind: Format, stored: Any) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        x, scales, totals, blocks, panel, out, height = args
+        x, facts, blocks, panel, out, height = args
 
         def add(block: Any, sums: list[Any]) -> list[Any]:
             chunk = builder.gep(panel, [builder.mul(block, _index(kind.bytes))])
             places = [builder.add(builder.mul(blocks, _index(row)), block) for row in range(rows)]
-            halves = [_totals(builder, totals, place) for place in places]
-            of_x = [_load(builder, scales, place, _F32) for place in places]
+            of_x = [builder.gep(facts, [builder.mul(place, _index(FACTS))]) for place in places]
             lines = [builder.gep(x, [builder.mul(place, _index(BLOCK))]) for place in places]
             at = BLOCK * PANEL * kind.bits // 8
             for first in range(0, BLOCK, kind.columns):
-                totals_here = halves if kind.columns < BLOCK else [[builder.add(*each)] for each in halves]
-                own = [each[first // kind.columns] for each in totals_here]
-                whole = _integers(builder, kind, lines, own, chunk, first)
+                whole = _integers(builder, kind, lines, of_x, chunk, first)
                 factors = None if kind.by_row else _scales(builder, chunk, at)
                 at += 2 * PANEL
                 sums = _scaled(builder, sums, whole, of_x, factors)
             if kind.minimum:
                 minima = _scales(builder, chunk, at)
-                added = [
-                    builder.fmul(scale, builder.sitofp(builder.add(*each), _F32))
-                    for scale, each in zip(of_x, halves, strict=True)
-                ]
+                added = [_broadcast(builder, _load(builder, each, SHIFT, _F32)) for each in of_x]
                 sums = [
-                    call(
-                        builder, _FMA, _FLOATS, minima[i % PARTS], _broadcast(builder, added[i // PARTS]), old
-                    )
+                    call(builder, _FMA, _FLOATS, minima[i % PARTS], added[i // PARTS], old)
                     for i, old in enumerate(sums)
                 ]
             return sums
@@ -132,7 +126,7 @@ def _scaled(
     """`sums`, with the integers of a block times the scale of `x` and, if given, those of the matrix."""
     found = []
     for row, own in enumerate(whole):
-        scale = _broadcast(builder, of_x[row])
+        scale = _broadcast(builder, _load(builder, of_x[row], SCALE, _F32))
         for part, integers in enumerate(own):
             first, second, old = builder.sitofp(integers, _FLOATS), scale, sums[row * PARTS + part]
             if factors is not None:
@@ -142,12 +136,14 @@ def _scaled(
 
 
 def _integers(
-    builder: ir.IRBuilder, kind: Format, lines: list[Any], totals: list[Any], chunk: Any, first: int
+    builder: ir.IRBuilder, kind: Format, lines: list[Any], of_x: list[Any], chunk: Any, first: int
 ) -> _Tile:
     """The sums of products of the columns from `first` on that share a scale, by row and part."""
-    offset = kind.offset + kind.stored_offset
-    starts = [builder.mul(total, ir.Constant(_I32, -offset)) for total in totals]
     add = _Vnni(builder) if VNNI else _Avx2(builder, kind.bits)
+    starts: list[Any] = [ir.Constant(_WORDS, None)] * len(lines)
+    if offset := kind.offset + kind.stored_offset:
+        fact = _STARTS[offset] if kind.columns == BLOCK else HALVES + first // kind.columns
+        starts = [_broadcast(builder, _load(builder, each, fact, _I32)) for each in of_x]
     found = [[add.start(start) for _ in range(PARTS)] for start in starts]
     for column in range(first, first + kind.columns, 4):
         matrix = [_numbers(builder, kind, chunk, column, part) for part in range(PARTS)]
@@ -173,13 +169,13 @@ class _Vnni:
     def __init__(self, builder: ir.IRBuilder) -> None:
         self._builder = builder
 
-    def start(self, total: Any) -> Any:
-        return _broadcast(self._builder, total)
+    def start(self, start: Any) -> Any:
+        return start
 
     def __call__(self, old: Any, matrix: Any, four: Any) -> Any:
         return call(self._builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, old, matrix, four)
 
-    def end(self, sums: Any, total: Any) -> Any:
+    def end(self, sums: Any, start: Any) -> Any:
         return sums
 
 
@@ -190,7 +186,7 @@ class _Avx2:
     def __init__(self, builder: ir.IRBuilder, bits: int) -> None:
         self._builder, self._bits = builder, bits
 
-    def start(self, total: Any) -> Any:
+    def start(self, start: Any) -> Any:
         return ir.Constant(_SHORTS if self._bits == 4 else _WORDS, None)
 
     def __call__(self, old: Any, matrix: Any, four: Any) -> Any:
@@ -203,18 +199,13 @@ class _Avx2:
         pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, unsigned, signed)
         return builder.add(old, pairs if self._bits == 4 else self._wide(pairs))
 
-    def end(self, sums: Any, total: Any) -> Any:
+    def end(self, sums: Any, start: Any) -> Any:
         wide = self._wide(sums) if self._bits == 4 else sums
-        return self._builder.add(wide, _broadcast(self._builder, total))
+        return self._builder.add(wide, start)
 
     def _wide(self, pairs: Any) -> Any:
         ones = ir.Constant(_SHORTS, [1] * (2 * LANES))
         return call(self._builder, "llvm.x86.avx2.pmadd.wd", _WORDS, pairs, ones)
-
-
-def _totals(builder: ir.IRBuilder, totals: Any, place: Any) -> list[Any]:
-    first = builder.mul(place, _index(2))
-    return [_load(builder, totals, builder.add(first, _index(half)), _I32) for half in (0, 1)]
 
 
 def _scales(builder: ir.IRBuilder, chunk: Any, at: int) -> list[Any]:

@@ -28,7 +28,18 @@ import torch
 from torch import Tensor
 
 import kernels.cpu_jit
-from kernels.cpu_jit.block_microkernel import BLOCK, PANEL, Format, tile
+from kernels.cpu_jit.block_microkernel import (
+    BLOCK,
+    FACTS,
+    HALVES,
+    PANEL,
+    SCALE,
+    SHIFT,
+    START_8,
+    START_128,
+    Format,
+    tile,
+)
 from kernels.cpu_jit.llvm_intrinsics import (
     bf16_at,
     f32_at,
@@ -59,24 +70,25 @@ _HALF = BLOCK // 2
 
 def _rows_by(format_: Format) -> Any:
     """All rows of `x` by a panel of one format."""
-    four, two, one = (tile(rows, format_) for rows in (4, 2, 1))
+    six, four, two, one = (tile(rows, format_) for rows in (6, 4, 2, 1))
 
     @fast
-    def multiply(
-        x: Any, scales: Any, totals: Any, rows: int, blocks: int, panel: Any, out: Any, height: int
-    ) -> None:
+    def multiply(x: Any, facts: Any, rows: int, blocks: int, panel: Any, out: Any, height: int) -> None:
         row = 0
         while row < rows:
-            at, of_x = offset_by(x, row * blocks * BLOCK), offset_by(scales, row * blocks)
-            sums, goal = offset_by(totals, 2 * row * blocks), offset_by(out, row * height)
-            if row + 4 <= rows:
-                four(at, of_x, sums, blocks, panel, goal, height)
+            at, goal = offset_by(x, row * blocks * BLOCK), offset_by(out, row * height)
+            of_x = offset_by(facts, row * blocks * FACTS)
+            if row + 6 <= rows:
+                six(at, of_x, blocks, panel, goal, height)
+                row += 6
+            elif row + 4 <= rows:
+                four(at, of_x, blocks, panel, goal, height)
                 row += 4
             elif row + 2 <= rows:
-                two(at, of_x, sums, blocks, panel, goal, height)
+                two(at, of_x, blocks, panel, goal, height)
                 row += 2
             else:
-                one(at, of_x, sums, blocks, panel, goal, height)
+                one(at, of_x, blocks, panel, goal, height)
                 row += 1
 
     return multiply
@@ -88,8 +100,7 @@ _nibbles, _nibbles_minimum, _bytes, _bytes_minimum, _bytes_16, _int8 = (_rows_by
 @fast
 def _multiply(
     x: Any,
-    scales: Any,
-    totals: Any,
+    facts: Any,
     table: Any,
     panels: int,
     out: Any,
@@ -106,57 +117,62 @@ def _multiply(
         panel, kind = i8_at(table[3 * number]), table[3 * number + 1]
         to = offset_by(out, table[3 * number + 2])
         if kind == 0:
-            _nibbles(x, scales, totals, rows, blocks, panel, to, height)
+            _nibbles(x, facts, rows, blocks, panel, to, height)
         elif kind == 1:
-            _nibbles_minimum(x, scales, totals, rows, blocks, panel, to, height)
+            _nibbles_minimum(x, facts, rows, blocks, panel, to, height)
         elif kind == 2:
-            _bytes(x, scales, totals, rows, blocks, panel, to, height)
+            _bytes(x, facts, rows, blocks, panel, to, height)
         elif kind == 3:
-            _bytes_minimum(x, scales, totals, rows, blocks, panel, to, height)
+            _bytes_minimum(x, facts, rows, blocks, panel, to, height)
         elif kind == 4:
-            _bytes_16(x, scales, totals, rows, blocks, panel, to, height)
+            _bytes_16(x, facts, rows, blocks, panel, to, height)
         else:
-            _int8(x, scales, totals, rows, blocks, panel, to, height)
+            _int8(x, facts, rows, blocks, panel, to, height)
 
 
 def _to_bf16(p: Any) -> None:
-    x, scales, totals, table = i8_at(p[1]), f32_at(p[2]), i32_at(p[3]), i64_at(p[4])
-    _multiply(x, scales, totals, table, p[5], bf16_at(p[6]), p[7], p[8], p[9], p)
+    x, facts, table = i8_at(p[1]), i32_at(p[2]), i64_at(p[3])
+    _multiply(x, facts, table, p[4], bf16_at(p[5]), p[6], p[7], p[8], p)
 
 
 def _to_f32(p: Any) -> None:
-    x, scales, totals, table = i8_at(p[1]), f32_at(p[2]), i32_at(p[3]), i64_at(p[4])
-    _multiply(x, scales, totals, table, p[5], f32_at(p[6]), p[7], p[8], p[9], p)
+    x, facts, table = i8_at(p[1]), i32_at(p[2]), i64_at(p[3])
+    _multiply(x, facts, table, p[4], f32_at(p[5]), p[6], p[7], p[8], p)
 
 
 @fast
-def _quantise(x: Any, out: Any, scales: Any, totals: Any, rows: int, width: int, p: Any) -> None:
+def _quantise(x: Any, out: Any, facts: Any, sums: Any, rows: int, width: int, p: Any) -> None:
+    """`facts` and `sums` are the same memory, as float32 and int32."""
     blocks = width // BLOCK
     while True:
         first = fetch_add(p) * _QUANTISED_ROWS * blocks
         if first >= rows * blocks:
             return
         for block in range(first, min(first + _QUANTISED_ROWS * blocks, rows * blocks)):
-            at, most = block * BLOCK, _ZERO
+            at, most, whole = block * BLOCK, _ZERO, 0
             for i in range(BLOCK):
                 most = max(most, abs(widen(x[at + i])))
             inverse = _MOST / most if most > _ZERO else _ZERO
-            for half in range(2):
-                total = 0
-                for i in range(half * _HALF, half * _HALF + _HALF):
-                    number = nearest(widen(x[at + i]) * inverse)
-                    out[at + i] = number
-                    total += number
-                totals[2 * block + half] = total
-            scales[block] = most / _MOST
+            for i in range(BLOCK):
+                number = nearest(widen(x[at + i]) * inverse)
+                out[at + i] = number
+                whole += number
+            half = 0
+            for i in range(_HALF):
+                half += out[at + i]
+            own = block * FACTS
+            sums[own + HALVES], sums[own + HALVES + 1] = -128 * half, 128 * (half - whole)
+            sums[own + START_8], sums[own + START_128] = -8 * whole, -128 * whole
+            scale = most / _MOST
+            facts[own + SCALE], facts[own + SHIFT] = scale, scale * np.float32(whole)
 
 
 def _of_bf16(p: Any) -> None:
-    _quantise(bf16_at(p[1]), i8_at(p[2]), f32_at(p[3]), i32_at(p[4]), p[5], p[6], p)
+    _quantise(bf16_at(p[1]), i8_at(p[2]), f32_at(p[3]), i32_at(p[3]), p[4], p[5], p)
 
 
 def _of_f32(p: Any) -> None:
-    _quantise(f32_at(p[1]), i8_at(p[2]), f32_at(p[3]), i32_at(p[4]), p[5], p[6], p)
+    _quantise(f32_at(p[1]), i8_at(p[2]), f32_at(p[3]), i32_at(p[3]), p[4], p[5], p)
 
 
 _QUANTISE = {torch.bfloat16: Kernel(_of_bf16), torch.float32: Kernel(_of_f32)}  # by dtype of `x`
@@ -203,10 +219,9 @@ class BlockMatrix:
         """See PackedMatrix."""
         rows, width = x.shape
         blocks = rows * width // BLOCK
-        scratch = torch.empty(blocks * (4 + 8 + BLOCK), dtype=torch.uint8)
-        scales = scratch.data_ptr()
-        totals = scales + 4 * blocks
-        quantised = (totals + 8 * blocks, scales, totals)
+        scratch = torch.empty(blocks * (4 * FACTS + BLOCK), dtype=torch.uint8)
+        facts = scratch.data_ptr()
+        quantised = (facts + 4 * FACTS * blocks, facts)
         (table,) = parts
         to = (table, len(self.table), out.data_ptr(), rows, width, self.height)
         return (

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.cpu_jit.block_microkernel import Format
 from kernels.cpu_jit.block_weights import FORMATS, Blocks
 
-_NIBBLES, _NIBBLES_MINIMUM, _BYTES, _BYTES_MINIMUM, _BYTES_16 = FORMATS
+_NIBBLES, _NIBBLES_MINIMUM, _BYTES, _BYTES_MINIMUM, _BYTES_16, _ = FORMATS
 
 # Raw blocks [n, bytes] to numbers [n, columns], scales and minima [n, of a block].
 _Read = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu_jit.block_microkernel import PANEL, VNNI, Format
+from kernels.cpu_jit.block_microkernel import FACTS, PANEL, SCALE, VNNI, Format
 from kernels.cpu_jit.block_weights import FORMATS, BlockMatrix, Blocks, can_pack, pack
 from kernels.cpu_jit.packed_weights import multiply
 
@@ -43,8 +43,9 @@ def in_int8(x: Tensor, matrix: BlockMatrix) -> Tensor:
     quantise.run()
     assert quantise.scratch is not None
     blocks = x.numel() // 32
-    scales = quantise.scratch[: 4 * blocks].view(torch.float32).double()
-    numbers = quantise.scratch[12 * blocks :].view(torch.int8).double().view(blocks, 32)
+    facts, numbers = quantise.scratch.split([4 * FACTS * blocks, 32 * blocks])
+    scales = facts.view(torch.float32).view(blocks, FACTS)[:, SCALE].double()
+    numbers = numbers.view(torch.int8).double().view(blocks, 32)
     found = (numbers * scales[:, None]).view(x.shape)
     assert ((found - x.double()).view(blocks, 32).abs() <= 0.51 * scales[:, None]).all()
     return found
