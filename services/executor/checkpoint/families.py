@@ -13,8 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Of a mixture: the tensors of the router, of the experts, and of an expert's gate, up and down; the key
-    of config.json with the width of an expert's MLP."""
+    """The tensors of a router, of the experts, and of an expert's gate, up and down; the key of config.json
+    with the width of an expert's MLP."""
 
     router: str
     experts: str

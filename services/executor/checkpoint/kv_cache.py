@@ -161,6 +161,14 @@ def fp8_scales(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
     return scales
 
 
+@dataclass(slots=True)
+class _Rows:
+    """See services.executor.model.program.Values."""
+
+    x: Tensor
+    residual: Tensor
+
+
 @torch.no_grad()
 def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE) -> Tensor:
     """The largest magnitudes of K and V over the fixed tokens, `[layers, K|V, kv_heads]` float32. K's hold
@@ -188,7 +196,7 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
 
     operations = placed(describe(shapes), weights.layers, Dense.of(weights.norm), keep=True)
     steps = steps_of(operations, {**REFERENCE, (Rope, Attention): measured}, REFERENCE)
-    values = Values(residual, residual)
+    values = _Rows(residual, residual)
     run_alone(run(steps, values, ranks, ranks.size))
     if not stage.last:
         stage.send(values.residual)

@@ -1,6 +1,6 @@
 """Assembles Weights, a model as the forward pass reads it, from Hugging Face folders or random numbers.
 
-The description (model/description.py) says which parts each weight has. Projections that read the same input
+The description (model/description.py) has the parts of each weight. Projections that read the same input
 are one weight, so that a layer is four matrix products:
 
     qkv [(heads + 2 * kv_heads) * head_dim, hidden] · out · gate_up [2 * intermediate, hidden] · down
@@ -34,7 +34,7 @@ from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.families import FAMILIES, Family
 from services.executor.checkpoint.partition import Shard, ShardOf, whole_model
 from services.executor.checkpoint.stored import Cut, Dense, Stored
-from services.executor.model.description import Description, Part, Weight, describe
+from services.executor.model.description import Description, Part, Weight, describe, weights_of
 from services.executor.model.shapes import Shapes
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
@@ -105,7 +105,7 @@ def assemble(shard: Shard, find: FindPart, dtype: torch.dtype, device: torch.dev
         if time.monotonic() - shown_s >= PROGRESS_S:
             shown_s = time.monotonic()
             log.info("loading weights: layer %d of %d …", i, shard.shapes.layers)
-        weights = (weight for op in ops for weight in op.weights())
+        weights = (weight for op in ops for weight in weights_of(op))
         layers.append({weight.name: load(weight, shard.shapes.first_layer + i) for weight in weights})
     embedding = load(description.embedding).values
     if not shard.shapes.tied:
@@ -197,7 +197,7 @@ class _Names:
         self._layer = {**_LAYER, **self._family.tensors}
         if self._family.experts is not None:
             self._layer["router"] = f"{self._family.experts.router}.weight"
-        weights = {weight for ops in self._description.layers for op in ops for weight in op.weights()}
+        weights = {weight for ops in self._description.layers for op in ops for weight in weights_of(op)}
         self._joined: dict[str, tuple[str, Cut]] = {}  # parts of a tensor, with their rows
         for weight in weights:
             begin = 0

@@ -34,9 +34,11 @@ from services.executor.model.reference import REFERENCE
 
 
 @dataclass(slots=True)
-class StepValues(Values):
-    """The values of a pass, and the inputs of its step."""
+class StepValues:
+    """See services.executor.model.program.Values; and the inputs of a step."""
 
+    x: Tensor
+    residual: Tensor
     rotation: Tensor
     batch: Batch
     kv: Tensor

@@ -10,9 +10,9 @@
     Experts          x = the weighted sum of the chosen experts' MLPs
     Add              residual += x, which is a part of a sum over the ranks that share a layer
 
-A description knows neither engines nor files. An engine says which operations it takes, several at once where
-a kernel covers them (program.py). checkpoint/families.py has the names of the parts in files. What each of
-several ranks holds follows from the `units` of the parts (checkpoint/partition.py).
+A description depends on neither engines nor files. The table of an engine has patterns of operations, several
+where one kernel covers them (program.py). checkpoint/families.py has the names of the parts in files. What each
+of several ranks holds follows from the `units` of the parts (checkpoint/partition.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol
 
 from services.executor.model.shapes import Shapes
 
@@ -49,19 +50,20 @@ def _weight(name: str, *shape: int, units: str = "", dim: int = 0) -> Weight:
     return Weight(name, (Part(name, shape, units, dim),))
 
 
-class Operation:
-    """The base of all operations. Those of a model are immutable."""
+class Operation(Protocol):
+    """Any of the dataclasses below. Engines and tests may have others."""
 
-    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    def weights(self) -> Iterator[Weight]:
-        """The weights, in the order of a fingerprint."""
-        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
-        return (value for value in values if isinstance(value, Weight))
+
+def weights_of(operation: Operation) -> Iterator[Weight]:
+    """The weights of an operation, in the order of a fingerprint."""
+    values = (getattr(operation, field.name) for field in fields(operation))
+    return (value for value in values if isinstance(value, Weight))
 
 
 @dataclass(frozen=True, slots=True)
-class Norm(Operation):
+class Norm:
     """`[tokens, hidden]` to the same."""
 
     weight: Weight
@@ -69,7 +71,7 @@ class Norm(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Projection(Operation):
+class Projection:
     """`[tokens, in]` to `[tokens, out]`; the weight is `[out, in]`."""
 
     weight: Weight
@@ -77,8 +79,8 @@ class Projection(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorm(Operation):
-    """Of x `[tokens, (heads + 2 * kv_heads) * dim]`: queries, keys, values. The weights are `[dim]`."""
+class HeadNorm:
+    """For x `[tokens, (heads + 2 * kv_heads) * dim]`: queries, keys, values. The weights are `[dim]`."""
 
     query: Weight
     key: Weight
@@ -88,16 +90,16 @@ class HeadNorm(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Rope(Operation):
-    """Of x as in HeadNorm."""
+class Rope:
+    """For x as in HeadNorm."""
 
     heads: int
     kv_heads: int
 
 
 @dataclass(frozen=True, slots=True)
-class Attention(Operation):
-    """Of x as in HeadNorm, to `[tokens, heads * dim]`: causal, over the whole context."""
+class Attention:
+    """From x as in HeadNorm to `[tokens, heads * dim]`: causal, over the whole context."""
 
     heads: int
     kv_heads: int
@@ -105,12 +107,12 @@ class Attention(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Gate(Operation):
+class Gate:
     """`[tokens, 2 * width]`, gate first, to `[tokens, width]`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Experts(Operation):
+class Experts:
     """`[tokens, hidden]` to the same. `gate_up` `[experts, 2 * width, hidden]` and `down` `[experts, hidden,
     width]` are this rank's experts, from number `first` on; `router` `[all experts, hidden]`."""
 
@@ -123,7 +125,7 @@ class Experts(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Add(Operation):
+class Add:
     """The sum over the ranks, if several share a layer, and with the residual."""
 
 
@@ -145,7 +147,7 @@ class Description:
         for weight in (self.embedding, self.norm.weight, *([self.head] * (not self.tied))):
             yield from ((part, -1) for part in weight.parts)
         for i, layer in enumerate(self.layers):
-            yield from ((part, i) for each in layer for weight in each.weights() for part in weight.parts)
+            yield from ((part, i) for each in layer for weight in weights_of(each) for part in weight.parts)
 
 
 def describe(shapes: Shapes) -> Description:
@@ -202,5 +204,5 @@ def _experts(shapes: Shapes) -> tuple[Operation, ...]:
 
 def shared_numbers(layer: Layer) -> int:
     """How many numbers of its divided matrices a step of many rows reads."""
-    parts = (part for each in layer for weight in each.weights() for part in weight.parts)
+    parts = (part for each in layer for weight in weights_of(each) for part in weight.parts)
     return sum(math.prod(part.shape) for part in parts if part.units and len(part.shape) > 1)

@@ -5,7 +5,7 @@ An engine's table has a pattern of operations for each kernel, and the longest t
     description   Norm  Projection  Rope  Attention  Projection  Add  Norm  Projection …
     patterns      Norm  Projection  Rope · Attention Projection  Add · Norm Projection …
 
-An operation that is in no pattern of the engine runs in torch (reference.py), and the log says so once.
+An operation that is in no pattern of the engine runs in torch (reference.py), which is logged once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from services.executor.model.description import Add, Description, Operation
+from services.executor.model.description import Add, Description, weights_of
 from services.executor.parallel.coroutines import AllReduces, Collective
 
 log = logging.getLogger("headrace.executor")
 
 
-@dataclass(slots=True)
-class Values:
+class Values(Protocol):
     """The values between the operations of a pass, `[tokens, width]` each. Engines add inputs of a step."""
 
     x: Tensor
@@ -54,7 +53,7 @@ class Step(Protocol):
     def __call__(self, values: Any) -> None: ...
 
 
-Pattern = tuple[type[Operation], ...]
+Pattern = tuple[type, ...]  # of Operations
 Table = Mapping[Pattern, Callable[..., Step | None]]  # makes a step of Placed operations; None: cannot
 
 
@@ -66,7 +65,7 @@ def placed(
     for i, ops in enumerate(description.layers):
         weights = layers[i] if keep else layers.pop(0)
         for op in ops:
-            yield Placed(op, i, {weight.name: weights[weight.name] for weight in op.weights()})
+            yield Placed(op, i, {weight.name: weights[weight.name] for weight in weights_of(op)})
     yield Placed(description.norm, len(description.layers), {description.norm.weight.name: norm})
 
 
