@@ -32,6 +32,7 @@ LAYERS = {
         ("arena", "host_thread"),
         ("engine",),
         ("device_thread", "parallel", "sampling"),
+        ("model",),
         ("checkpoint",),
         ("kv_transfer", "sim"),
         ("cpu", "cuda"),
@@ -48,7 +49,8 @@ ONE_PATH = (
     "services/tokenizer/",
     "services/scheduler/",
     "services/executor/actor.py", "services/executor/engine.py", "services/executor/device_thread.py",
-    "services/executor/checkpoint/", "services/executor/sampling/", "services/executor/cpu/",
+    "services/executor/model/", "services/executor/checkpoint/", "services/executor/sampling/",
+    "services/executor/cpu/",
     "services/detokenizer/",
 )  # fmt: skip
 HANGING = (
