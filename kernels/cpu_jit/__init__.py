@@ -6,7 +6,7 @@
 import os
 from importlib.util import find_spec
 
-INT8 = ("avx512bf16", "avx512vnni")  # CPU features that products of int8 need
+BYTES = ("avx2", "f16c")  # CPU features that products of bytes and half bytes need
 
 
 def available() -> bool:

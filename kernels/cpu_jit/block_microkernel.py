@@ -173,6 +173,7 @@ class _Vnni:
         return start
 
     def __call__(self, old: Any, matrix: Any, four: Any) -> Any:
+        # A word is four bytes: the signature before LLVM 22, which still accepts it.
         return call(self._builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, old, matrix, four)
 
     def end(self, sums: Any, start: Any) -> Any:

@@ -244,8 +244,7 @@ class BlockMatrix:
 
 def can_pack(height: int, width: int) -> bool:
     """Whether this CPU has the instructions and a matrix `[height, width]` a suitable shape."""
-    fits = height >= PANEL and width % BLOCK == 0
-    return fits and (kernels.cpu_jit.has("avx512vnni", "avx512f") or kernels.cpu_jit.has("avx2", "f16c"))
+    return height >= PANEL and width % BLOCK == 0 and kernels.cpu_jit.has(*kernels.cpu_jit.BYTES)
 
 
 def pack(matrices: Sequence[Blocks]) -> BlockMatrix:

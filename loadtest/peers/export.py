@@ -76,9 +76,9 @@ def _named(shapes: Shapes, weights: Weights) -> dict[str, Tensor]:
     from torch import split
 
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
-    named = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
+    named = {"model.embed_tokens.weight": weights.embedding.values, "model.norm.weight": weights.norm}
     if not shapes.tied:
-        named["lm_head.weight"] = weights.head
+        named["lm_head.weight"] = weights.head.values
     for i, layer in enumerate(weights.layers):
         q, k, v = split(layer["qkv"].values, [queries, keys, keys])
         gate, up = layer["gate_up"].values.chunk(2)

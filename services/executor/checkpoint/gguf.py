@@ -56,10 +56,16 @@ _DEFAULT_ALIGNMENT_BYTES = 32
 
 
 def load_gguf(
-    path: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = whole_model
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard_of: ShardOf = whole_model,
+    *,
+    packed: bool = False,
 ) -> tuple[Shapes, Weights]:
     """Shapes and weights of a part of the model in `path`. Memory holds one dequantised whole tensor at a
-    time. Raises SetupError for an unsupported architecture or tensor."""
+    time. `packed`: matrices stay in the blocks of the file where kernels know their types. Raises SetupError
+    for an unsupported architecture or tensor."""
     tensors = GgufTensors(path)
     shapes = _shapes(path, tensors)
     wanted = {_name(part.name, layer): part.shape for part, layer in describe(shapes).parts()}
@@ -67,7 +73,7 @@ def load_gguf(
     check_tensors(path, found, wanted)
 
     def find(part: Part, layer: int) -> Stored:
-        stored = Dense.of(tensors.read(_name(part.name, layer)))
+        stored = tensors.stored(_name(part.name, layer), packed=packed)
         if FAMILIES[shapes.architecture].interleaved and part.name in _INTERLEAVED:
             return stored.rows(_halves(stored.shape[0], shapes.head_dim))
         return stored
@@ -163,6 +169,16 @@ class GgufTensors:
             raise SetupError(
                 f"{self._path}: tensor {name!r} has type {entry.kind.name}, not supported"
             ) from error
+
+    def stored(self, name: str, *, packed: bool) -> Stored:
+        """A tensor, `packed` a matrix in its blocks if its type allows. Raises SetupError as `read`."""
+        if packed and len(self.shape(name)) == 2:
+            from services.executor.checkpoint.gguf_blocks import InBlocks, stays_in_blocks
+
+            entry = self._entry(name)
+            if stays_in_blocks(entry.kind):
+                return InBlocks.of(self.raw(name), entry.kind, entry.shape[0])
+        return Dense.of(self.read(name))
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:

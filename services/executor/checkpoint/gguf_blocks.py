@@ -1,4 +1,5 @@
-"""Tensors of a GGUF file as blocks that kernels multiply with (kernels/cpu_jit/block_weights.py).
+"""`InBlocks`: matrices of a GGUF file that stay in the file's blocks; products multiply with them as they are
+(kernels/cpu_jit/block_weights.py).
 
 `blocks_of` only moves bits: numbers stay as they are in the file. So do scales, but for K-quants, whose scale
 of 32 or 16 columns is the product of two numbers, rounded to float16. Layouts: ggml-common.h of llama.cpp.
@@ -7,7 +8,8 @@ The gguf library's NumPy code is the reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from kernels.cpu_jit.block_microkernel import Format
 from kernels.cpu_jit.block_weights import FORMATS, Blocks
+from services.executor.checkpoint.stored import Cut, Dense, Stored
+from shared.errors import SetupError
 
 _NIBBLES, _NIBBLES_MINIMUM, _BYTES, _BYTES_MINIMUM, _BYTES_16, _ = FORMATS
 
@@ -106,15 +110,72 @@ def stays_in_blocks(kind: Kind) -> bool:
     return kind in _KINDS
 
 
-def blocks_of(raw: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Blocks:
-    """A matrix `[rows, columns]` of a file from its bytes. Raises KeyError for another type."""
+def blocks_of(raw: NDArray[np.uint8], kind: Kind) -> Blocks:
+    """A matrix `[rows, columns]` of a file from `[rows, bytes]`. Raises KeyError for another type."""
     format_, read = _KINDS[kind]
-    _, block_bytes = GGML_QUANT_SIZES[kind]
-    numbers, scales, minima = read(torch.from_numpy(raw.copy()).view(-1, block_bytes))
-    rows = shape[0]
-    return Blocks(
-        format_,
-        numbers.view(rows, -1),
-        scales.reshape(rows, -1),
-        None if minima is None else minima.reshape(rows, -1),
-    )
+    found = read(torch.from_numpy(raw.reshape(-1, GGML_QUANT_SIZES[kind][1]).copy()))
+    numbers, scales, minima = (None if each is None else each.reshape(len(raw), -1) for each in found)
+    assert numbers is not None and scales is not None  # noqa: PT018
+    return Blocks(format_, numbers, scales, minima)
+
+
+@dataclass(frozen=True, slots=True)
+class InBlocks:
+    """See services.executor.checkpoint.stored.Stored. Matrices in the blocks of a file, below each other,
+    each as its bytes `[rows, bytes]` and its type; nothing is copied until a product packs them."""
+
+    matrices: tuple[tuple[NDArray[np.uint8], Kind], ...]
+    dtype: torch.dtype = torch.float32  # of `values`
+
+    @classmethod
+    def of(cls, raw: NDArray[np.uint8], kind: Kind, rows: int) -> InBlocks:
+        return cls(((raw.reshape(rows, -1), kind),))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raw, kind = self.matrices[0]
+        columns, size = GGML_QUANT_SIZES[kind]
+        return sum(len(each) for each, _ in self.matrices), raw.shape[1] // size * columns
+
+    @property
+    def values(self) -> Tensor:
+        return torch.cat([blocks.values().to(self.dtype) for blocks in self.blocks()])
+
+    @property
+    def data(self) -> Tensor:
+        return torch.from_numpy(np.concatenate([raw.flatten() for raw, _ in self.matrices]))
+
+    def blocks(self) -> list[Blocks]:
+        """The matrices."""
+        return [blocks_of(raw, kind) for raw, kind in self.matrices]
+
+    def rows(self, order: Tensor) -> InBlocks:
+        """See Stored. Of one matrix."""
+        ((raw, kind),) = self.matrices
+        return replace(self, matrices=((raw[order.numpy()], kind),))
+
+    def cut(self, cut: Cut) -> InBlocks:
+        """See Stored. Of one matrix. Raises SetupError for columns within a block."""
+        ((raw, kind),) = self.matrices
+        if cut.dim == 0:
+            return replace(self, matrices=((raw[cut.begin : cut.end], kind),))
+        columns, size = GGML_QUANT_SIZES[kind]
+        if cut.begin % columns or cut.end % columns:
+            raise SetupError(
+                f"ranks cannot share columns of {kind.name} at {cut.begin} and {cut.end}: its blocks have "
+                f"{columns}; use another dtype than packed, fewer ranks, or stages (cpu/pp2)"
+            )
+        part = raw[:, cut.begin // columns * size : cut.end // columns * size]
+        return replace(self, matrices=((part, kind),))
+
+    def join(self, below: Sequence[Stored]) -> Stored:
+        """See Stored. Plain numbers if one of them is plain."""
+        found = list(self.matrices)
+        for each in below:
+            if not isinstance(each, InBlocks):
+                return Dense.of(self.values).join(below)
+            found += each.matrices
+        return replace(self, matrices=tuple(found))
+
+    def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
+        return replace(self, dtype=dtype)

@@ -135,9 +135,9 @@ def kv_format(
 ) -> KvFormat:
     """The format `auto` (the model's dtype) or `fp8`, which puts scales into `weights`. Raises SetupError for
     another format and for a GPU without fp8."""
-    device = weights.embedding.device
+    device = weights.norm.device
     if wanted == "auto":
-        return KvFormat(weights.embedding.dtype)
+        return KvFormat(weights.norm.dtype)
     if wanted != "fp8":
         raise SetupError(f"KV cannot be kept in {wanted!r}; use auto or fp8")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
@@ -176,11 +176,11 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
 
     Everything is float32 and eager, so all devices find the same powers of two."""
     count = min(TOKENS, shapes.max_context)
-    ids = torch.arange(count, device=weights.embedding.device) * _STRIDE % shapes.vocab
+    ids = torch.arange(count, device=weights.norm.device) * _STRIDE % shapes.vocab
     frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
     rotations = rope_table(frequencies, count).to(ids.device)
     if stage.first:
-        residual = weights.embedding[ids].float()
+        residual = weights.embedding.rows(ids).values.float()
     else:
         residual = stage.receive(torch.empty(count, shapes.hidden, device=ids.device))
     found = []
@@ -244,7 +244,7 @@ def fingerprint(
     depend on the number of files, but on any quantisation or finetune. Several ranks have one digest of all
     their digests in order: a block has a part on each, and fits only as many ranks."""
     digest = hashlib.sha256()
-    parts = (_FORMAT, model, repr(shapes), str(weights.embedding.dtype), str(block_tokens), LAYOUT)
+    parts = (_FORMAT, model, repr(shapes), str(weights.norm.dtype), str(block_tokens), LAYOUT)
     experts = () if shapes.experts is None else (repr(shapes.experts),)
     for part in (*parts, *experts, *kept.marks()):
         digest.update(part.encode() + b"\0")
@@ -258,8 +258,15 @@ def fingerprint(
     return hashlib.sha256("".join(found).encode()).hexdigest()[:_CHARACTERS]
 
 
+def size_bytes(weights: Weights) -> int:
+    """Of a model in memory. A tied head counts once."""
+    of_layers = (stored for layer in weights.layers for stored in layer.values())
+    stored = {id(each): each for each in (weights.embedding, weights.head, *of_layers)}
+    return weights.norm.nbytes + sum(each.data.nbytes for each in stored.values())
+
+
 def tensors_of(weights: Weights) -> Iterator[Tensor]:
     """All tensors of a model. Tied ones occur twice."""
-    yield from (weights.embedding, weights.norm, weights.head)
+    yield from (weights.embedding.data, weights.norm, weights.head.data)
     for layer in weights.layers:
-        yield from (stored.values for stored in layer.values())
+        yield from (stored.data for stored in layer.values())

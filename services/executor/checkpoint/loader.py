@@ -24,7 +24,7 @@ from services.executor.checkpoint.kv_cache import (
     fingerprint,
     fitting_blocks,
     kv_format,
-    tensors_of,
+    size_bytes,
 )
 from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
 from services.executor.checkpoint.weights import StoredTensor, Weights, load_dummy, load_hf, stored_hf
@@ -46,6 +46,7 @@ _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+_KEPT = ("int8", "packed")  # bf16 with products in int8; packed: the weights in the blocks of their file
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
 
 
@@ -56,7 +57,7 @@ class TorchOptions:
     model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
-    dtype: str = "auto"  # bf16, f32; int8: bf16 with weights in int8; auto: f32 on a CPU, bf16 on a GPU
+    dtype: str = "auto"  # bf16, f32, int8, packed; auto: f32 on a CPU, bf16 on a GPU
     kv_dtype: str = "auto"  # fp8; auto: the model's dtype
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
@@ -84,7 +85,7 @@ class Loaded:
     fingerprint: str
     ranks: Ranks = SOLO
     stage: Stage = WHOLE
-    int8: bool = False  # products keep int8 weights
+    kept_in: str = ""  # the weights of products, if not in the model's dtype: int8, packed
 
 
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
@@ -92,7 +93,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     cannot work."""
     torch.set_num_threads(options.threads or usable_threads(ranks.size))
     device = device_of(options.device, ranks.rank)
-    dtype, int8 = _dtype(options.dtype, device), options.dtype == "int8"
+    dtype = _dtype(options.dtype, device, options.model_path)
     stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
     sharing = SOLO if options.pipeline else ranks
     shard_of = functools.partial(shard, rank=ranks.rank, size=ranks.size)
@@ -101,7 +102,8 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     if options.dummy:
         shapes, weights = load_dummy(options.model_path, dtype, device, shard_of)
     elif options.model_path.suffix == ".gguf":
-        shapes, weights = load_gguf(options.model_path, dtype, device, shard_of)
+        packed = options.dtype == "packed"
+        shapes, weights = load_gguf(options.model_path, dtype, device, shard_of, packed=packed)
     else:
         shapes, weights = load_hf(options.model_path, dtype, device, shard_of)
     if ranks.size > 1 and device.type == "cuda":
@@ -119,17 +121,18 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
             f"{blocks} KV blocks of {options.block_tokens} tokens hold no sequence of {options.max_context}; "
             "raise kv_blocks or lower max_context"
         )
-    cache = allocate(shapes, blocks, options.block_tokens, kept.dtype, weights.embedding)
+    cache = allocate(shapes, blocks, options.block_tokens, kept.dtype, weights.norm)
     log.info(
         "%d KV blocks of %d tokens and %d bytes in %s: %.2f GiB, %d tokens; sequences up to %d",
         blocks, options.block_tokens, size, kept.name, blocks * size / 2**30, blocks * options.block_tokens,
         context,
     )  # fmt: skip
-    how = " in int8" * int8 + " deterministic" * options.deterministic
+    kept_in = options.dtype if options.dtype in _KEPT else ""
+    how = f" in {kept_in}" * bool(kept_in) + " deterministic" * options.deterministic
     digest = fingerprint(options.model_name + how, shapes, weights, cache.block_tokens, kept, ranks)
     return Loaded(
         shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,
-        stage=stage, int8=int8,
+        stage=stage, kept_in=kept_in,
     )  # fmt: skip
 
 
@@ -163,13 +166,13 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
 def check_digest(options: TorchOptions, wanted: str) -> None:
     """Raise SetupError unless the engine of these options would have the model digest `wanted`. Reads little
     of the weights, and loads none."""
-    dtype = _NAMES[_dtype(options.dtype, device_of(options.device))]
+    dtype = _NAMES[_dtype(options.dtype, device_of(options.device), options.model_path)]
     kept = dtype if options.kv_dtype == "auto" else options.kv_dtype
-    own = model_digest(options, "int8" if options.dtype == "int8" else dtype, kept)
+    own = model_digest(options, options.dtype if options.dtype in _KEPT else dtype, kept)
     if own == wanted:
         return
-    for computed, kv, mode in product(("f32", "bf16", "int8"), ("", "/fp8"), (False, True)):
-        kept = kv.removeprefix("/") or computed.replace("int8", "bf16")
+    for computed, kv, mode in product((*_DTYPES, *_KEPT), ("", "/fp8"), (False, True)):
+        kept = kv.removeprefix("/") or ("bf16" if computed in _KEPT else computed)
         if model_digest(replace(options, deterministic=mode), computed, kept) == wanted:
             flags = f"--dtype {computed}{kv} --{'' if mode else 'no-'}deterministic"
             raise SetupError(f"the executors that serve this model compute otherwise: start with {flags}")
@@ -183,8 +186,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
     """The facts of an engine with the loaded model."""
     cache = loaded.cache
     kept = _NAMES[cache.tensor.dtype]
-    computed = "int8" if loaded.int8 else _NAMES[cache.activations]
-    weights = {tensor.data_ptr(): tensor.nbytes for tensor in tensors_of(loaded.weights)}
+    computed = loaded.kept_in or _NAMES[cache.activations]
     return BackendInfo(
         backend="torch",
         model=options.model_name,
@@ -201,7 +203,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         reports_grammars=True,
         follows_grammars=is_installed(),
         model_digest=model_digest(options, computed, kept),
-        memory_bytes=cache.tensor.nbytes + sum(weights.values()),
+        memory_bytes=cache.tensor.nbytes + size_bytes(loaded.weights),
     )
 
 
@@ -227,20 +229,19 @@ def device_of(name: str, rank: int = 0) -> torch.device:
     return torch.device(name, rank) if name == "cuda" and rank else torch.device(name)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _dtype(name: str, device: torch.device, path: Path) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name == "int8":
+    if name in _KEPT:
         if device.type != "cpu":
-            raise SetupError("dtype int8 is for CPUs; use bf16")
-        if not kernels.cpu_jit.has(*kernels.cpu_jit.INT8):  # measured: docs/benchmarks/cpu.md
-            raise SetupError(
-                "dtype int8 is for CPUs with AVX-512 BF16 and VNNI; on this one bf16 is the fastest for up "
-                "to 12 requests at once, and f32 (auto) for more"
-            )
+            raise SetupError(f"dtype {name} is for CPUs; use bf16")
+        if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
+            raise SetupError(f"dtype {name} needs a CPU with AVX2 and F16C, and Numba; use bf16")
+        if name == "packed" and path.suffix != ".gguf":
+            raise SetupError("dtype packed is for GGUF files; use int8, bf16 or f32")
         return torch.bfloat16
     if name not in _DTYPES:
-        raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join(_DTYPES)}, int8")
+        raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join((*_DTYPES, *_KEPT))}")
     return _DTYPES[name]
 
 

@@ -32,6 +32,10 @@ class Stored(Protocol):
     def values(self) -> Tensor:
         """As plain numbers of `shape`."""
 
+    @property
+    def data(self) -> Tensor:
+        """What is in memory, for digests and sizes."""
+
     def rows(self, order: Tensor) -> Stored:
         """The rows at the indices `order`."""
 
@@ -67,6 +71,10 @@ class Dense:
             return self.source
         values: Tensor = self.source[tuple(slice(each.start, each.stop) for each in self.ranges)]
         return values
+
+    @property
+    def data(self) -> Tensor:
+        return self.values
 
     def rows(self, order: Tensor) -> Dense:
         return Dense.of(self.values[order])

@@ -85,9 +85,9 @@ class Weights:
     """A model, or a rank's part. Where they are tied, `head` is `embedding` itself. The engine removes the
     layers one by one, so that plain matrices are freed while it makes packed ones."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Stored  # [vocab, hidden]
     norm: Tensor
-    head: Tensor  # [vocab, hidden]; with several ranks, this rank's rows
+    head: Stored  # [vocab, hidden]; with several ranks, this rank's rows
     layers: list[LayerWeights]
 
 
@@ -107,17 +107,14 @@ def assemble(shard: Shard, find: FindPart, dtype: torch.dtype, device: torch.dev
             log.info("loading weights: layer %d of %d …", i, shard.shapes.layers)
         weights = (weight for op in ops for weight in weights_of(op))
         layers.append({weight.name: load(weight, shard.shapes.first_layer + i) for weight in weights})
-    embedding = load(description.embedding).values
-    if not shard.shapes.tied:
-        head = load(description.head).values
-    else:
-        cut = shard.cuts.get("head")
-        head = embedding if cut is None else embedding[cut.begin : cut.end]
-    missing = shard.head_rows - len(head)
+    embedding = load(description.embedding)
+    tied = shard.shapes.tied
+    head = _within(embedding, shard.cuts.get("head")) if tied else load(description.head)
+    missing = shard.head_rows - head.shape[0]
     return Weights(
         embedding=embedding,
         norm=load(description.norm.weight).values,
-        head=F.pad(head, (0, 0, 0, missing)) if missing else head,
+        head=Dense.of(F.pad(head.values, (0, 0, 0, missing))) if missing else head,
         layers=layers,
     )
 

@@ -63,7 +63,7 @@ class TorchBackend:
 
     def __init__(self, options: TorchOptions, loaded: Loaded) -> None:
         shapes, weights, cache, context = loaded.shapes, loaded.weights, loaded.cache, loaded.context
-        device, exact = weights.embedding.device, options.deterministic
+        device, exact = weights.norm.device, options.deterministic
         self._options = options
         alone = device.type == "cpu" and loaded.ranks.size * loaded.stage.count == 1
         self._info, self._samples = replace(info_of(options, loaded), sleeps=alone), loaded.stage.last

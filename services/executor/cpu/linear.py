@@ -82,21 +82,41 @@ class Products:
         kernels round it to `dtype` if given. With `deterministic` a row's result does not depend on the other
         rows: products run in tiles of ROW_TILE rows, which all have one shape and one order of summation; the
         number of rows must then be a multiple of ROW_TILE."""
-        weight = stored.values
-        product = self._compiled_product(weight, dtype) if self._compiled else None
+        product = self._in_bytes(stored, dtype) if self._compiled else None
         if product is None:
-            product = self._of_torch(weight)
-            product = _tiled(product) if self._deterministic else product
+            product = self._of_numbers(stored.values, dtype)
         if dtype is None:
             self._by_shape.setdefault(stored.shape, product)
         return product if bias is None else lambda x: product(x) + bias
+
+    def _of_numbers(self, weight: Tensor, dtype: torch.dtype | None) -> Linear:
+        if self._compiled and (product := self._compiled_product(weight, dtype)):
+            return product
+        product = self._of_torch(weight)
+        return _tiled(product) if self._deterministic else product
+
+    def _in_bytes(self, stored: Stored, dtype: torch.dtype | None) -> Linear | None:
+        """The product with a matrix that stays in the blocks of its file, or in int8 if asked."""
+        from kernels.cpu_jit.block_weights import can_pack, in_int8, pack
+        from kernels.cpu_jit.packed_weights import PackedProduct
+        from services.executor.checkpoint.gguf_blocks import InBlocks
+
+        if isinstance(stored, InBlocks):
+            matrices = stored.blocks()
+        elif self._int8 and can_pack(*stored.shape):
+            matrices = [in_int8(stored.values)]
+        else:
+            return None
+        if not all(can_pack(*each.numbers.shape) for each in matrices):
+            return None
+        return PackedProduct(pack(matrices), dtype)
 
     def _compiled_product(self, weight: Tensor, dtype: torch.dtype | None) -> Linear | None:
         from kernels.cpu_jit.gemm_few_rows import by_rows
         from kernels.cpu_jit.packed_weights import packed_product
 
-        if product := packed_product(weight, int8=self._int8, dtype=dtype):
-            return _tiled(product) if self._int8 and self._deterministic else product
+        if product := packed_product(weight, dtype=dtype):
+            return product
         wide = weight.dtype != torch.bfloat16  # a plain copy would be large
         return None if wide or self._deterministic else by_rows(weight, self._of_torch(weight))
 

@@ -40,10 +40,10 @@ class Model:
         layers out of `loaded.weights`."""
         shapes, weights, stage = loaded.shapes, loaded.weights, loaded.stage
         self._shapes, self._ranks, self._stage = shapes, loaded.ranks, stage
-        self._embedding, device = weights.embedding, weights.embedding.device
-        products = Products(weights.embedding.dtype, device, deterministic=deterministic, int8=loaded.int8)
-        head = Dense.of(weights.head)
-        self._head = products.linear(head, dtype=torch.float32) if stage.last else None
+        self._embedding, self._like, device = weights.embedding, weights.norm, weights.norm.device
+        int8 = loaded.kept_in == "int8"
+        products = Products(weights.norm.dtype, device, deterministic=deterministic, int8=int8)
+        self._head = products.linear(weights.head, dtype=torch.float32) if stage.last else None
         operations = placed(describe(shapes), weights.layers, Dense.of(weights.norm))
         takes = table(products, operators, deterministic=deterministic)
         self._steps = steps_of(operations, takes, REFERENCE)
@@ -59,7 +59,7 @@ class Model:
 
     def compile_products(self, most_rows: int) -> None:
         """Compile the kernels of the products for up to `most_rows` rows, so that no step waits for them."""
-        self._products.compile(most_rows, self._embedding)
+        self._products.compile(most_rows, self._like)
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor | None:
         """Writes the KV of all rows. Returns the logits of the sampled rows, `[samples, vocab]` float32, or
@@ -81,9 +81,9 @@ class Model:
         """The head's input for the sampled rows; on any stage but the last, the next stage's input."""
         stage = self._stage
         if stage.first:
-            residual = self._embedding[batch.ids]
+            residual = self._embedding.rows(batch.ids).values
         else:
-            residual = stage.receive(self._embedding.new_empty(len(batch.ids), self._shapes.hidden))
+            residual = stage.receive(self._like.new_empty(len(batch.ids), self._shapes.hidden))
         values = StepValues(residual, residual, self._rotations[batch.positions], batch, kv)
         if self._at_once is not None:
             self._steps[0][0](values)

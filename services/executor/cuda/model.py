@@ -68,8 +68,9 @@ class CudaModel:
         self._last = loaded.stage.last
         self._shared: SharedLogits | None = None
         if isinstance(loaded.ranks, DistributedRanks) and loaded.ranks.symmetric is not None:
-            self._shared = shared_logits(loaded.ranks, weights.head, most, shapes.vocab)
-        self._embedding, self._norm, self._head = weights.embedding, weights.norm, weights.head
+            self._shared = shared_logits(loaded.ranks, weights.head.values, most, shapes.vocab)
+        self._embedding, self._norm = weights.embedding.values, weights.norm
+        self._head = weights.head.values
         self._layers = [{name: stored.values for name, stored in layer.items()} for layer in weights.layers]
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)

@@ -15,7 +15,7 @@ import kernels.cpu_jit
 from kernels.activation import ref as gate_ref
 from kernels.attention import ref as attention_ref
 from kernels.attention import write_kv, write_rows
-from kernels.cpu_jit import attention, packed_weights, rowwise, thread_team
+from kernels.cpu_jit import attention, block_weights, packed_weights, rowwise, thread_team
 from kernels.cpu_jit import gemm_few_rows as matmul
 from kernels.norm import ref as norm_ref
 from kernels.rope import ref as rope_ref
@@ -145,8 +145,8 @@ def test_products_in_panels(rows: int, height: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 7, 21])
 @pytest.mark.parametrize("height", [48, 131])
 def test_products_of_bytes(rows: int, height: int) -> None:
-    if not kernels.cpu_jit.has(*kernels.cpu_jit.INT8):
-        return  # nothing calls them then: see test_int8_is_for_shapes_of_whole_blocks
+    if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
+        return  # nothing calls them then: see test_bytes_are_for_shapes_of_whole_blocks
     x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(height, 96).bfloat16()
     x[0, :32] = 0  # a block without a largest number
     x[-1, 40] = 1_000  # alone in its block
@@ -155,22 +155,19 @@ def test_products_of_bytes(rows: int, height: int) -> None:
     blocks = x.float().view(rows, 3, 32)
     of_x = blocks.abs().amax(2, keepdim=True) / 127
     rounded = (blocks / of_x.clamp(min=1e-30)).round().double() * of_x
-    found = packed_weights.multiply(x, packed_weights.quantise(weight))
+    packed = block_weights.pack([block_weights.in_int8(weight)])
+    found = packed_weights.multiply(x, packed)
     assert far(found, rounded.view(rows, 96) @ matrix.t()) <= 1
-    assert found.equal(
-        torch.cat([packed_weights.multiply(row[None], packed_weights.quantise(weight)) for row in x])
-    )
-    wide = packed_weights.multiply(x, packed_weights.quantise(weight), torch.float32)
+    assert found.equal(torch.cat([packed_weights.multiply(row[None], packed) for row in x]))
+    wide = packed_weights.multiply(x, packed, torch.float32)
     assert wide.dtype == torch.float32
     assert wide.bfloat16().equal(found)
 
 
-def test_int8_is_for_shapes_of_whole_blocks() -> None:
-    whole = torch.empty(48, 64, dtype=torch.bfloat16)
-    assert packed_weights.can_quantise(whole) == kernels.cpu_jit.has(*kernels.cpu_jit.INT8)
-    assert not packed_weights.can_quantise(whole[:47])
-    assert not packed_weights.can_quantise(whole[:, :48])
-    assert not packed_weights.can_quantise(whole.float())
+def test_bytes_are_for_shapes_of_whole_blocks() -> None:
+    assert block_weights.can_pack(48, 64) == kernels.cpu_jit.has(*kernels.cpu_jit.BYTES)
+    assert not block_weights.can_pack(7, 64)
+    assert not block_weights.can_pack(48, 48)
 
 
 def test_panels_are_for_shapes_and_dtypes_that_they_fit() -> None:

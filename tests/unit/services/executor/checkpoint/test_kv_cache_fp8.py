@@ -259,7 +259,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         kv_format("int4", loaded.shapes, loaded.weights)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older GPU")
-    there = SimpleNamespace(embedding=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
+    there = SimpleNamespace(norm=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
     with pytest.raises(SetupError, match=r"an older GPU has no fp8.*leave /fp8 out of dtype"):
         kv_format("fp8", loaded.shapes, cast(Weights, there))
     assert kv_format("auto", loaded.shapes, cast(Weights, there)).dtype == torch.bfloat16

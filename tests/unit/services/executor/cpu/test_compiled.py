@@ -13,7 +13,7 @@ import kernels.cpu_jit
 from kernels.cpu_jit import thread_team
 from services.executor.cpu.engine import TorchBackend, TorchOptions, build
 
-NEEDS = {"f32": ("avx512f",), "bf16": ("avx512bf16",), "int8": kernels.cpu_jit.INT8}
+NEEDS = {"f32": ("avx512f",), "bf16": ("avx512bf16",), "int8": kernels.cpu_jit.BYTES}
 WIDE = 70  # tokens: several tiles of rows, several pieces of every kernel
 
 

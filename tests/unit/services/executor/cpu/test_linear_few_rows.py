@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,9 +33,18 @@ def test_the_library_begins_where_it_is_quicker(
     assert by_library == [rows for rows in (1, 2, 3, 4, 23, 24, 25, 64) if rows > most]
 
 
-def test_a_cpu_without_int8_is_told_what_is_best_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.cpu_jit, "has", lambda *wanted: False)
-    with pytest.raises(SetupError, match="bf16 is the fastest for up to 12 requests at once, and f32"):
-        _dtype("int8", torch.device("cpu"))
+@pytest.mark.parametrize("dtype", ["int8", "packed"])
+def test_a_machine_without_the_instructions_is_told_what_works(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    file = Path("model.gguf")
     with pytest.raises(SetupError, match="use bf16"):
-        _dtype("int8", torch.device("cuda"))
+        _dtype(dtype, torch.device("cuda"), file)
+    monkeypatch.setattr(kernels.cpu_jit, "has", lambda *wanted: False)
+    with pytest.raises(SetupError, match="needs a CPU with AVX2 and F16C, and Numba; use bf16"):
+        _dtype(dtype, torch.device("cpu"), file)
+
+
+def test_only_a_gguf_file_has_blocks() -> None:
+    with pytest.raises(SetupError, match="packed is for GGUF files; use int8"):
+        _dtype("packed", torch.device("cpu"), Path("folder"))
