@@ -81,6 +81,7 @@ class RowSums:
     decode_tokens: int = 0  # in their KV cache
     prompt_tokens: list[int] = field(default_factory=lambda: [0] * len(requests.CLASS_NAMES))  # by level
     backlog_tokens: int = 0  # of all levels, without tokens that are loaded
+    backlog_prompts: int = 0  # sequences that have some
     speed: int = 0  # see ../load_shedding.py; 0: not derived yet
     ends: dict[int, tuple[int, list[tuple[int, int]], int]] = field(default_factory=dict)  # likewise
 
@@ -161,7 +162,8 @@ class Executor:
                 sums.decode_tokens += s.computed
             elif s.parent is None:
                 sums.prompt_tokens[s.level] += s.opened_length - s.computed
-                sums.backlog_tokens += s.backlog_tokens(block_tokens)
+                sums.backlog_tokens += (tokens := s.backlog_tokens(block_tokens))
+                sums.backlog_prompts += tokens > 0
         self.sums = sums
         return sums
 
