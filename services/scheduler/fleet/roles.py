@@ -79,6 +79,7 @@ def _change(state: State, roles: Roles, executors: list[Executor], wanted: int) 
     executors = sorted(executors, key=lambda e: (e.role != PREFILL, len(e.running), e.source))
     for at, executor in enumerate(executors):
         executor.role = "" if most <= 0 else PREFILL if at < most else DECODE
+        state.some_leave |= executor.role == PREFILL
         executor.prompt_limit = _prompt_limit(state, executor) if executor.role == DECODE else 0
 
 

@@ -235,6 +235,7 @@ class State:
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     roles: dict[str, Roles] = field(default_factory=dict)  # by model
     roles_due_us: int = 0  # the next review
+    some_leave: bool = False  # an executor drains or only prefills: ../fleet/moves.py sets it back
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
     asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors by id: see ../fleet/sleep.py
     dropped: dict[str, DroppedExecutor] = field(default_factory=dict)  # by id
