@@ -66,8 +66,8 @@ class PeerThreads:
     def run(self, command: PeerCommand) -> None:
         """Start a command; `done` is called at its end."""
         if isinstance(command, PeerSum):
-            blocks = [(name, self._view(slot), valid) for name, slot, valid in command.blocks]
-            work = self._loop.run_in_executor(self._summer, self._sum, command.lease, blocks)
+            views = [self._view(slot) for _, slot, _ in command.blocks]
+            work = self._loop.run_in_executor(self._summer, self._sum, command, views)
         else:
             end_s = time.monotonic() + command.limit_us / 1e6
             work = self._loop.run_in_executor(self._reader, self._read, command, end_s)
@@ -98,14 +98,12 @@ class PeerThreads:
         else:
             self.address = self._wire.address
 
-    def _sum(
-        self, lease: tuple[str, int, int], blocks: Sequence[tuple[tuple[str, bytes], memoryview, int]]
-    ) -> Ended:
+    def _sum(self, command: PeerSum, views: Sequence[memoryview]) -> Ended:
         headers = []
-        for name, view, valid_tokens in blocks:
+        for (name, _, valid_tokens), view in zip(command.blocks, views, strict=True):
             with view:
                 headers.append(build(name, valid_tokens, view))
-        return PeerSummed(lease, b"".join(headers)), []
+        return PeerSummed(command.lease, b"".join(headers)), []
 
     def _read(self, command: PeerRead, end_s: float) -> Ended:
         assert self._wire is not None, "nothing is read before it is open"
