@@ -61,7 +61,7 @@ HANGING = (
     "shared/nats/object_store.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 74, 22_403
-PRODUCT_FILES, PRODUCT_LINES = 257, 61_620
+PRODUCT_FILES, PRODUCT_LINES = 257, 61_621
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

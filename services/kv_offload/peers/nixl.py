@@ -43,7 +43,8 @@ class NixlWire:
     """See `wire.Wire`, for the arena in the file `path`."""
 
     def __init__(self, path: Path) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # it logs each peer that has gone as an error
+        for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"):  # each peer that has gone is an error there
+            os.environ.setdefault(name, "FATAL")
         try:
             from nixl_cu12._api import nixl_agent, nixl_agent_config
 
