@@ -64,7 +64,7 @@ _MAILBOXES = {  # sender -> receivers
     "tokenizer": ("scheduler", "tokenizer"),
     "scheduler": ("tokenizer", "executor", "kv_offload", "detokenizer"),
     "executor": ("scheduler",),
-    "kv_offload": ("scheduler",),
+    "kv_offload": ("scheduler", "kv_offload"),
     "detokenizer": ("scheduler", "detokenizer"),
     "gateway": (),
     "keeper": (),

@@ -204,7 +204,7 @@ SENDS = {
     "tokenizer": {"scheduler", "tokenizer"},
     "scheduler": {"tokenizer", "executor", "kv_offload", "detokenizer"},
     "executor": {"scheduler"},
-    "kv_offload": {"scheduler"},
+    "kv_offload": {"scheduler", "kv_offload"},
     "detokenizer": {"scheduler", "detokenizer"},
     "gateway": set(),
     "keeper": set(),

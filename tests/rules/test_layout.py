@@ -60,8 +60,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 22_428
-PRODUCT_FILES, PRODUCT_LINES = 255, 61_032
+PATH_FILES, PATH_LINES = 74, 22_453
+PRODUCT_FILES, PRODUCT_LINES = 258, 61_849
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
