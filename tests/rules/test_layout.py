@@ -63,7 +63,7 @@ HANGING = (
     "shared/nats/object_store.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 80, 22_875
-PRODUCT_FILES, PRODUCT_LINES = 260, 61_297
+PRODUCT_FILES, PRODUCT_LINES = 260, 61_301
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
