@@ -62,8 +62,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 80, 22_875
-PRODUCT_FILES, PRODUCT_LINES = 260, 61_301
+PATH_FILES, PATH_LINES = 80, 22_925
+PRODUCT_FILES, PRODUCT_LINES = 261, 61_529
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
