@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope, rope_table
-from services.executor.checkpoint.config import Shapes
+from services.executor.model.shapes import Shapes
 from services.executor.parallel.step_split import Chunk
 
 BLOCK_TOKENS = 16

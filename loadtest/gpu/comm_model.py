@@ -21,7 +21,8 @@ import kernels.norm
 from loadtest.gpu.comm_attention import Attention, CudaAttention, HostAttention, Norms
 from loadtest.gpu.experts import ExpertWeights, Gathered, Group
 from loadtest.gpu.shape import LLAMA_8B, QWEN3_30B_A3B
-from services.executor.checkpoint.config import Shapes, from_hf
+from services.executor.checkpoint.config import from_hf
+from services.executor.model.shapes import Shapes
 from services.executor.parallel.coroutines import ForwardPass
 
 _SPREAD = 0.02

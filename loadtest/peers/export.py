@@ -21,8 +21,8 @@ from shared.vocab.vocabulary import gguf_parts, load_vocabulary
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from services.executor.checkpoint.config import Shapes
     from services.executor.checkpoint.weights import Weights
+    from services.executor.model.shapes import Shapes
 
 
 def export(files: ModelFiles, folder: Path) -> None:
@@ -80,13 +80,13 @@ def _named(shapes: Shapes, weights: Weights) -> dict[str, Tensor]:
     if not shapes.tied:
         named["lm_head.weight"] = weights.head
     for i, layer in enumerate(weights.layers):
-        q, k, v = split(layer.qkv, [queries, keys, keys])
-        gate, up = layer.gate_up.chunk(2)
+        q, k, v = split(layer["qkv"].values, [queries, keys, keys])
+        gate, up = layer["gate_up"].values.chunk(2)
         parts = {
-            "input_layernorm": layer.attention_norm,
-            "post_attention_layernorm": layer.mlp_norm,
+            "input_layernorm": layer["attention_norm"].values,
+            "post_attention_layernorm": layer["mlp_norm"].values,
             **{"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v},
-            **{"self_attn.o_proj": layer.out, "mlp.down_proj": layer.down},
+            **{"self_attn.o_proj": layer["out"].values, "mlp.down_proj": layer["down"].values},
             **{"mlp.gate_proj": gate, "mlp.up_proj": up},
         }
         named |= {f"model.layers.{i}.{name}.weight": part.contiguous() for name, part in parts.items()}

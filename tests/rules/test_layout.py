@@ -32,6 +32,7 @@ LAYERS = {
         ("arena", "host_thread"),
         ("engine",),
         ("device_thread", "parallel", "sampling"),
+        ("model",),
         ("checkpoint",),
         ("kv_transfer", "sim"),
         ("cpu", "cuda"),
@@ -48,7 +49,8 @@ ONE_PATH = (
     "services/tokenizer/",
     "services/scheduler/",
     "services/executor/actor.py", "services/executor/engine.py", "services/executor/device_thread.py",
-    "services/executor/checkpoint/", "services/executor/sampling/", "services/executor/cpu/",
+    "services/executor/model/", "services/executor/checkpoint/", "services/executor/sampling/",
+    "services/executor/cpu/",
     "services/detokenizer/",
 )  # fmt: skip
 HANGING = (
@@ -60,8 +62,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 22_453
-PRODUCT_FILES, PRODUCT_LINES = 258, 61_849
+PATH_FILES, PATH_LINES = 80, 22_950
+PRODUCT_FILES, PRODUCT_LINES = 264, 62_346
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -89,12 +89,21 @@ QUESTIONS = (
     ),
     Question(
         "add a dense model family",
-        5,
+        3,
         (
-            "services/executor/checkpoint/config.py:from_hf",
+            "services/executor/checkpoint/families.py:Family",
             "services/executor/checkpoint/known_keys.py:check_hf",
-            "services/executor/checkpoint/weights.py:parts_of",
-            "services/executor/checkpoint/gguf.py:load_gguf",
+            "services/executor/model/shapes.py:Shapes",
+        ),
+    ),
+    Question(
+        "add an operation of a model",
+        4,
+        (
+            "services/executor/model/shapes.py:Shapes",
+            "services/executor/checkpoint/config.py:from_hf",
+            "services/executor/model/description.py:describe",
+            "services/executor/model/reference.py:_head_norm",
         ),
     ),
     Question(

@@ -1,8 +1,7 @@
 """Reads the shapes of a model (one dataclass) from GGUF metadata or from a Hugging Face config.json.
 
-Supported: the Llama family with Llama 2 and 3, SmolLM2, Mistral, Qwen2 (bias on q, k, v) and Qwen3 (norm on
-each q and k head); with a mixture of experts, Mixtral and Qwen3-MoE. Unknown keys are refused by name
-(known_keys.py), so a model that loads is computed as its authors intended.
+The supported kinds are in families.py. Unknown keys are refused by name (known_keys.py), so a model that
+loads is computed as its authors intended.
 """
 
 from __future__ import annotations
@@ -10,81 +9,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.executor.checkpoint.families import FAMILIES, Family
 from services.executor.checkpoint.known_keys import check_gguf, check_hf, rope_type
+from services.executor.model.shapes import ExpertShapes, Shapes
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
-SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-IN_GGUF = ("llama", "mistral", "qwen2", "qwen3")  # experts come from safetensors only
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertShapes:
-    """A mixture of experts in place of the MLP, in all layers but `dense_layers`."""
-
-    count: int
-    per_token: int
-    width: int  # of an expert's MLP
-    renormalise: bool  # the weights of a token's experts add up to one
-    dense_layers: tuple[int, ...] = ()
-    first: int = field(default=0, repr=False)  # the first expert on this rank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
-    """The numbers of a model. `rope_factors` divides each rotation frequency; empty means no scaling."""
-
-    architecture: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    norm_eps: float
-    rope_theta: float
-    rope_factors: tuple[float, ...] = ()
-    max_context: int = 2048
-    sliding_window: int = 0  # 0 = every token sees its whole past
-    tied: bool = False  # the head is the embedding
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: ExpertShapes | None = field(default=None, repr=False)  # fingerprint() adds its repr
-
-    def sparse(self, layer: int) -> bool:
-        """Whether a layer has a mixture of experts."""
-        return self.experts is not None and layer not in self.experts.dense_layers
-
-    def inverse_frequencies(self) -> list[float]:
-        """Radians per position of each rotated pair: `theta^(-2i/head_dim) / factor_i`."""
-        plain = (self.rope_theta ** (-2 * i / self.head_dim) for i in range(self.head_dim // 2))
-        factors = self.rope_factors or (1.0,) * (self.head_dim // 2)
-        return [each / factor for each, factor in zip(plain, factors, strict=True)]
+SUPPORTED = tuple(FAMILIES)
+IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
 
 
 def refuse(what: str, kinds: Sequence[str] = SUPPORTED) -> SetupError:
     """The error for an unsupported model."""
     return SetupError(f"{what} is not supported; supported are models of the kinds {', '.join(kinds)}")
-
-
-# The defaults of transformers for absent keys, where they differ by kind.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-    "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
-                "rope_theta": 1e6},
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096,
-              "max_window_layers": 28},
-    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096,
-              "max_window_layers": 28, "head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4, "max_position_embeddings": 32_768, "sliding_window": 4096},
-}  # fmt: skip
 
 
 def read_shapes(folder: Path) -> Shapes:
@@ -112,8 +53,9 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
     kind = str(config.get("model_type", "(none)"))
     if kind not in SUPPORTED:
         raise refuse(f"model type {kind!r}")
-    check_hf(config, kind)
-    config = {**_DEFAULTS[kind], **config}
+    family = FAMILIES[kind]
+    check_hf(config, kind, family)
+    config = {**family.defaults, **config}
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
     rope: Mapping[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
@@ -131,11 +73,10 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
         rope_theta=theta,
         rope_factors=_hf_rope_factors(rope, theta, head_dim),
         max_context=int(config.get("max_position_embeddings", 2048)),
-        sliding_window=_hf_window(kind, config),
+        sliding_window=_hf_window(family, config),
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
-        experts=_hf_experts(kind, config),
+        experts=_hf_experts(family, config),
+        **family.options,
     ))  # fmt: skip
 
 
@@ -147,37 +88,32 @@ def _plausible(shapes: Shapes) -> Shapes:
     return shapes
 
 
-def _hf_window(kind: str, config: Mapping[str, Any]) -> int:
+def _hf_window(family: Family, config: Mapping[str, Any]) -> int:
     """The attention window in tokens of the layers with a window, 0 without any. Up to that many tokens
     layers with and without a window compute the same."""
     kinds = {*(config.get("layer_types") or ())}
     if not kinds <= {"full_attention", "sliding_attention"}:
         raise refuse(f"attention of the types {sorted(kinds)}")
     window = int(config.get("sliding_window") or 0)
-    if kind.startswith("qwen") and not config.get("use_sliding_window"):
+    if family.window_switch and not config.get("use_sliding_window"):
         window = 0
     if "sliding_attention" in kinds and not window:
         raise refuse("sliding attention (layer_types) without a sliding_window")
-    if kind not in ("qwen2", "qwen3"):
+    if "max_window_layers" not in family.defaults:
         return window
     if kinds:
         return window if "sliding_attention" in kinds else 0
     return window if int(config["max_window_layers"]) < int(config["num_hidden_layers"]) else 0
 
 
-def _hf_experts(kind: str, config: Mapping[str, Any]) -> ExpertShapes | None:
-    if kind not in ("mixtral", "qwen3_moe"):
+def _hf_experts(family: Family, config: Mapping[str, Any]) -> ExpertShapes | None:
+    if family.experts is None:
         return None
-    count = int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])
-    per_token = int(config["num_experts_per_tok"])
-    if kind == "mixtral":
-        width = int(config["intermediate_size"])
-        return ExpertShapes(count=count, per_token=per_token, width=width, renormalise=True)
     step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
     return ExpertShapes(
-        count=count,
-        per_token=per_token,
-        width=int(config["moe_intermediate_size"]),
+        count=int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]),
+        per_token=int(config["num_experts_per_tok"]),
+        width=int(config[family.experts.width]),
         renormalise=bool(config.get("norm_topk_prob", False)),
         dense_layers=tuple(
             layer for layer in range(int(config["num_hidden_layers"])) if layer in dense or (layer + 1) % step

@@ -22,16 +22,13 @@ from gguf.quants import dequantize as gguf_dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.checkpoint.config import Shapes, from_gguf
-from services.executor.checkpoint.partition import Cut, ShardOf, whole_model
-from services.executor.checkpoint.weights import (
-    StoredTensor,
-    Weights,
-    assemble,
-    check_tensors,
-    part_sizes,
-    parts_of,
-)
+from services.executor.checkpoint.config import from_gguf
+from services.executor.checkpoint.families import FAMILIES
+from services.executor.checkpoint.partition import ShardOf, whole_model
+from services.executor.checkpoint.stored import Dense, Stored
+from services.executor.checkpoint.weights import StoredTensor, Weights, assemble, check_tensors
+from services.executor.model.description import Part, describe
+from services.executor.model.shapes import Shapes
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 from shared.vocab.gguf import read_header
@@ -54,7 +51,7 @@ _LAYER = {
     "down": "ffn_down.weight",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
-_INTERLEAVED = ("llama", "mistral")
+_INTERLEAVED = ("q", "k", "q_bias", "k_bias")
 _DEFAULT_ALIGNMENT_BYTES = 32
 
 
@@ -65,23 +62,18 @@ def load_gguf(
     time. Raises SetupError for an unsupported architecture or tensor."""
     tensors = GgufTensors(path)
     shapes = _shapes(path, tensors)
-    sizes = part_sizes(shapes)
-    wanted = {_name(part, layer): sizes[part] for part, layer in parts_of(shapes)}
+    wanted = {_name(part.name, layer): part.shape for part, layer in describe(shapes).parts()}
     found = {name: tensors.shape(name) for name in tensors.names - {_ROPE_FACTORS}}
     check_tensors(path, found, wanted)
 
-    def read(part: str, layer: int, cut: Cut | None) -> Tensor:
-        values = whole(part, layer)
-        return values if cut is None else cut.of(values)
-
-    def whole(part: str, layer: int) -> Tensor:
-        values = tensors.read(_name(part, layer))
-        if shapes.architecture in _INTERLEAVED and part in ("q", "k", "q_bias", "k_bias"):
-            return _halves(values, shapes.heads if part.startswith("q") else shapes.kv_heads)
-        return values
+    def find(part: Part, layer: int) -> Stored:
+        stored = Dense.of(tensors.read(_name(part.name, layer)))
+        if FAMILIES[shapes.architecture].interleaved and part.name in _INTERLEAVED:
+            return stored.rows(_halves(stored.shape[0], shapes.head_dim))
+        return stored
 
     shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, read, dtype, device)
+    return shard.shapes, assemble(shard, find, dtype, device)
 
 
 def stored_gguf(path: Path) -> tuple[Shapes, Iterator[StoredTensor]]:
@@ -117,9 +109,9 @@ def _shapes(path: Path, tensors: GgufTensors) -> Shapes:
     return dataclasses.replace(shapes, rope_factors=tuple(own * linear for own, linear in factors))
 
 
-def _halves(values: Tensor, heads: int) -> Tensor:
-    """Rows (or a bias) of each head, from (pair, half) to (half, pair) order."""
-    return values.view(heads, len(values) // heads // 2, 2, -1).transpose(1, 2).reshape(values.shape)
+def _halves(rows: int, head_dim: int) -> Tensor:
+    """The index of each row of all heads, from (pair, half) to (half, pair) order."""
+    return torch.arange(rows).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.executor.checkpoint.families import Family
 from shared.errors import SetupError
 
 _READ = frozenset((
@@ -18,13 +19,6 @@ _READ = frozenset((
     "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
 ))  # fmt: skip
-_READ_OF_KIND = {
-    "mixtral": frozenset(("num_experts", "num_local_experts", "num_experts_per_tok")),
-    "qwen3_moe": frozenset((
-        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-        "decoder_sparse_step", "mlp_only_layers",
-    )),
-}  # fmt: skip
 _HARMLESS = frozenset((
     # names and versions
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "transformers.js_config",
@@ -81,7 +75,7 @@ _GGUF_ONE_VALUE: Mapping[str, object] = {
 _SHOWN = 80  # characters of a value
 
 
-def check_hf(config: Mapping[str, Any], kind: str) -> None:
+def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
     """Raises SetupError for the first key of a config.json that may change what a model of this kind
     computes."""
     given = {key: value for key, value in config.items() if value is not None}
@@ -108,7 +102,7 @@ def check_hf(config: Mapping[str, Any], kind: str) -> None:
     for key in sorted(rope.keys() - known_rope):
         if rope[key] is not None:
             raise _unknown(f"{key} of the rope settings", rope[key], "config.json")
-    known = _READ | _READ_OF_KIND.get(kind, frozenset()) | _HARMLESS
+    known = _READ | family.reads | _HARMLESS
     known |= {"architectures", "mlp_bias", "attention_bias"}
     for key, value in given.items():
         if key in _ONE_VALUE:

@@ -11,21 +11,22 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activation.ref import swiglu
 from kernels.attention import FP8, FP8_MAX, copy_blocks
-from kernels.moe import combine, dispatch, experts_mlp, permute, route
-from kernels.norm.ref import rms_norm
 from kernels.rope import apply_rope, rope_table
-from services.executor.checkpoint.config import Shapes
 from services.executor.checkpoint.partition import WHOLE, Stage
-from services.executor.checkpoint.weights import LayerWeights, Weights
+from services.executor.checkpoint.stored import Dense
+from services.executor.checkpoint.weights import Weights
+from services.executor.model.description import Attention, Rope, describe
+from services.executor.model.program import Placed, Step, Values, placed, run, steps_of
+from services.executor.model.reference import REFERENCE, split_heads
+from services.executor.model.shapes import Shapes
+from services.executor.parallel.coroutines import run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from shared.errors import SetupError
 from shared.messages import Ints
@@ -160,13 +161,21 @@ def fp8_scales(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
     return scales
 
 
+@dataclass(slots=True)
+class _Rows:
+    """See services.executor.model.program.Values."""
+
+    x: Tensor
+    residual: Tensor
+
+
 @torch.no_grad()
 def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE) -> Tensor:
     """The largest magnitudes of K and V over the fixed tokens, `[layers, K|V, kv_heads]` float32. K's hold
     for every position: a rotation moves a pair of numbers on a circle, and the circle's radius is measured.
 
     Everything is float32 and eager, so all devices find the same powers of two."""
-    count, eps = min(TOKENS, shapes.max_context), shapes.norm_eps
+    count = min(TOKENS, shapes.max_context)
     ids = torch.arange(count, device=weights.embedding.device) * _STRIDE % shapes.vocab
     frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
     rotations = rope_table(frequencies, count).to(ids.device)
@@ -175,23 +184,22 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
     else:
         residual = stage.receive(torch.empty(count, shapes.hidden, device=ids.device))
     found = []
-    for layer in weights.layers:
-        normed = rms_norm(residual, layer.attention_norm.float(), eps)
-        bias = None if layer.qkv_bias is None else layer.qkv_bias.float()
-        heads = F.linear(normed, layer.qkv.float(), bias).view(count, -1, shapes.head_dim)
-        query, key, value = torch.split(heads, [shapes.heads, shapes.kv_heads, shapes.kv_heads], 1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = rms_norm(query, layer.q_norm.float(), eps)
-            key = rms_norm(key, layer.k_norm.float(), eps)
-        low, high = key.chunk(2, -1)
-        radius = torch.hypot(low, high)
-        found.append(torch.stack((radius.amax((0, 2)), value.abs().amax((0, 2)))))
-        attended = _attend(apply_rope(query, rotations), apply_rope(key, rotations), value)
-        residual = residual + ranks.all_reduce(F.linear(attended, layer.out.float()))
-        mixed = _mlp(rms_norm(residual, layer.mlp_norm.float(), eps), layer, shapes)
-        residual = residual + ranks.all_reduce(mixed)
+
+    def measured(rope: Placed, attention: Placed) -> Step:
+        def step(values: Values) -> None:
+            query, key, value = split_heads(values.x, attention.op.heads, attention.op.kv_heads)
+            radius = torch.hypot(*key.chunk(2, -1))
+            found.append(torch.stack((radius.amax((0, 2)), value.abs().amax((0, 2)))))
+            values.x = _attend(apply_rope(query, rotations), apply_rope(key, rotations), value)
+
+        return step
+
+    operations = placed(describe(shapes), weights.layers, Dense.of(weights.norm), keep=True)
+    steps = steps_of(operations, {**REFERENCE, (Rope, Attention): measured}, REFERENCE)
+    values = _Rows(residual, residual)
+    run_alone(run(steps, values, ranks, ranks.size))
     if not stage.last:
-        stage.send(residual)
+        stage.send(values.residual)
     return torch.stack(found)
 
 
@@ -208,33 +216,22 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return attended.transpose(0, 1).reshape(tokens, heads * dim)
 
 
-def _mlp(x: Tensor, layer: LayerWeights, shapes: Shapes) -> Tensor:
-    if layer.router is None:
-        return F.linear(swiglu(F.linear(x, layer.gate_up.float())), layer.down.float())
-    assert shapes.experts is not None, "a router comes with experts"
-    logits = F.linear(x, layer.router.float())
-    weights, chosen = route(logits, shapes.experts.per_token, renormalise=shapes.experts.renormalise)
-    permuted = permute(chosen, shapes.experts.first, len(layer.gate_up))
-    found = experts_mlp(dispatch(x, permuted), layer.gate_up, layer.down, permuted.ends)
-    return combine(found, permuted, weights)
-
-
 def put_scales(scales: Tensor, shapes: Shapes, weights: Weights) -> None:
     """Change `weights` so that K and V come out divided by `scales`, and the logits stay the same."""
     group = shapes.heads // shapes.kv_heads
     for i, layer in enumerate(weights.layers):
-        key, value = scales[i].to(layer.qkv.dtype)
+        key, value = scales[i].to(layer["qkv"].values.dtype)
         read = key.repeat_interleave(group)
-        if layer.q_norm is not None and layer.k_norm is not None:  # the norm would undo scaled rows of qkv
-            layer = replace(layer, q_norm=layer.q_norm * key[0], k_norm=layer.k_norm / key[0])
+        factors = {}
+        if shapes.qk_norm:  # the norm would undo scaled rows of qkv
+            factors = {"q_norm": key[0], "k_norm": 1 / key[0]}
             read, key = torch.ones_like(read), torch.ones_like(key)
         rows = torch.cat((read, 1 / key, 1 / value)).repeat_interleave(shapes.head_dim)
-        weights.layers[i] = _scaled(layer, rows, value.repeat_interleave(group * shapes.head_dim))
-
-
-def _scaled(layer: LayerWeights, rows: Tensor, columns: Tensor) -> LayerWeights:
-    bias = None if layer.qkv_bias is None else layer.qkv_bias * rows
-    return replace(layer, qkv=layer.qkv * rows[:, None], qkv_bias=bias, out=layer.out * columns)
+        factors |= {"qkv": rows[:, None], "out": value.repeat_interleave(group * shapes.head_dim)}
+        if shapes.qkv_bias:
+            factors["qkv_bias"] = rows
+        for name, factor in factors.items():
+            layer[name] = Dense.of(layer[name].values * factor)
 
 
 def fingerprint(
@@ -265,5 +262,4 @@ def tensors_of(weights: Weights) -> Iterator[Tensor]:
     """All tensors of a model. Tied ones occur twice."""
     yield from (weights.embedding, weights.norm, weights.head)
     for layer in weights.layers:
-        parts: Iterable[object] = (getattr(layer, name) for name in layer.__slots__)
-        yield from (part for part in parts if isinstance(part, torch.Tensor))
+        yield from (stored.values for stored in layer.values())

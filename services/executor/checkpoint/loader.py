@@ -15,7 +15,7 @@ import torch
 
 import kernels.cpu_jit
 from kernels.attention import FP8
-from services.executor.checkpoint.config import Shapes, read_shapes
+from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.gguf import load_gguf, stored_gguf
 from services.executor.checkpoint.kv_cache import (
     KvCache,
@@ -29,6 +29,7 @@ from services.executor.checkpoint.kv_cache import (
 from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
 from services.executor.checkpoint.weights import StoredTensor, Weights, load_dummy, load_hf, stored_hf
 from services.executor.engine import BackendInfo, ReportGrammar, ignore_grammar_news
+from services.executor.model.shapes import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars
 from services.executor.sampling.grammar_compiler import is_installed

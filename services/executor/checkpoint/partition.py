@@ -1,4 +1,5 @@
-"""Each of several ranks holds a part of a model: a run of layers (a Stage), or a `shard` of every layer:
+"""Each of several ranks holds a part of a model: a run of layers (a Stage), or a `shard` of every layer, by
+the units of its parts (model/description.py):
 
     q, k, v, gate, up   the rows of its heads and of its part of the MLP's width: no exchange
     out, down           the columns that read those rows: their products are parts of a sum over all ranks
@@ -22,7 +23,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from services.executor.checkpoint.config import Shapes
+from services.executor.checkpoint.stored import Cut
+from services.executor.model.description import (
+    EXPERTS,
+    HEADS,
+    KV_HEADS,
+    VOCAB,
+    WIDTH,
+    describe,
+    shared_numbers,
+)
+from services.executor.model.shapes import Shapes
 from services.executor.parallel.ranks import Ranks
 from shared.errors import SetupError
 
@@ -30,19 +41,6 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 _UNIT = 16  # matrix units compute multiples of it: a rank's part is one if the whole width is
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Indices `begin` to `end` of a tensor along dimension `dim`."""
-
-    dim: int
-    begin: int
-    end: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        """A copy of that part."""
-        return whole.narrow(self.dim, self.begin, self.end - self.begin).clone()
 
 
 _NOTHING = Cut(0, 0, 0)
@@ -55,7 +53,6 @@ class Shard:
     shapes: Shapes
     head_rows: int  # of the head, the same on every rank; rows after the vocabulary's end are zeros
     cuts: dict[str, Cut]  # by part; parts without a cut are whole
-    first_layer: int = 0  # of its `shapes.layers` layers
 
 
 ShardOf = Callable[[Shapes], Shard]  # which part of a model to load
@@ -112,15 +109,11 @@ def shard(whole: Shapes, rank: int, size: int) -> Shard:
     keys, queries = _heads(whole, rank, size)
     begin, end = (share * width for share in _share(units, rank, size))
     rows = -(-whole.vocab // (_UNIT * size)) * _UNIT
-    q, k = (_rows(heads, whole.head_dim) for heads in (queries, keys))
-    inner = Cut(0, begin, end)
-    cuts = {
-        **dict.fromkeys(("q", "q_bias"), q),
-        **dict.fromkeys(("k", "v", "k_bias", "v_bias"), k),
-        "out": replace(q, dim=1),
-        **dict.fromkeys(("gate", "up"), inner),
-        "down": replace(inner, dim=1),
-        "head": Cut(0, min(rank * rows, whole.vocab), min((rank + 1) * rows, whole.vocab)),
+    held = {
+        HEADS: (queries[0] * whole.head_dim, queries[1] * whole.head_dim),
+        KV_HEADS: (keys[0] * whole.head_dim, keys[1] * whole.head_dim),
+        WIDTH: (begin, end),
+        VOCAB: (min(rank * rows, whole.vocab), min((rank + 1) * rows, whole.vocab)),
     }
     local = replace(
         whole, heads=queries[1] - queries[0], kv_heads=keys[1] - keys[0], intermediate=end - begin
@@ -128,9 +121,11 @@ def shard(whole: Shapes, rank: int, size: int) -> Shard:
     if whole.experts is not None:
         if size > whole.experts.count:
             raise SetupError(f"{size} ranks are too many for {whole.experts.count} experts: use fewer")
-        some = Cut(0, *_share(whole.experts.count, rank, size))
-        cuts |= {"experts_gate_up": some, "experts_down": some}
-        local = replace(local, experts=replace(whole.experts, first=some.begin))
+        held[EXPERTS] = _share(whole.experts.count, rank, size)
+        local = replace(local, experts=replace(whole.experts, first=held[EXPERTS][0]))
+    description = describe(whole)
+    parts = (*description.head.parts, *(part for part, _ in description.parts()))
+    cuts = {part.name: Cut(part.dim, *held[part.units]) for part in parts if part.units}
     return Shard(shapes=local, head_rows=rows, cuts=cuts)
 
 
@@ -145,8 +140,8 @@ def stage_shard(whole: Shapes, stage: Stage) -> Shard:
         cuts["embedding"] = _NOTHING
     if not stage.last:
         cuts["head"] = _NOTHING
-    local = replace(whole, layers=end - first)
-    return Shard(shapes=local, head_rows=whole.vocab if stage.last else 0, cuts=cuts, first_layer=first)
+    local = replace(whole, layers=end - first, first_layer=first)
+    return Shard(shapes=local, head_rows=whole.vocab if stage.last else 0, cuts=cuts)
 
 
 def layers_of(whole: Shapes, index: int, count: int) -> tuple[int, int]:
@@ -154,7 +149,7 @@ def layers_of(whole: Shapes, index: int, count: int) -> tuple[int, int]:
     weights; the head's weights count for the last stage. Raises SetupError for fewer layers than stages."""
     if whole.layers < count:
         raise SetupError(f"{count} stages are too many for {whole.layers} layers: use fewer")
-    head = whole.vocab * whole.hidden / _layer_weights(whole)
+    head = whole.vocab * whole.hidden / max(map(shared_numbers, describe(whole).layers))
 
     def begin(stage: int) -> int:
         even = round((whole.layers + head) * stage / count)
@@ -189,16 +184,3 @@ def _share(units: int, rank: int, size: int) -> tuple[int, int]:
     each, more = divmod(units, size)
     begin = rank * each + min(rank, more)
     return begin, begin + each + (rank < more)
-
-
-def _rows(heads: tuple[int, int], head_dim: int) -> Cut:
-    return Cut(0, heads[0] * head_dim, heads[1] * head_dim)
-
-
-def _layer_weights(whole: Shapes) -> int:
-    """How many weights of one layer a step of many rows reads."""
-    attention = 2 * (whole.heads + whole.kv_heads) * whole.head_dim
-    width = 3 * whole.intermediate
-    if whole.experts is not None:
-        width = 3 * whole.experts.count * whole.experts.width
-    return (attention + width) * whole.hidden

@@ -1,6 +1,7 @@
 """Assembles Weights, a model as the forward pass reads it, from Hugging Face folders or random numbers.
 
-Projections that read the same input are joined, so that a layer is four matrix products:
+The description (model/description.py) has the parts of each weight. Projections that read the same input
+are one weight, so that a layer is four matrix products:
 
     qkv [(heads + 2 * kv_heads) * head_dim, hidden] · out · gate_up [2 * intermediate, hidden] · down
 
@@ -29,8 +30,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.executor.checkpoint.config import Shapes, read_shapes
-from services.executor.checkpoint.partition import Cut, Shard, ShardOf, whole_model
+from services.executor.checkpoint.config import read_shapes
+from services.executor.checkpoint.families import FAMILIES, Family
+from services.executor.checkpoint.partition import Shard, ShardOf, whole_model
+from services.executor.checkpoint.stored import Cut, Dense, Stored
+from services.executor.model.description import Description, Part, Weight, describe, weights_of
+from services.executor.model.shapes import Shapes
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 
@@ -38,9 +43,8 @@ log = logging.getLogger("headrace.executor")
 
 PROGRESS_S = 1.0  # between two progress lines
 
-# Reads a part of a layer (or of the model, with layer -1) as [out, in], with a cut only that part; q and k
-# in the order for a rotation of halves. Experts are read as "experts_gate_up" and "experts_down", joined.
-ReadTensor = Callable[[str, int, Cut | None], Tensor]
+# Finds a part of a layer (or of the model, with layer -1); q and k in the order for a rotation of halves.
+FindPart = Callable[[Part, int], Stored]
 
 StoredTensor = tuple[str, str, NDArray[np.uint8]]  # in a file: name, type and shape, bytes (mapped)
 
@@ -66,32 +70,14 @@ _LAYER = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
-# The names of the router, of the experts, and of an expert's gate, up and down.
-_EXPERTS = {
-    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
-    "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
-}
+_STACKED = ("experts_gate_up", "experts_down")
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _NOT_STORED = (".rotary_emb.inv_freq",)  # in old files; they follow from the configuration
 _DUMMY_STD = 0.02  # of random weights, as in the initialisation of models: activations stay in range
 _SEED = 7
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """One layer. Matrices are `[out, in]`, norms `[width]`. A sparse layer has a `router` `[experts,
-    hidden]`, and `gate_up` and `down` of all experts, stacked."""
-
-    attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None
-    out: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-    router: Tensor | None = None
+LayerWeights = dict[str, Stored]  # of one layer, by name of the description's weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,60 +91,39 @@ class Weights:
     layers: list[LayerWeights]
 
 
-def assemble(shard: Shard, read: ReadTensor, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Read every tensor of a rank's part through `read` and assemble the weights on `device`."""
-    shapes = shard.shapes
+def assemble(shard: Shard, find: FindPart, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Load every weight of a rank's part, from the places that `find` gives, to `device`."""
+    description = describe(shard.shapes)
 
-    def take(part: str, layer: int = -1) -> Tensor:
-        return read(part, layer, shard.cuts.get(part)).to(device=device, dtype=dtype)
-
-    def joined(parts: tuple[str, ...], layer: int) -> Tensor:
-        return torch.cat([take(part, layer) for part in parts])
+    def load(weight: Weight, layer: int = -1) -> Stored:
+        first, *more = (_within(find(part, layer), shard.cuts.get(part.name)) for part in weight.parts)
+        return first.loaded(dtype, device).join([part.loaded(dtype, device) for part in more])
 
     shown_s = time.monotonic()
-
-    def layer(i: int) -> LayerWeights:
-        nonlocal shown_s
+    layers: list[LayerWeights] = []
+    for i, ops in enumerate(description.layers):
         if time.monotonic() - shown_s >= PROGRESS_S:
             shown_s = time.monotonic()
-            log.info("loading weights: layer %d of %d …", i - shard.first_layer, shapes.layers)
-        return LayerWeights(
-            attention_norm=take("attention_norm", i),
-            qkv=joined(("q", "k", "v"), i),
-            qkv_bias=joined(("q_bias", "k_bias", "v_bias"), i) if shapes.qkv_bias else None,
-            q_norm=take("q_norm", i) if shapes.qk_norm else None,
-            k_norm=take("k_norm", i) if shapes.qk_norm else None,
-            out=take("out", i),
-            mlp_norm=take("mlp_norm", i),
-            gate_up=take("experts_gate_up", i) if shapes.sparse(i) else joined(("gate", "up"), i),
-            down=take("experts_down" if shapes.sparse(i) else "down", i),
-            router=take("router", i) if shapes.sparse(i) else None,
-        )
-
-    embedding = take("embedding")
-    if not shapes.tied:
-        head = take("head")
+            log.info("loading weights: layer %d of %d …", i, shard.shapes.layers)
+        weights = (weight for op in ops for weight in weights_of(op))
+        layers.append({weight.name: load(weight, shard.shapes.first_layer + i) for weight in weights})
+    embedding = load(description.embedding).values
+    if not shard.shapes.tied:
+        head = load(description.head).values
     else:
         cut = shard.cuts.get("head")
         head = embedding if cut is None else embedding[cut.begin : cut.end]
     missing = shard.head_rows - len(head)
     return Weights(
         embedding=embedding,
-        norm=take("norm"),
+        norm=load(description.norm.weight).values,
         head=F.pad(head, (0, 0, 0, missing)) if missing else head,
-        layers=[layer(shard.first_layer + i) for i in range(shapes.layers)],
+        layers=layers,
     )
 
 
-def parts_of(shapes: Shapes) -> Iterator[tuple[str, int]]:
-    """Every part of a whole model that `assemble` reads, with its layer."""
-    yield from (("embedding", -1), ("norm", -1), *([("head", -1)] * (not shapes.tied)))
-    parts = ["attention_norm", "mlp_norm", "q", "k", "v", "out"]
-    parts += ["q_bias", "k_bias", "v_bias"] * shapes.qkv_bias + ["q_norm", "k_norm"] * shapes.qk_norm
-    for layer in range(shapes.layers):
-        sparse = shapes.sparse(layer)
-        mlp = ["router", "experts_gate_up", "experts_down"] if sparse else ["gate", "up", "down"]
-        yield from ((part, layer) for part in parts + mlp)
+def _within(part: Stored, cut: Cut | None) -> Stored:
+    return part if cut is None else part.cut(cut)
 
 
 def check_tensors(
@@ -189,19 +154,17 @@ def load_hf(
     """Shapes and weights of a part of the model in `folder`; only that part is read. Raises SetupError for an
     unsupported or incomplete model."""
     shapes = read_shapes(folder)
-    tensors = _Tensors(folder)
-    tensors.check(shapes)
+    tensors, names = _Tensors(folder), _Names(shapes)
+    tensors.check(shapes, names)
 
-    def read(part: str, layer: int, cut: Cut | None) -> Tensor:
-        if part not in ("experts_gate_up", "experts_down"):
-            return tensors.read(_hf_name(shapes.architecture, part, layer), cut)
-        assert shapes.experts is not None, "only a model with experts has these parts"
-        some = range(shapes.experts.count) if cut is None else range(cut.begin, cut.end)
-        each = (_expert_names(shapes.architecture, part, layer, expert) for expert in some)
-        return torch.stack([torch.cat([tensors.read(name, None) for name in names]) for names in each])
+    def find(part: Part, layer: int) -> Stored:
+        if part.name in _STACKED:
+            return Dense.of(_Experts(tensors, names, part.name, layer), part.shape)
+        name, cut = names.of(part, layer)
+        return _within(tensors.stored(name), cut)
 
     shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, read, dtype, device)
+    return shard.shapes, assemble(shard, find, dtype, device)
 
 
 def load_dummy(
@@ -212,45 +175,63 @@ def load_dummy(
     folder without config.json."""
     shapes = read_shapes(folder)
     generator = torch.Generator(device)
-    sizes = part_sizes(shapes)
+    sizes = {part.name: part.shape for part, _ in describe(shapes).parts()}
 
-    def read(part: str, layer: int, cut: Cut | None) -> Tensor:
-        if part.endswith("norm"):
-            return torch.ones(sizes[part], dtype=dtype, device=device)
-        generator.manual_seed(zlib.crc32(f"{_SEED} {layer} {part}".encode()))
-        values = torch.empty(sizes[part], device=device)  # float32: the same numbers in every dtype
-        values = values.normal_(0.0, _DUMMY_STD, generator=generator).to(dtype)
-        return values if cut is None else cut.of(values)
+    def find(part: Part, layer: int) -> Stored:
+        if part.name.endswith("norm"):
+            return Dense.of(torch.ones(sizes[part.name], dtype=dtype, device=device))
+        generator.manual_seed(zlib.crc32(f"{_SEED} {layer} {part.name}".encode()))
+        values = torch.empty(sizes[part.name], device=device)  # float32: the same numbers in every dtype
+        return Dense.of(values.normal_(0.0, _DUMMY_STD, generator=generator).to(dtype))
 
     shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, read, dtype, device)
+    return shard.shapes, assemble(shard, find, dtype, device)
 
 
-def _hf_name(architecture: str, part: str, layer: int) -> str:
-    if layer < 0:
-        return _MODEL[part]
-    name = f"{_EXPERTS[architecture][0]}.weight" if part == "router" else _LAYER[part]
-    return f"model.layers.{layer}.{name}"
+class _Names:
+    """The names of a model's tensors in a folder."""
 
+    def __init__(self, shapes: Shapes) -> None:
+        self._family: Family = FAMILIES[shapes.architecture]
+        self._description: Description = describe(shapes)
+        self._layer = {**_LAYER, **self._family.tensors}
+        if self._family.experts is not None:
+            self._layer["router"] = f"{self._family.experts.router}.weight"
+        weights = {weight for ops in self._description.layers for op in ops for weight in weights_of(op)}
+        self._joined: dict[str, tuple[str, Cut]] = {}  # parts of a tensor, with their rows
+        for weight in weights:
+            begin = 0
+            for part in weight.parts if weight.name in self._family.tensors else ():
+                self._joined[part.name] = weight.name, Cut(0, begin, begin := begin + part.shape[0])
 
-def _expert_names(architecture: str, part: str, layer: int, expert: int) -> list[str]:
-    """The tensors to join for a part of one expert."""
-    _, experts, (gate, up, down) = _EXPERTS[architecture]
-    names = (down,) if part == "experts_down" else (gate, up)
-    return [f"model.layers.{layer}.{experts}.{expert}.{name}.weight" for name in names]
+    def of(self, part: Part, layer: int) -> tuple[str, Cut | None]:
+        """The tensor with a part, and its rows there; None: all."""
+        if layer < 0:
+            return _MODEL[part.name], None
+        name, cut = self._joined.get(part.name, (part.name, None))
+        return f"model.layers.{layer}.{self._layer[name]}", cut
 
+    def expert(self, part: str, layer: int, expert: int) -> list[str]:
+        """The tensors to join for a part of one expert."""
+        names = self._family.experts
+        assert names is not None, "only a model with experts has these parts"
+        gate, up, down = names.matrices
+        each = (down,) if part == "experts_down" else (gate, up)
+        return [f"model.layers.{layer}.{names.experts}.{expert}.{name}.weight" for name in each]
 
-def _hf_sizes(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor in a folder with such a model."""
-    sizes = part_sizes(shapes)
-    for part, layer in parts_of(shapes):
-        if part not in ("experts_gate_up", "experts_down"):
-            yield _hf_name(shapes.architecture, part, layer), sizes[part]
-            continue
-        count, rows, width = sizes[part]
-        for expert in range(count):
-            names = _expert_names(shapes.architecture, part, layer, expert)
-            yield from ((name, (rows // len(names), width)) for name in names)
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of such a model."""
+        found: dict[str, tuple[int, ...]] = {}
+        for part, layer in self._description.parts():
+            if part.name in _STACKED:
+                count, rows, width = part.shape
+                for expert in range(count):
+                    names = self.expert(part.name, layer, expert)
+                    found |= dict.fromkeys(names, (rows // len(names), width))
+                continue
+            name, cut = self.of(part, layer)
+            found[name] = part.shape if cut is None else (cut.end, *part.shape[1:])  # the last part ends it
+        return found
 
 
 class _Tensors:
@@ -267,7 +248,7 @@ class _Tensors:
                 raise SetupError(f"{folder} has tensor {twice[0]!r} twice, also in {file}; fetch it again")
             self._files.update(dict.fromkeys(names, file))
 
-    def check(self, shapes: Shapes) -> None:
+    def check(self, shapes: Shapes, names: _Names) -> None:
         """Raises SetupError unless the folder has exactly the tensors of such a model, in plain types."""
         sizes = {}
         for name, file in self._files.items():
@@ -280,18 +261,49 @@ class _Tensors:
             if not name.endswith(_NOT_STORED):
                 sizes[name] = tuple(stored.get_shape())
         again = sizes.pop(_MODEL["head"], None) if shapes.tied else None
-        check_tensors(self._folder, sizes, dict(_hf_sizes(shapes)))
-        if again and not torch.equal(self.read(_MODEL["head"], None), self.read(_MODEL["embedding"], None)):
+        check_tensors(self._folder, sizes, names.sizes())
+        if again and not torch.equal(self.read(_MODEL["head"]), self.read(_MODEL["embedding"])):
             raise SetupError(
                 f"{self._folder}: config.json sets tie_word_embeddings, but {_MODEL['head']!r} is stored and "
                 "is not the embedding; if it is meant, set the key to false, else fetch the model again"
             )
 
-    def read(self, name: str, cut: Cut | None) -> Tensor:
-        """A tensor, or the part of it within `cut`."""
-        opened = self._open(self._files[name])
-        tensor: Tensor = opened.get_tensor(name) if cut is None else _part(opened, name, cut)
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, in the file's memory."""
+        tensor: Tensor = self._open(self._files[name]).get_tensor(name)
         return tensor
+
+    def stored(self, name: str) -> Dense:
+        """A tensor, not yet read."""
+        lazy = self._open(self._files[name]).get_slice(name)
+        return Dense.of(_InFile(self, name, lazy), lazy.get_shape())
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    tensors: _Tensors
+    name: str
+    lazy: Any
+
+    def __getitem__(self, at: tuple[slice, ...]) -> Tensor:
+        whole = [each.stop - each.start for each in at] == [*self.lazy.get_shape()]
+        found: Tensor = self.tensors.read(self.name) if whole else self.lazy[at]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """The experts of a layer, stacked: each is some tensors, joined."""
+
+    tensors: _Tensors
+    names: _Names
+    part: str
+    layer: int
+
+    def __getitem__(self, at: tuple[slice, ...]) -> Tensor:
+        some = range(at[0].start, at[0].stop)
+        each = (self.names.expert(self.part, self.layer, expert) for expert in some)
+        return torch.stack([torch.cat([self.tensors.read(name) for name in names]) for names in each])
 
 
 def _opened(file: Path) -> Any:
@@ -316,12 +328,6 @@ def stored_hf(folder: Path) -> Iterator[StoredTensor]:
     return iter(sorted(found, key=lambda tensor: tensor[0]))
 
 
-def _part(opened: Any, name: str, cut: Cut) -> Tensor:
-    lazy = opened.get_slice(name)
-    taken: Tensor = lazy[cut.begin : cut.end] if cut.dim == 0 else lazy[:, cut.begin : cut.end]
-    return taken
-
-
 def _weight_files(folder: Path) -> list[Path]:
     """The files with a folder's weights, chosen like transformers: model.safetensors, or the files in the
     index of a sharded model; else all files but Mistral's second copy (consolidated*)."""
@@ -340,36 +346,3 @@ def _weight_files(folder: Path) -> list[Path]:
     if not found:
         raise SetupError(f"{folder} has no *.safetensors file; other weight formats are not supported")
     return found
-
-
-def part_sizes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """The shape of every part that `assemble` reads."""
-    hidden, wide = shapes.hidden, shapes.intermediate
-    queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
-    experts: dict[str, tuple[int, ...]] = {}
-    if shapes.experts is not None:
-        count, narrow = shapes.experts.count, shapes.experts.width
-        experts = {
-            "router": (count, hidden),
-            "experts_gate_up": (count, 2 * narrow, hidden),
-            "experts_down": (count, hidden, narrow),
-        }
-    return experts | {
-        "embedding": (shapes.vocab, hidden),
-        "norm": (hidden,),
-        "head": (shapes.vocab, hidden),
-        "attention_norm": (hidden,),
-        "mlp_norm": (hidden,),
-        "q": (queries, hidden),
-        "k": (keys, hidden),
-        "v": (keys, hidden),
-        "q_bias": (queries,),
-        "k_bias": (keys,),
-        "v_bias": (keys,),
-        "q_norm": (shapes.head_dim,),
-        "k_norm": (shapes.head_dim,),
-        "out": (hidden, queries),
-        "gate": (wide, hidden),
-        "up": (wide, hidden),
-        "down": (hidden, wide),
-    }

@@ -4,14 +4,15 @@ cpu/model.py imports it only where Numba is installed and the kernels fit the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from kernels.cpu_jit import batched_launch
 from kernels.cpu_jit.attention import attend_decode, can_attend, decode_call
-from kernels.cpu_jit.packed_weights import PackedMatrix, PackedProduct
+from kernels.cpu_jit.packed_weights import PackedProduct
 from kernels.cpu_jit.rowwise import (
     add_rms_norm,
     norm_call,
@@ -21,10 +22,9 @@ from kernels.cpu_jit.rowwise import (
     swiglu_call,
 )
 from kernels.cpu_jit.thread_team import Call, Number
-from services.executor.checkpoint.config import Shapes
-from services.executor.cpu.batch import Batch, DecodeGroup
-from services.executor.cpu.layers import Dense, Layer
-from services.executor.cpu.linear import Linear
+from services.executor.cpu.batch import DecodeGroup
+from services.executor.cpu.layers import AddNorm, Attend, Gated, Product, StepValues
+from services.executor.model.program import Step
 
 __all__ = ["CompiledOperators", "can_attend"]
 
@@ -47,77 +47,113 @@ class CompiledOperators:
         return attend_decode(query, kv, layer, group.tables, group.lengths)
 
 
-def compiled_layers(layers: Sequence[Layer], shapes: Shapes, norm: Tensor) -> CompiledLayers | None:
-    """All layers as one call. None if a layer has a part without a kernel: a bias, norms of queries and keys,
-    experts, or a product of a library."""
-    mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, Dense)]
-    if len(mlps) < len(layers) or any(layer.q_norm is not None for layer in layers):
+def at_once(steps: Sequence[Step], layers: int) -> Step | None:
+    """The steps of all layers as one call, if each step of a layer has a kernel and all layers are alike."""
+    period = len(steps) // layers
+    columns = [steps[i::period] for i in range(period)]
+    kinds = [type(column[0]) for column in columns]
+    if len(steps) % layers or any(type(step) is not kinds[i % period] for i, step in enumerate(steps)):
         return None
-    qkv, out = [layer.qkv for layer in layers], [layer.out for layer in layers]
-    kinds = (qkv, out, [mlp.gate_up for mlp in mlps], [mlp.down for mlp in mlps])
-    found = [product for kind in kinds if (product := _together(kind)) is not None]
-    return CompiledLayers(layers, found, shapes, norm) if len(found) == len(kinds) else None
+    if not _ALIKE.keys() >= {*kinds}:
+        return None
+    found = [_ALIKE[kind](column) for kind, column in zip(kinds, columns, strict=True)]
+    calls = [each for each in found if each is not None]
+    return _AtOnce(calls, layers) if len(calls) == period else None
 
 
-class CompiledLayers:
-    """See services.executor.cpu.layers.BatchedLayers. One batched launch (kernels.cpu_jit.batched_launch):
-    to start the 270 kernels of a 135M model's decode step one by one from Python takes 3 of 13 ms."""
+class _Run:
+    """The values of a pass while the calls of a layer are collected; their memory stays to the end."""
 
-    def __init__(
-        self, layers: Sequence[Layer], products: Sequence[_Product], shapes: Shapes, norm: Tensor
-    ) -> None:
-        """`products`: qkv, out, gate_up, down."""
-        self._shapes = shapes
-        self._products = products
-        following = [layer.attention_norm for layer in layers[1:]] + [norm]
-        self._kept = [layer.mlp_norm for layer in layers], following
-        self._mlp_norms, self._next_norms = (_addresses(each) for each in self._kept)
-        self._order = np.arange(len(layers))
+    def __init__(self, values: StepValues, order: Number) -> None:
+        self.values, self.order = values, order
+        self.x = self.normed = values.x  # every norm writes to one place: the next layer reads there
+        self._products: dict[int, Tensor] = {}  # by width: what a product has written is soon read
+        self._kept: list[Tensor] = []
 
-    def __call__(
-        self, normed: Tensor, residual: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        shapes, tokens, empty = self._shapes, len(normed), normed.new_empty
-        by_qkv, by_out, by_gate_up, by_down = self._products
-        qkv, gate_up = empty(tokens, by_qkv.height), empty(tokens, by_gate_up.height)
-        heads = qkv.view(tokens, -1, shapes.head_dim)
-        query, attended = heads[:, : shapes.heads], empty(tokens, shapes.heads, shapes.head_dim)
-        added, gated = empty(normed.shape), empty(tokens, by_gate_up.height // 2)
-        rows = batch.rows.data_ptr() + self._order * batch.rows[0].nbytes
+    def product(self, width: int) -> Tensor:
+        """Where a product writes."""
+        found = self._products.get(width)
+        if found is None or found is self.x:
+            found = self._products[width] = self.other(width)
+        return found
+
+    def other(self, width: int) -> Tensor:
+        """Where another operation writes."""
+        self._kept.append(self.x.new_empty(len(self.x), width))
+        return self._kept[-1]
+
+
+_Calls = Callable[[_Run], Iterable[Call]]  # of one operation in all layers
+
+
+class _AtOnce:
+    """One batched launch (kernels.cpu_jit.batched_launch): to start the 270 kernels of a 135M model's decode
+    step one by one from Python takes 3 of 13 ms."""
+
+    def __init__(self, operations: Sequence[_Calls], layers: int) -> None:
+        self._operations, self._layers = operations, layers
+        self._order = np.arange(layers)
+
+    def __call__(self, values: StepValues) -> None:
+        now = _Run(values, self._order)
+        calls = [call for operation in self._operations for call in operation(now)]
+        batched_launch.run(calls, self._layers)
+        values.x = now.x
+
+
+def _products(steps: Sequence[Product]) -> _Calls | None:
+    """None for a product of a library, or with a bias."""
+    found = [step.linear.matrix for step in steps if isinstance(step.linear, PackedProduct)]
+    if len(found) < len(steps) or len({type(matrix) for matrix in found}) > 1:
+        return None
+    parts = [_addresses(of_all) for of_all in zip(*(matrix.parts for matrix in found), strict=True)]
+
+    def calls(now: _Run) -> Iterable[Call]:
+        x, now.x = now.x, now.product(found[0].height)
+        return found[0].calls(x, now.x, parts)
+
+    return calls
+
+
+def _norms(steps: Sequence[AddNorm]) -> _Calls:
+    weights, eps = _addresses(step.weight for step in steps), steps[0].eps
+
+    def calls(now: _Run) -> Iterable[Call]:
+        x, now.x = now.x, now.normed
+        yield norm_call(x, now.values.residual, weights, eps, now.x)
+
+    return calls
+
+
+def _gates(steps: Sequence[Gated]) -> _Calls:
+    def calls(now: _Run) -> Iterable[Call]:
+        x, now.x = now.x, now.other(now.x.shape[1] // 2)
+        yield swiglu_call(x, now.x)
+
+    return calls
+
+
+def _attention(steps: Sequence[Attend]) -> _Calls:
+    op = steps[0].op
+
+    def calls(now: _Run) -> Iterable[Call]:
+        batch, kv = now.values.batch, now.values.kv
+        each, now.x = now.x.view(len(now.x), -1, op.dim), now.other(op.heads * op.dim)
+        rows = batch.rows.data_ptr() + now.order * batch.rows[0].nbytes
         (group,) = batch.decode
-        starts = self._order * kv.stride(1)
-        calls = (
-            *by_qkv.calls(normed, qkv),
-            rotation_call(heads, rotation, kv, rows, shapes.heads),
-            decode_call(query, kv, starts, group.tables, group.lengths, attended),
-            *by_out.calls(attended.view(tokens, -1), added),
-            norm_call(added, residual, self._mlp_norms, shapes.norm_eps, normed),
-            *by_gate_up.calls(normed, gate_up),
-            swiglu_call(gate_up, gated),
-            *by_down.calls(gated, added),
-            norm_call(added, residual, self._next_norms, shapes.norm_eps, normed),
-        )
-        batched_launch.run(calls, len(self._order))
-        return normed, residual
+        yield rotation_call(each, now.values.rotation, kv, rows, op.heads)
+        attended, starts = now.x.view(len(now.x), op.heads, op.dim), now.order * kv.stride(1)
+        yield decode_call(each[:, : op.heads], kv, starts, group.tables, group.lengths, attended)
+
+    return calls
 
 
-class _Product:
-    """The same product in every layer."""
-
-    def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
-        self._like = matrices[0]
-        self.height = self._like.height
-        by_layer = [matrix.parts for matrix in matrices]
-        self._parts = [_addresses(of_all) for of_all in zip(*by_layer, strict=True)]
-
-    def calls(self, x: Tensor, out: Tensor) -> tuple[Call, ...]:
-        return self._like.calls(x, out, self._parts)
-
-
-def _together(products: Sequence[Linear]) -> _Product | None:
-    matrices = [product.matrix for product in products if isinstance(product, PackedProduct)]
-    alike = len({type(matrix) for matrix in matrices}) == 1
-    return _Product(matrices) if alike and len(matrices) == len(products) else None
+_ALIKE: dict[type, Callable[[Any], _Calls | None]] = {
+    Product: _products,
+    AddNorm: _norms,
+    Gated: _gates,
+    Attend: _attention,
+}
 
 
 def _addresses(tensors: Iterable[Tensor]) -> Number:

@@ -1,122 +1,47 @@
-"""A layer consists of matrix products, an MLP or experts, and the operators between the products.
+"""The operations of a model on a CPU: products, attention, experts, and the operators between them.
 
-cpu/model.py builds the layers and calls them. The operators are torch's here, compiled in cpu/compiled.py."""
+cpu/model.py runs them. The operators are torch's here, compiled in cpu/compiled.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import swiglu, swiglu_by_row
-from kernels.attention import attend_decode, write_kv
+from kernels.attention import attend_decode, attend_prefill, write_kv
 from kernels.moe import route
 from kernels.norm import add_rms_norm
 from kernels.rope import apply_rope
-from services.executor.checkpoint.config import ExpertShapes, Shapes
-from services.executor.checkpoint.weights import LayerWeights
+from services.executor.checkpoint.stored import Dense
 from services.executor.cpu.batch import Batch, DecodeGroup
 from services.executor.cpu.linear import ROW_TILE, Linear, Products
+from services.executor.model.description import (
+    Add,
+    Attention,
+    Experts,
+    Gate,
+    HeadNorm,
+    Norm,
+    Projection,
+    Rope,
+)
+from services.executor.model.program import Placed, Table, Values
+from services.executor.model.reference import REFERENCE
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer. Its products keep the matrices in their own format; the plain ones are freed with
-    Weights."""
+@dataclass(slots=True)
+class StepValues:
+    """See services.executor.model.program.Values; and the inputs of a step."""
 
-    attention_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    mlp_norm: Tensor
-    qkv: Linear
-    out: Linear
-    mlp: Mlp
-
-
-def layer_of(
-    weights: LayerWeights, shapes: Shapes, products: Products, operators: Operators, *, deterministic: bool
-) -> Layer:
-    return Layer(
-        attention_norm=weights.attention_norm,
-        q_norm=weights.q_norm,
-        k_norm=weights.k_norm,
-        mlp_norm=weights.mlp_norm,
-        qkv=products.linear(weights.qkv, weights.qkv_bias),
-        out=products.linear(weights.out),
-        mlp=mlp(weights, shapes, products, operators.swiglu, deterministic=deterministic),
-    )
-
-
-class Mlp(Protocol):
-    """`[rows, hidden]` to `[rows, hidden]`: one MLP for all tokens, or a mixture of experts."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def compile(self, x: Tensor) -> None:
-        """Compile the kernels of every product for as many rows as `x` has."""
-
-
-def mlp(
-    layer: LayerWeights,
-    shapes: Shapes,
-    products: Products,
-    gate: Callable[[Tensor], Tensor],
-    *,
-    deterministic: bool = False,
-) -> Mlp:
-    """The MLP of a layer. With `deterministic` a row's result does not depend on the other rows."""
-    if layer.router is None:
-        return Dense(products.linear(layer.gate_up), gate, products.linear(layer.down))
-    assert shapes.experts is not None, "a router comes with experts"
-    experts = [
-        Dense(products.linear(gate_up), gate, products.linear(down))
-        for gate_up, down in zip(layer.gate_up, layer.down, strict=True)
-    ]
-    tile = ROW_TILE if deterministic else 1
-    return _Experts(products.linear(layer.router), experts, shapes.experts, tile)
-
-
-class Dense:
-    """`down(gate(gate_up(x)))`."""
-
-    def __init__(self, gate_up: Linear, gate: Callable[[Tensor], Tensor], down: Linear) -> None:
-        self.gate_up, self._gate, self.down = gate_up, gate, down
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._gate(self.gate_up(x)))
-
-    def compile(self, x: Tensor) -> None:
-        self(x)
-
-
-class _Experts:
-    """Computes this rank's experts that have tokens, in order: a token's sum has one order in any batch. With
-    several ranks the result is this rank's part of the sum."""
-
-    def __init__(self, router: Linear, experts: list[Dense], shapes: ExpertShapes, tile: int) -> None:
-        """Rows are padded to multiples of `tile`."""
-        self._router, self._experts, self._shapes, self._tile = router, experts, shapes, tile
-
-    def __call__(self, x: Tensor) -> Tensor:
-        count, renormalise = self._shapes.per_token, self._shapes.renormalise
-        weights, chosen = route(self._router(x), count, renormalise=renormalise)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        first = self._shapes.first
-        here = range(first, first + len(self._experts))
-        for expert in sorted({*chosen.flatten().tolist()}.intersection(here)):
-            rows, slots = (chosen == expert).nonzero(as_tuple=True)
-            padded = F.pad(x[rows], (0, 0, 0, -len(rows) % self._tile))
-            found = self._experts[expert - first](padded)[: len(rows)].float()
-            out[rows] += found * weights[rows, slots, None]
-        return out.to(x.dtype)
-
-    def compile(self, x: Tensor) -> None:
-        self._router(x)
-        self._experts[0].compile(x)
+    x: Tensor
+    residual: Tensor
+    rotation: Tensor
+    batch: Batch
+    kv: Tensor
 
 
 class Operators(Protocol):
@@ -136,16 +61,6 @@ class Operators(Protocol):
         values), store keys and values at `rows` `[K|V, tokens]` of `write_rows`, and return the queries."""
 
     def attend_decode(self, query: Tensor, kv: Tensor, layer: int, group: DecodeGroup) -> Tensor: ...
-
-
-class BatchedLayers(Protocol):
-    """All layers of a model."""
-
-    def __call__(
-        self, normed: Tensor, residual: Tensor, rotation: Tensor, batch: Batch, kv: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The first layer's input, `normed` and plain (`residual`), `[tokens, hidden]` each, to both after
-        the last layer. May overwrite the arguments."""
 
 
 class TorchOperators:
@@ -172,3 +87,116 @@ class TorchOperators:
     def attend_decode(self, query: Tensor, kv: Tensor, layer: int, group: DecodeGroup) -> Tensor:
         assert group.mask is not None, "not ragged"
         return attend_decode(query, kv, layer, group.tables, group.mask)
+
+
+def table(products: Products, operators: Operators, *, deterministic: bool) -> Table:
+    """What this engine takes. With `deterministic` a row's result does not depend on the other rows."""
+
+    def projection(placed: Placed) -> Product:
+        bias = placed.op.bias
+        added = None if bias is None else placed.dense(bias)
+        return Product(products.linear(placed.weights[placed.op.weight.name], added))
+
+    def add_norm(add: Placed, norm: Placed) -> AddNorm:
+        return AddNorm(operators, norm.dense(norm.op.weight), norm.op.eps)
+
+    def attention(rope: Placed, attention: Placed) -> Attend:
+        return Attend(operators, attention.op, attention.layer)
+
+    def experts(placed: Placed) -> _Experts:
+        return _Experts(placed, products, operators, ROW_TILE if deterministic else 1)
+
+    return {
+        (Norm,): REFERENCE[Norm,],
+        (Projection,): projection,
+        (HeadNorm,): REFERENCE[HeadNorm,],
+        (Rope, Attention): attention,
+        (Gate,): lambda placed: Gated(operators),
+        (Experts,): experts,
+        (Add,): REFERENCE[Add,],
+        (Add, Norm): add_norm,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Keeps its matrix in a format of its own; the plain one is freed."""
+
+    linear: Linear
+
+    def __call__(self, values: Values) -> None:
+        values.x = self.linear(values.x)
+
+
+@dataclass(frozen=True, slots=True)
+class AddNorm:
+    operators: Operators
+    weight: Tensor
+    eps: float
+
+    def __call__(self, values: Values) -> None:
+        found = self.operators.add_rms_norm(values.x, values.residual, self.weight, self.eps)
+        values.x, values.residual = found
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    operators: Operators
+
+    def __call__(self, values: Values) -> None:
+        values.x = self.operators.swiglu(values.x)
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """The rotation, the write of K and V, and attention."""
+
+    operators: Operators
+    op: Any  # Attention
+    layer: int
+
+    def __call__(self, values: StepValues) -> None:
+        tokens, batch, kv, layer = len(values.x), values.batch, values.kv, self.layer
+        each = values.x.view(tokens, -1, self.op.dim)
+        rows = batch.rows[layer]
+        query = self.operators.rotate_and_write(each, values.rotation, kv, rows, self.op.heads)
+        segments = []  # of every token row, in order: decode groups, chunks, zeros for padding
+        for group in batch.decode:
+            rows = query[group.first : group.first + len(group.tables)]
+            segments.append(self.operators.attend_decode(rows, kv, layer, group))
+        for chunk in batch.prefill:
+            rows = query[chunk.first : chunk.first + chunk.count]
+            segments.append(attend_prefill(rows, kv, layer, chunk.table, chunk.mask))
+        if batch.padding:
+            segments.append(query.new_zeros(batch.padding, *query.shape[1:]))
+        attended = segments[0] if len(segments) == 1 else torch.cat(segments)
+        values.x = attended.view(tokens, -1)
+
+
+class _Experts:
+    """Computes this rank's experts that have tokens, in order: a token's sum has one order in any batch. With
+    several ranks the result is this rank's part of the sum."""
+
+    def __init__(self, placed: Placed, products: Products, operators: Operators, tile: int) -> None:
+        """Rows are padded to multiples of `tile`."""
+        self._op, self._gate, self._tile = placed.op, operators.swiglu, tile
+        self._router = products.linear(placed.weights[placed.op.router.name])
+        self._experts = [
+            (products.linear(Dense.of(gate_up)), products.linear(Dense.of(down)))
+            for gate_up, down in zip(
+                placed.dense(placed.op.gate_up), placed.dense(placed.op.down), strict=True
+            )
+        ]
+
+    def __call__(self, values: Values) -> None:
+        x, op = values.x, self._op
+        weights, chosen = route(self._router(x), op.per_token, renormalise=op.renormalise)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        here = range(op.first, op.first + len(self._experts))
+        for expert in sorted({*chosen.flatten().tolist()}.intersection(here)):
+            rows, slots = (chosen == expert).nonzero(as_tuple=True)
+            padded = F.pad(x[rows], (0, 0, 0, -len(rows) % self._tile))
+            gate_up, down = self._experts[expert - op.first]
+            found = down(self._gate(gate_up(padded)))[: len(rows)].float()
+            out[rows] += found * weights[rows, slots, None]
+        values.x = out.to(x.dtype)

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu_jit
+from services.executor.checkpoint.stored import Stored
 
 Linear = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 
@@ -57,6 +58,7 @@ class Products:
         self._packs = self._on_cpu and torch._C._has_mkldnn and not self._widen
         self._compiled = self._on_cpu and kernels.cpu_jit.available()
         self._any_packed = False
+        self._by_shape: dict[tuple[int, ...], Linear] = {}  # one of each, but the head
         self._scratch = torch.empty(_SLICE_ELEMENTS if self._widen else 0)
 
     def kernel_sizes(self, most_rows: int) -> list[int]:
@@ -67,15 +69,26 @@ class Products:
             return [ROW_TILE]
         return sorted({kernel_rows(rows) for rows in range(1, most_rows + 1)})
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
-        """The product with `weight` `[out, in]`, plus `bias`. The result has the input's dtype; our own
+    @torch.inference_mode()
+    def compile(self, most_rows: int, like: Tensor) -> None:
+        """Compile the kernels of the products, of inputs like `like`, for up to `most_rows` rows. One product
+        of each shape stands for all."""
+        for rows in self.kernel_sizes(most_rows):
+            for (_, width), product in self._by_shape.items():
+                product(like.new_zeros(rows, width))
+
+    def linear(self, stored: Stored, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
+        """The product with the weight `[out, in]`, plus `bias`. The result has the input's dtype; our own
         kernels round it to `dtype` if given. With `deterministic` a row's result does not depend on the other
         rows: products run in tiles of ROW_TILE rows, which all have one shape and one order of summation; the
         number of rows must then be a multiple of ROW_TILE."""
+        weight = stored.values
         product = self._compiled_product(weight, dtype) if self._compiled else None
         if product is None:
             product = self._of_torch(weight)
             product = _tiled(product) if self._deterministic else product
+        if dtype is None:
+            self._by_shape.setdefault(stored.shape, product)
         return product if bias is None else lambda x: product(x) + bias
 
     def _compiled_product(self, weight: Tensor, dtype: torch.dtype | None) -> Linear | None:

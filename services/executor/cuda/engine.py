@@ -24,7 +24,6 @@ from torch import Tensor
 
 from kernels.attention.decode import decode_work
 from kernels.sampling.gpu import Choices, Chosen, choose, scratch
-from services.executor.checkpoint.config import Shapes
 from services.executor.checkpoint.kv_cache import tensors_of
 from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.cuda.comm_overlap import two_streams
@@ -44,6 +43,7 @@ from services.executor.engine import (
     warm_up_steps,
 )
 from services.executor.kv_transfer.copiers import CudaCopier
+from services.executor.model.shapes import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import CUT_TOKENS, LEAST, split, two_stream_tokens
 from services.executor.sampling.host_sampling import HostRows

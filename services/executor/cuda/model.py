@@ -32,11 +32,10 @@ from kernels.moe.gpu import combine, dispatch, experts_mlp, permute, route
 from kernels.norm.gpu import add_rms_norm_, rms_norm
 from kernels.rope import rope_table
 from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
-from services.executor.checkpoint.config import Shapes
 from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.partition import gathered_logits
-from services.executor.checkpoint.weights import LayerWeights
 from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
+from services.executor.model.shapes import Shapes
 from services.executor.parallel.coroutines import AllReduces, ForwardPass, run_alone
 from services.executor.parallel.peer_memory import PeerMemory
 from services.executor.parallel.ranks import DistributedRanks, Ranks
@@ -71,7 +70,7 @@ class CudaModel:
         if isinstance(loaded.ranks, DistributedRanks) and loaded.ranks.symmetric is not None:
             self._shared = shared_logits(loaded.ranks, weights.head, most, shapes.vocab)
         self._embedding, self._norm, self._head = weights.embedding, weights.norm, weights.head
-        self._layers = weights.layers
+        self._layers = [{name: stored.values for name, stored in layer.items()} for layer in weights.layers]
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, loaded.context + 1).to(kv.device)
@@ -100,13 +99,13 @@ class CudaModel:
         inputs = RopeInputs(self._rotations, step.positions, slot_mapping, chained, dtype)
         residual = self._embedding.index_select(0, step.resolved.ids) if received is None else received
         adding = _ResidualAdd(self._ranks, sums, residual, eps, chained=chained)
-        normed = rms_norm(residual, layers[0].attention_norm, eps, chained=chained)
+        normed = rms_norm(residual, layers[0]["attention_norm"], eps, chained=chained)
         for i, layer in enumerate(layers):
             attended = self._attention(i, layer, normed, inputs, step)
-            part = self._product(attended, layer.out, whole=adding.whole)
-            normed = yield from adding.add(part, layer.mlp_norm, turn=0)
+            part = self._product(attended, layer["out"], whole=adding.whole)
+            normed = yield from adding.add(part, layer["mlp_norm"], turn=0)
             end = i + 1 == len(layers)
-            norm = self._norm if end else layers[i + 1].attention_norm
+            norm = self._norm if end else layers[i + 1]["attention_norm"]
             part = self._mlp(layer, normed, adding, chained=chained)
             normed = yield from adding.add(part, norm, turn=1, out=out if end and self._last else None)
         if self._last:
@@ -121,11 +120,11 @@ class CudaModel:
         return gathered_logits(own, self._shapes.vocab, self._ranks)
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, inputs: RopeInputs, step: ForwardStep
+        self, index: int, layer: Mapping[str, Tensor], x: Tensor, inputs: RopeInputs, step: ForwardStep
     ) -> Tensor:
         shapes = self._shapes
-        qkv = self._product(x, layer.qkv, layer.qkv_bias, whole=bool(step.dense))
-        norms = HeadNorms(layer.q_norm, layer.k_norm, shapes.norm_eps)
+        qkv = self._product(x, layer["qkv"], layer.get("qkv_bias"), whole=bool(step.dense))
+        norms = HeadNorms(layer.get("q_norm"), layer.get("k_norm"), shapes.norm_eps)
         query = rope_write(qkv, inputs, norms, self._kv, index, shapes.heads)
         out = torch.empty_like(query)
         if step.decode is not None:
@@ -137,16 +136,16 @@ class CudaModel:
             _attend_dense(query, qkv, chunk, self._shapes, out)
         return out.view(len(x), -1)
 
-    def _mlp(self, layer: LayerWeights, x: Tensor, adding: _ResidualAdd, *, chained: bool) -> Tensor:
-        if layer.router is None:
-            wide = gated(self._product, self._tuning.of(len(x)), x, layer.gate_up, chained=chained)
-            return self._product(wide, layer.down, whole=adding.whole)
+    def _mlp(self, layer: Mapping[str, Tensor], x: Tensor, adding: _ResidualAdd, *, chained: bool) -> Tensor:
+        if "router" not in layer:
+            wide = gated(self._product, self._tuning.of(len(x)), x, layer["gate_up"], chained=chained)
+            return self._product(wide, layer["down"], whole=adding.whole)
         shapes = self._shapes.experts
         assert shapes is not None, "a router comes with experts"
-        logits = self._product(x, layer.router, whole=True)
+        logits = self._product(x, layer["router"], whole=True)
         weights, chosen = route(logits, shapes.per_token, renormalise=shapes.renormalise)
-        permuted = permute(chosen, shapes.first, len(layer.gate_up))  # other ranks' experts add nothing
-        found = experts_mlp(dispatch(x, permuted), layer.gate_up, layer.down, permuted.ends)
+        permuted = permute(chosen, shapes.first, len(layer["gate_up"]))  # other ranks' experts add nothing
+        found = experts_mlp(dispatch(x, permuted), layer["gate_up"], layer["down"], permuted.ends)
         return combine(found, permuted, weights)
 
 

@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from services.executor.engine import COMM, COMPUTE, HostSegmentTimer
 
+R = TypeVar("R")
 Collective = Callable[[], object]
 ForwardPass = Generator[Collective, None, Tensor]
 StartCollective = Callable[[int, Collective], Callable[[], object]]  # by index of the pass; the result waits
@@ -36,13 +37,13 @@ class AllReduces(Protocol):
         """Replace `x` by the sum of all ranks' `x`."""
 
 
-def run_alone(forward_pass: ForwardPass) -> Tensor:
+def run_alone(forward_pass: Generator[Collective, None, R]) -> R:
     """Run a pass to its end, with each collective in its place; the pass's result."""
     while True:
         try:
             collective = next(forward_pass)
         except StopIteration as end:
-            found: Tensor = end.value
+            found: R = end.value
             return found
         collective()
 

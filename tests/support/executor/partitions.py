@@ -7,7 +7,7 @@ import random
 import torch
 from support.executor.tiny_models import VOCAB
 
-from services.executor.checkpoint.config import Shapes
+from services.executor.model.shapes import Shapes
 
 CPU = torch.device("cpu")
 LIMIT = 1e-4

@@ -60,6 +60,7 @@ _MAKE = {
     "mistral": lambda: transformers.MistralForCausalLM(
         transformers.MistralConfig(**{**_BASE, "num_key_value_heads": 1}, sliding_window=256)
     ),
+    "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**_BASE, pad_token_id=0)),
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**_BASE, num_local_experts=5, num_experts_per_tok=2)
     ),

@@ -12,6 +12,7 @@ from kernels.activation import swiglu, swiglu_by_row
 from kernels.attention import attend_decode, attend_prefill, copy_blocks, gather_kv, write_kv, write_rows
 from kernels.norm import add_rms_norm
 from kernels.rope import apply_rope, rope_table
+from services.executor.checkpoint.stored import Dense
 from services.executor.cpu.linear import ROW_TILE, Products, kernel_rows
 
 BLOCKS, LAYERS, TOKENS, KV_HEADS, DIM, HEADS = 12, 2, 4, 2, 8, 6
@@ -120,7 +121,7 @@ def test_products_are_products(
     weight, bias = normal(1500, 800).to(dtype), normal(1500, seed=1).to(dtype)  # more than one slice to widen
     padded = -(-rows // ROW_TILE) * ROW_TILE if deterministic else rows
     x = normal(padded, 800, seed=2).to(dtype)
-    found = Products(dtype, x.device, deterministic=deterministic).linear(weight, bias)(x)
+    found = Products(dtype, x.device, deterministic=deterministic).linear(Dense.of(weight), bias)(x)
     assert found.is_contiguous()
     wanted = x.double() @ weight.double().t() + bias.double()
     limit = 1e-3 if dtype == torch.float32 else 1.0  # bf16 rounds sums of about 100 to 0.5
@@ -130,7 +131,7 @@ def test_products_are_products(
 def test_a_packed_product_lets_go_of_the_plain_weight() -> None:
     weight, x = normal(40, 24), normal(21, 24, seed=1)
     wanted, plain = x.double() @ weight.double().t(), weakref.ref(weight)
-    product = Products(torch.float32, x.device, deterministic=False).linear(weight)
+    product = Products(torch.float32, x.device, deterministic=False).linear(Dense.of(weight))
     del weight
     assert plain() is None
     torch.testing.assert_close(product(x).double(), wanted, atol=1e-4, rtol=0)

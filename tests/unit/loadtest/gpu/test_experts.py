@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.moe import combine, dispatch, experts_mlp, permute, ref, route
 from loadtest.gpu.experts import ExpertWeights, Gathered
-from services.executor.checkpoint.config import ExpertShapes
+from services.executor.model.shapes import ExpertShapes
 from services.executor.parallel.coroutines import ForwardPass, run_alone, run_in_turn
 from services.executor.parallel.ranks import Collectives, Ranks
 

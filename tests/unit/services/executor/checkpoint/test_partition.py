@@ -17,12 +17,13 @@ from support.executor.rank_side import on_ranks
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import DENSE, KINDS, save_tiny
 
-from services.executor.checkpoint.config import ExpertShapes, Shapes
 from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.loader import TorchOptions, load
-from services.executor.checkpoint.partition import Cut, shard
+from services.executor.checkpoint.partition import shard
+from services.executor.checkpoint.stored import Cut
 from services.executor.checkpoint.weights import Weights, load_dummy, load_hf
 from services.executor.cpu.engine import TorchBackend
+from services.executor.model.shapes import ExpertShapes, Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from shared.errors import SetupError
 
@@ -102,13 +103,6 @@ def test_three_kv_heads_on_two_ranks_and_on_four() -> None:
     assert held(9) == [(1, 1)] * 9
 
 
-def test_a_cut_keeps_nothing_of_the_rest() -> None:
-    whole = torch.arange(12.0).view(3, 4)
-    part = Cut(1, 1, 3).of(whole)
-    assert part.tolist() == [[1, 2], [5, 6], [9, 10]]
-    assert part.untyped_storage().nbytes() == 6 * 4
-
-
 @pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2"])
 @pytest.mark.parametrize("source", ["hf", "gguf", "dummy"])
 def test_what_ranks_load_is_what_one_rank_loads(kind: str, source: str, tmp_path: Path) -> None:
@@ -121,16 +115,18 @@ def test_what_ranks_load_is_what_one_rank_loads(kind: str, source: str, tmp_path
     group, dim = whole.heads // whole.kv_heads, whole.head_dim
     for i, layer in enumerate(weights.layers):
         held = [part.layers[i] for _, part in parts]
-        assert torch.equal(torch.cat([each.out for each in held], 1), layer.out)
-        assert torch.equal(torch.cat([each.down for each in held], 1), layer.down)
-        gates, ups = zip(*(each.gate_up.chunk(2) for each in held), strict=True)
-        assert torch.equal(torch.cat([*gates, *ups]), layer.gate_up)
+        assert torch.equal(torch.cat([each["out"].values for each in held], 1), layer["out"].values)
+        assert torch.equal(torch.cat([each["down"].values for each in held], 1), layer["down"].values)
+        gates, ups = zip(*(each["gate_up"].values.chunk(2) for each in held), strict=True)
+        assert torch.equal(torch.cat([*gates, *ups]), layer["gate_up"].values)
         sizes = [[s.kv_heads * group * dim, s.kv_heads * dim, s.kv_heads * dim] for s, _ in parts]
-        triples = [torch.split(each.qkv, size) for each, size in zip(held, sizes, strict=True)]
+        triples = [torch.split(each["qkv"].values, size) for each, size in zip(held, sizes, strict=True)]
         assert torch.equal(
-            torch.cat([part for parts in zip(*triples, strict=True) for part in parts]), layer.qkv
+            torch.cat([part for parts in zip(*triples, strict=True) for part in parts]), layer["qkv"].values
         )
-        assert all(torch.equal(each.attention_norm, layer.attention_norm) for each in held)
+        assert all(
+            torch.equal(each["attention_norm"].values, layer["attention_norm"].values) for each in held
+        )
     heads = [part.head for _, part in parts]
     assert heads[0].shape == heads[1].shape
     assert torch.equal(torch.cat(heads)[: whole.vocab], weights.head)
@@ -152,11 +148,14 @@ def test_the_experts_that_ranks_load_are_those_of_one_rank(
     assert len(sparse) == (2 if kind == "qwen3-moe-mixed" else 3)
     for i in sparse:
         held = [part.layers[i] for part in parts]
-        assert torch.equal(torch.cat([each.gate_up for each in held]), weights.layers[i].gate_up)
-        assert torch.equal(torch.cat([each.down for each in held]), weights.layers[i].down)
-        for router in (each.router for each in (*held, weights.layers[i])):
-            assert router is not None
-            assert torch.equal(router, held[0].router)
+        assert torch.equal(
+            torch.cat([each["gate_up"].values for each in held]), weights.layers[i]["gate_up"].values
+        )
+        assert torch.equal(
+            torch.cat([each["down"].values for each in held]), weights.layers[i]["down"].values
+        )
+        for router in (each["router"].values for each in (*held, weights.layers[i])):
+            assert torch.equal(router, held[0]["router"].values)
 
 
 def all_logits(ranks: Ranks, folder: Path) -> dict[str, list[torch.Tensor]]:

@@ -51,9 +51,9 @@ def test_they_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
         return  # refused at the start: see test_weights_hf
     backend = engine("llama", tmp_path, dtype)
     at_once = logits(backend)
-    assert (backend._model._batched_layers is not None) == kernels.cpu_jit.has(*NEEDS[dtype])
+    assert (backend._model._at_once is not None) == kernels.cpu_jit.has(*NEEDS[dtype])
     backend.reset()
-    backend._model._batched_layers = None
+    backend._model._at_once = None
     assert at_once.equal(logits(backend))
 
 
@@ -78,4 +78,4 @@ def test_they_do_on_one_thread_and_without_torchs_team(
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mixtral"])
 def test_what_there_are_no_kernels_for_goes_one_by_one(kind: str, tmp_path: Path) -> None:
-    assert engine(kind, tmp_path, "f32")._model._batched_layers is None
+    assert engine(kind, tmp_path, "f32")._model._at_once is None

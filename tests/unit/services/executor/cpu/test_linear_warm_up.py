@@ -12,6 +12,7 @@ from support.executor.tiny_models import save_tiny
 from torch.backends.mkldnn import VERBOSE_ON_CREATION, verbose
 
 import kernels.cpu_jit
+from services.executor.checkpoint.stored import Dense
 from services.executor.cpu.engine import TorchOptions, build
 from services.executor.cpu.linear import ROW_TILE, Products, kernel_rows
 from services.executor.engine import WARM_ROWS
@@ -65,7 +66,7 @@ def test_no_product_of_a_short_step_is_new_after_the_start(
 def sizes(dtype: torch.dtype, *, deterministic: bool) -> list[int]:
     products = Products(dtype, torch.device("cpu"), deterministic=deterministic)
     assert products.kernel_sizes(40) == [], "none was made yet"
-    products.linear(torch.zeros(8, 8, dtype=dtype))
+    products.linear(Dense.of(torch.zeros(8, 8, dtype=dtype)))
     return products.kernel_sizes(40)
 
 

@@ -1,0 +1,97 @@
+"""The order of operations on a GPU, with torch in place of each kernel: the logits of transformers.
+
+What kernels compute is tested with them; that they agree with each other, on a GPU (tests/contract)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.executor.tiny_models import random_tokens, reference_logprobs, save_tiny
+
+from kernels.activation import swiglu
+from kernels.attention import attend_prefill, write_kv, write_rows
+from kernels.moe import combine, dispatch, experts_mlp, permute, route
+from kernels.norm import rms_norm
+from kernels.rope import apply_rope
+from services.executor.checkpoint.loader import TorchOptions, load
+from services.executor.cuda import model as cuda_model
+
+TOKENS = 40
+BLOCKS = torch.arange(4)
+
+
+class Launches:
+    """Torch's operations with the arguments of the GPU's kernels, and the names of those that ran."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        at = torch.arange(TOKENS)
+        self.blocks, self.offsets = at // 16, at % 16
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *, whole: bool = False) -> Any:
+        self.names.append("product")
+        return F.linear(x, weight, bias)
+
+    def gated(self, product: Any, layouts: Any, x: torch.Tensor, gate_up: torch.Tensor, **_: Any) -> Any:
+        self.names.append("gated")
+        return swiglu(F.linear(x, gate_up))
+
+    def add_rms_norm_(self, x: Any, residual: Any, weight: Any, eps: float, out: Any, **_: Any) -> Any:
+        self.names.append("add_rms_norm")
+        return rms_norm(residual.add_(x), weight, eps)
+
+    def rope_write(self, qkv: Any, inputs: Any, norms: Any, kv: Any, layer: int, heads: int) -> Any:
+        self.names.append("rope_write")
+        each = qkv.view(len(qkv), -1, kv.shape[-1])
+        query, key, value = each.split([heads, kv.shape[-2], kv.shape[-2]], 1)
+        if norms.query is not None:
+            query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
+        rotation = inputs.rotations[inputs.positions.long()]
+        rows = write_rows(kv, self.blocks, self.offsets)[layer]
+        write_kv(kv, rows, apply_rope(key, rotation), value)
+        return apply_rope(query, rotation)
+
+    def attend_prefill(self, query: Any, kv: Any, layer: int, tiles: Any, tuning: Any, out: Any) -> None:
+        self.names.append("attend")
+        out.copy_(attend_prefill(query, kv, layer, BLOCKS[: -(-TOKENS // 16)], None))
+
+
+@pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3", "phi3", "mixtral", "qwen3-moe-mixed"])
+def test_the_order_of_operations(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = TorchOptions(
+        model_path=save_tiny(kind, tmp_path), model_name="m", dtype="f32", device="cpu", blocks=4, slots=1
+    )
+    torch_for = Launches()
+    for name in ("gated", "add_rms_norm_", "rope_write", "attend_prefill"):
+        monkeypatch.setattr(cuda_model, name, getattr(torch_for, name))
+    monkeypatch.setattr(cuda_model, "products_of", lambda *_: torch_for.product)
+    monkeypatch.setattr(cuda_model, "rms_norm", lambda x, weight, eps, **_: rms_norm(x, weight, eps))
+    for each in (combine, dispatch, experts_mlp, permute, route):
+        monkeypatch.setattr(cuda_model, each.__name__, each)
+    tuning: Any = SimpleNamespace(of=lambda rows: SimpleNamespace(chained=False, decode=None), prefill=None)
+    tokens = random_tokens(TOKENS, 3)
+    resolved: Any = SimpleNamespace(ids=torch.tensor(tokens), slot_mapping=None)
+    tiles: Any = object()
+    step = cuda_model.ForwardStep(resolved, torch.arange(TOKENS, dtype=torch.int32), None, tiles)
+    with torch.inference_mode():
+        model = cuda_model.CudaModel(load(options), {}, tuning, TOKENS)
+        found = model.logits(model.hidden(step), torch.arange(TOKENS))
+    wanted = reference_logprobs(kind, tokens)
+    torch.testing.assert_close(found.double().log_softmax(-1), wanted, rtol=1e-4, atol=1e-4)
+    if kind in ("qwen2", "qwen3", "phi3"):
+        layer = [
+            "product",
+            "rope_write",
+            "attend",
+            "product",
+            "add_rms_norm",
+            "gated",
+            "product",
+            "add_rms_norm",
+        ]
+        assert torch_for.names == layer * 3 + ["product"]
