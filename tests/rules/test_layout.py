@@ -60,8 +60,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 22_378
-PRODUCT_FILES, PRODUCT_LINES = 254, 60_800
+PATH_FILES, PATH_LINES = 75, 22_392
+PRODUCT_FILES, PRODUCT_LINES = 255, 60_789
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
