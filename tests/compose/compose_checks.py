@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import nats
@@ -49,7 +49,7 @@ def ask_http(stack: Stack, key: str, **body: Any) -> dict[str, Any]:
         return dict(json.load(answer))
 
 
-async def answered(stack: Stack, requests: int = 1) -> None:
+async def answered(stack: Stack, requests: int = 1, model: str = MODEL) -> None:
     """So many requests over NATS are answered; what is not there yet is asked again, for WAIT_S."""
     nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public", max_reconnect_attempts=-1)
 
@@ -57,7 +57,7 @@ async def answered(stack: Stack, requests: int = 1) -> None:
         body = json.dumps({"prompt": f"{number} ships", "max_tokens": 4, "ignore_eos": True}).encode()
         while True:
             try:
-                reply = await nc.request(f"headrace.v1.generate.public.{MODEL}", body, timeout=20)
+                reply = await nc.request(f"headrace.v1.generate.public.{model}", body, timeout=20)
             except nats.errors.Error:
                 continue
             answer = json.loads(reply.data)
@@ -163,9 +163,9 @@ async def test_more_of_each_share_the_work(stack: Stack) -> None:
     assert all(Counter(s["kind"] for s in services)[kind] == 2 for kind in SEVERAL)
 
 
-async def texts(stack: Stack, count: int, on_first: Callable[[], None] = lambda: None) -> list[str]:
-    """The greedy answers to so many prompts, all at once over NATS; each is asked once. `on_first` is called
-    after the first one."""
+async def texts(stack: Stack, models: Sequence[str], victim: str = "") -> list[str]:
+    """The greedy answers to 24 prompts, of the models in turn, all at once over NATS. Each is asked once;
+    after the first answer one container of `victim` is killed."""
     nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public", max_reconnect_attempts=-1)
     told = False
 
@@ -177,27 +177,44 @@ async def texts(stack: Stack, count: int, on_first: Callable[[], None] = lambda:
             "temperature": 0,
             "ignore_eos": True,
         }
-        data = json.dumps(body).encode()
-        reply = await nc.request(f"headrace.v1.generate.public.{MODEL}", data, timeout=WAIT_S)
+        subject = f"headrace.v1.generate.public.{models[number % len(models)]}"
+        reply = await nc.request(subject, json.dumps(body).encode(), timeout=WAIT_S)
         answer = json.loads(reply.data)
         if not told:
             told = True
-            on_first()
+            if victim:
+                stack.kill(victim, 1)
         assert "error" not in answer, answer
         return str(answer["choices"][0]["text"])
 
-    found = await asyncio.gather(*(one(number) for number in range(count)))
+    found = await asyncio.gather(*(one(number) for number in range(24)))
     await nc.close()
     return found
 
 
-@pytest.mark.parametrize("victim", ["scheduler", "executor"])
-async def test_one_of_two_dies_and_no_answer_changes(stack: Stack, victim: str) -> None:
-    """In float32, as on any CPU: no request is refused, and each text is that of an undisturbed run."""
-    stack.up("--no-recreate", *TWO_OF_EACH)
-    await answered(stack, 4)
-    right = await texts(stack, 24)
-    assert await texts(stack, 24, lambda: stack.kill(victim, 1)) == right
+SECOND = ("second-tokenizer", "second-scheduler", "second-executor", "second-detokenizer")
+WRITE_SMALL = "from pathlib import Path; from support.small_llama import write_small_llama as write; \
+write(Path('/cache/small'), hidden=64, layers=2)"
+
+
+async def test_two_models_and_one_of_each_kind_dies(stack: Stack) -> None:
+    """A random Llama beside the first model, each with two schedulers and two executors in float32: no
+    request is refused when one of them dies, and each text is that of an undisturbed run."""
+    volumes = ("-v", f"{stack.project}_models:/cache", "-v", f"{ROOT}/tests:/tests:ro")
+    image = ("-e", "PYTHONPATH=/tests", "--entrypoint", "python", "headrace/executor:0.1.0-cpu")
+    docker("run", "--rm", *volumes, *image, "-c", WRITE_SMALL)
+    one_model = stack.env["COMPOSE_FILE"]
+    stack.env |= {"COMPOSE_FILE": f"{one_model}:docker/second_model.yaml", "SECOND_MODEL": "/cache/small"}
+    two_of_each = ("--scale", "second-scheduler=2", "--scale", "second-executor=2")
+    stack.up("--no-recreate", *TWO_OF_EACH, *two_of_each, *SECOND)
+    both = (MODEL, "small")
+    for model in both:
+        await answered(stack, 4, model)
+    right = await texts(stack, both)
+    for victim in ("scheduler", "second-executor", "executor", "second-scheduler"):
+        assert await texts(stack, both, victim) == right, victim
+    stack.compose("rm", "--force", "--stop", "second-model", *SECOND)
+    stack.env["COMPOSE_FILE"] = one_model
 
 
 async def test_prometheus_scrapes_every_container(stack: Stack) -> None:

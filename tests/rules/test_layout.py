@@ -61,7 +61,7 @@ HANGING = (
     "shared/nats/object_store.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 75, 22_392
-PRODUCT_FILES, PRODUCT_LINES = 255, 60_789
+PRODUCT_FILES, PRODUCT_LINES = 255, 60_793
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

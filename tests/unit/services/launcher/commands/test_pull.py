@@ -96,6 +96,14 @@ def test_what_is_wrong_leaves_nothing_behind(
     assert list((tmp_path / "cache/models").iterdir()) == []
 
 
+def test_a_path_of_this_machine_is_no_name(tmp_path: Path) -> None:
+    """compose.yaml pulls what HEADRACE_MODEL names, which may be a file or folder of the volume."""
+    (folder := tmp_path / "own").mkdir()
+    said: list[str] = []
+    assert pull(str(folder), tmp_path / "cache", said.append) == folder
+    assert said == [f"{folder} is on this machine: nothing to fetch"]
+
+
 @pytest.mark.parametrize("name", ["smollm", "a/b/c", "/etc/x", "./a/b"])
 def test_what_is_neither_known_nor_a_hub_id(tmp_path: Path, name: str) -> None:
     with pytest.raises(SetupError, match=r"is neither a known model \(smollm2-135m-instruct\) nor a hub id"):
