@@ -8,14 +8,15 @@ so all of them end with the same table, in any order of the changes. A tokenizer
 nats-server, as the models are, and not of a fleet.
 
 A hash of the request's id decides the model: the same request sent again goes to the same one. That holds
-for REMEMBERED_US also when the alias has changed meanwhile, since the first one may still run.
+for REMEMBERED_US also when the alias has changed meanwhile, since the first one may still run. While a model
+is not there, the others take its requests, by the same hash.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shared.errors import BadRequest
@@ -48,6 +49,11 @@ class Alias:
     def main(self) -> str:
         """The model with the highest weight."""
         return max(self.targets, key=lambda target: target[1])[0]
+
+    def among(self, is_there: Callable[[str], bool]) -> Alias:
+        """The alias with those of its models that are there; with all of them if none is."""
+        there = tuple(target for target in self.targets if is_there(target[0]))
+        return replace(self, targets=there or self.targets)
 
     def pack(self) -> bytes:
         """The message in stream HR_ALIASES."""
@@ -92,6 +98,7 @@ class Aliases:
         self._bus: Bus
         self._inbox = ""
         self.on_change: Callable[[Alias], None] = lambda alias: None
+        self.is_there: Callable[[str], bool] = lambda model: True  # whether a service has served it lately
 
     async def follow(self, bus: Bus) -> None:
         """Take changes from now on."""
@@ -149,12 +156,13 @@ class Aliases:
     def resolve(self, name: str, tenant: str, request: str) -> str | None:
         """The model for a request to an alias; None if there is none of this name."""
         key, now_us = (name, tenant, request), self._now_us()
-        if (known := self._resolved.get(key)) is not None and now_us - known[1] < REMEMBERED_US:
+        known = self._resolved.get(key)
+        if known is not None and now_us - known[1] < REMEMBERED_US and self.is_there(known[0]):
             return known[0]
         if (alias := self.get(name)) is None:
             return None
         self._resolved.pop(key, None)
-        self._resolved[key] = alias.model_for(tenant, request), now_us
+        self._resolved[key] = alias.among(self.is_there).model_for(tenant, request), now_us
         if len(self._resolved) > REMEMBERED:
             del self._resolved[next(iter(self._resolved))]
         return self._resolved[key][0]

@@ -301,7 +301,19 @@ _without_effect: dict[str, Any] = {
 _WithoutEffect = create_model("_WithoutEffect", **_without_effect)
 
 
-class GenerateRequest(_WithoutEffect, BaseModel):  # type: ignore[misc,valid-type]  # made at run time
+class SamplingFields(BaseModel):
+    """The numbers of shared.messages.Sampling: every API has them."""
+
+    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
+    top_k: int = Field(0, ge=-1, le=MAX_TOP_K, description="tokens to draw from; 0 and -1: all")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the greatest")
+    presence_penalty: Penalty = Field(0.0, description="for each token that occurs in the answer so far")
+    frequency_penalty: Penalty = Field(0.0, description="the same, times the number of occurrences")
+    repetition_penalty: Repetition = Field(1.0, description="divides logits of tokens in prompt and answer")
+
+
+class GenerateRequest(_WithoutEffect, SamplingFields, BaseModel):  # type: ignore[misc,valid-type]  # made at run time
     """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -316,18 +328,11 @@ class GenerateRequest(_WithoutEffect, BaseModel):  # type: ignore[misc,valid-typ
     ] = Field(None, description="llama.cpp's name of `max_tokens`; -1: no limit")
     min_tokens: int = Field(0, ge=0, description="least tokens of an answer: until then nothing ends it")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to the prompt")
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
-    top_k: int = Field(0, ge=-1, le=MAX_TOP_K, description="tokens to draw from; 0 and -1: all")
-    min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the greatest")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="random if absent")
     stop: Stop = Field(default_factory=list, description="texts that end an answer")
     stop_token_ids: StopIds = Field(default_factory=list, description="tokens that end an answer")
     ignore_eos: bool = Field(False, description="do not stop at the model's own end tokens")
     include_stop_str_in_output: bool = Field(False, description="the answer includes the text that ended it")
-    presence_penalty: Penalty = Field(0.0, description="for each token that occurs in the answer so far")
-    frequency_penalty: Penalty = Field(0.0, description="the same, times the number of occurrences")
-    repetition_penalty: Repetition = Field(1.0, description="divides logits of tokens in prompt and answer")
     logit_bias: Biases = Field(default_factory=dict, description="added to the logits of these token ids")
     logprobs: bool | int = False
     top_logprobs: SkipJsonSchema[Annotated[Alternatives, BeforeValidator(_beside_logprobs)]] = 0

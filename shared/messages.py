@@ -3,7 +3,7 @@
     liveness             the heartbeat of every actor
     requests and text    client -> tokenizer -> scheduler -> detokenizer -> client
     steps                scheduler -> executor: plans; executor -> scheduler: results
-    key-value tiers      scheduler <-> kv_offload, and the copies that an executor makes
+    key-value tiers      scheduler <-> kv_offload, the copies that an executor makes, kv_offload <-> its peers
 
 The position of a field is its position on the wire; golden bytes (tests/contract) freeze it. New fields go
 last and have a default. Per-row integers and floats are columns: arrays, which the wire carries as raw bytes.
@@ -716,10 +716,34 @@ class ArenaReleased:
     arena_generation: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLookup:
+    """kv_offload -> kv_offload of another host: which of these keys does its L1 hold? With `lease_us` the
+    blocks stay there so long, or until KvRelease, and the answer has what the sender needs to read them."""
+
+    job: int
+    fingerprint: str
+    keys: bytes
+    lease_us: int = 0  # 0: no lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFound:
+    """kv_offload -> kv_offload of another host: arena offset of each key, -1: not there."""
+
+    job: int
+    arena_generation: int
+    offsets: Longs
+    value_bytes: int = 0  # of each block
+    lease_us: int = 0  # from when this was sent; 0: no lease, and the other fields are empty
+    headers: bytes = b""  # of each leased block, 128 bytes with its checksum, as in L2
+    address: bytes = b""  # of the arena, for the transport
+
+
 Message = (
     Tokenized | Accepted | Rejected | Cancel | Open | Tokens | PromptTokens | StopFound | Detached
     | Close | Ended | ExecHello | ExecWelcome | ExecRefused | ExecReset | ExecSleep | ExecWake | SlotOpen
     | SlotClose | GrammarReady | GrammarFailed | StepPlan | StepResult | Resend | StreamReset | StreamAt
     | Fragment | KvLookup | KvFound | KvReserve | KvReserved | KvPrefetch | KvReady | KvCopy | KvCopied
-    | KvCommit | KvStored | KvRelease | KvGone | ArenaReleased | Heartbeat | Claims
+    | KvCommit | KvStored | KvRelease | KvGone | ArenaReleased | Heartbeat | Claims | PeerLookup | PeerFound
 )  # fmt: skip

@@ -13,6 +13,7 @@ a sort, in a bounded number of rounds. A key is a float32's bits as an integer o
 keeps more than CANDIDATES logits (a flat distribution, a large top-k), the same program bisects over all
 logits of the row: exact, but slower.
 
+Parameters are columns of the slot table (COLUMN). The reference runs the stages that are not TAKEN before.
 A row without a finite largest logit (the first pass stores infinity for NaN) has no token: it is INVALID, and
 its slot is done. The kernel treats it like a greedy row, which always ends.
 """
@@ -26,13 +27,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sampling.ref import GROUP_TOKENS, INVALID
+from kernels.sampling.ref import COLUMN, GROUP_TOKENS, INVALID, LIKELY
 
+TAKEN = (LIKELY,)  # the last of FILTERS
 _PER_PROGRAM = 8  # groups of pass 1
 _TRIED = 96  # groups with candidates
 _CANDIDATES = 2048  # logits to bisect
 _SCAN = 16  # groups read at a time
 _INVALID = tl.constexpr(INVALID)
+_COLUMNS, _TEMPERATURE = tl.constexpr(len(COLUMN)), tl.constexpr(COLUMN["temperature"])
+_TOP_K, _TOP_P, _MIN_P = (tl.constexpr(COLUMN[name]) for name in ("top_k", "top_p", "min_p"))
 LOWEST = tl.constexpr(-0x7FFFFFFF)  # below the key of minus infinity
 
 
@@ -258,7 +262,7 @@ def least_kept(
 def _groups(
     logits: tl.tensor,
     slots: tl.tensor,
-    filters: tl.tensor,
+    parameters: tl.tensor,
     maxima: tl.tensor,
     masses: tl.tensor,
     vocab: tl.tensor,
@@ -271,7 +275,7 @@ def _groups(
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
     value = tl.where(value < float("inf"), value, float("inf"))  # a maximum may pass over a NaN
-    temperature = tl.load(filters + tl.load(slots + row).to(tl.int64) * 4)
+    temperature = tl.load(parameters + tl.load(slots + row).to(tl.int64) * _COLUMNS + _TEMPERATURE)
     temperature = tl.where(temperature > 0, temperature, 1.0)
     most = tl.max(value, 1)
     finite = tl.where(most > -float("inf"), most, 0.0)
@@ -285,7 +289,7 @@ def _choose(
     logits: tl.tensor,
     slots: tl.tensor,
     positions: tl.tensor,
-    filters: tl.tensor,
+    parameters: tl.tensor,
     seeds: tl.tensor,
     maxima: tl.tensor,
     masses: tl.tensor,
@@ -309,15 +313,16 @@ def _choose(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     position, seed = tl.load(positions + row), tl.load(seeds + slot)
-    top_k, top_p = tl.load(filters + slot * 4 + 1).to(tl.int32), tl.load(filters + slot * 4 + 2)
-    min_p = tl.load(filters + slot * 4 + 3)
+    parameters += slot * _COLUMNS
+    top_k, top_p = tl.load(parameters + _TOP_K).to(tl.int32), tl.load(parameters + _TOP_P)
+    min_p = tl.load(parameters + _MIN_P)
     logits += row * vocab
     g = tl.arange(0, GROUPS_PAD)
     most = tl.load(maxima + row * groups + g, mask=g < groups, other=-float("inf"))
     mass = tl.load(masses + row * groups + g, mask=g < groups, other=0.0)
     best = tl.max(most, 0)
     sound = (best > -float("inf")) & (best < float("inf"))
-    heat = tl.where(sound, tl.load(filters + slot * 4), 0.0)
+    heat = tl.where(sound, tl.load(parameters + _TEMPERATURE), 0.0)
     temperature = tl.where(heat > 0, heat, 1.0)
     least = tl.full([], LOWEST, tl.int64)
     if heat > 0:
@@ -361,7 +366,7 @@ class Choices:
     """How each slot's tokens are chosen and when it ends, `[slots, ...]` each. `choose` updates the last
     two."""
 
-    filters: Tensor  # [slots, 4] float32: temperature, top-k, top-p, min-p; temperature 0 is greedy
+    parameters: Tensor  # [slots, PARAMETERS] float32, the slot table; temperature 0 is greedy
     seeds: Tensor  # int64, the bits of a uint64
     max_lengths: Tensor  # int32
     stop_ids: Tensor  # [slots, stops] int32, padded with -1; stops is a power of two
@@ -379,14 +384,6 @@ class Scratch:
     candidates: Tensor  # [rows, candidates]
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Columns of a step's result, `[rows]` int32."""
-
-    ids: Tensor
-    done: Tensor
-
-
 def scratch(rows: int, vocab: int, device: torch.device) -> Scratch:
     """Memory for steps of up to `rows` rows."""
     groups = triton.cdiv(vocab, GROUP_TOKENS)
@@ -399,21 +396,21 @@ def scratch(rows: int, vocab: int, device: torch.device) -> Scratch:
 
 
 def choose(
-    logits: Tensor, slots: Tensor, positions: Tensor, choices: Choices, room: Scratch, chosen: Chosen
+    logits: Tensor, slots: Tensor, positions: Tensor, choices: Choices, room: Scratch, chosen: Tensor
 ) -> None:
     """A token for each row of `logits` `[rows, vocab]`, for slot `slots[row]` at position `positions[row]` of
-    its sequence. Done slots get id -1 and done 2, as in a StepResult; rows without a finite largest logit id
-    -1 and done INVALID."""
+    its sequence. `chosen` `[2, rows]` int32 gets the ids and done, as in a StepResult: done slots id -1 and
+    done 2, rows without a finite largest logit id -1 and done INVALID."""
     rows, vocab = logits.shape
     groups = triton.cdiv(vocab, GROUP_TOKENS)
     _groups[(rows, triton.cdiv(groups, _PER_PROGRAM))](
-        logits, slots, choices.filters, room.maxima, room.masses, vocab, groups,
+        logits, slots, choices.parameters, room.maxima, room.masses, vocab, groups,
         GROUP=GROUP_TOKENS, COUNT=_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     _choose[(rows,)](
-        logits, slots, positions, choices.filters, choices.seeds, room.maxima, room.masses, room.listed,
+        logits, slots, positions, choices.parameters, choices.seeds, room.maxima, room.masses, room.listed,
         room.candidates, choices.last_tokens, choices.done, choices.max_lengths, choices.stop_ids,
-        chosen.ids, chosen.done, vocab, groups, GROUPS_PAD=_padded(groups), GROUP=GROUP_TOKENS, TRIED=_TRIED,
+        chosen[0], chosen[1], vocab, groups, GROUPS_PAD=_padded(groups), GROUP=GROUP_TOKENS, TRIED=_TRIED,
         CANDIDATES=_CANDIDATES, SCAN=_SCAN, STOPS=choices.stop_ids.shape[1], num_warps=8,
     )  # fmt: skip
 

@@ -1,4 +1,8 @@
-"""Sampling in torch: penalties, filters, and a draw by the Gumbel-max trick.
+"""Sampling in torch: the parameters, the stages that read them, and a draw by the Gumbel-max trick.
+
+A row of logits passes the stages of LOGITS, then is divided by the temperature, then passes those of FILTERS,
+and a token is drawn. A stage is a parameter or a few that are computed together. This is the definition; a
+kernel may take the last filters and the draw (see TAKEN of kernels.sampling.gpu).
 
 The draw has two levels. The largest `logit + Gumbel` of a group of tokens is distributed as `logsumexp(group)
 + Gumbel`, and its token does not depend on its size (Gumbel max-stability; Maddison et al. 2014,
@@ -12,6 +16,9 @@ without state, so a draw does not depend on the batch, the slot, the step or ear
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -30,27 +37,29 @@ _MUL_A, _MUL_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 
 
-def penalize(logits: Tensor, seen: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
+def penalize(
+    logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
     """Logits `[rows, vocab]` with penalties for the tokens in `seen`. Only those are computed.
 
     `seen` `[rows, vocab]`, bool: in the prompt or the output. `counts` `[rows, vocab]`: times in the output.
-    `penalties` `[rows, 3]`: repetition (divides a positive logit, multiplies a negative one; Keskar et al.
+    Penalties are `[rows]`: repetition (divides a positive logit, multiplies a negative one; Keskar et al.
     2019, arXiv:1909.05858), presence and frequency (subtracted once, and per occurrence; OpenAI's API).
     """
     row, token = seen.nonzero().unbind(1)
-    repetition, presence, frequency = penalties[row].unbind(1)
-    plain, times = logits[row, token], counts[row, token]
-    repeated = torch.where(plain > 0, plain / repetition, plain * repetition)
-    return logits.index_put((row, token), repeated - presence * (times > 0) - frequency * times)
+    plain, times, each = logits[row, token], counts[row, token], repetition[row]
+    repeated = torch.where(plain > 0, plain / each, plain * each)
+    return logits.index_put((row, token), repeated - presence[row] * (times > 0) - frequency[row] * times)
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Logits `[rows, vocab]` with minus infinity at every token that a filter drops.
 
-    Filters apply one after the other: `top_k` (int64, 0 = off), then `top_p` on the rest, renormalised (the
+    Filters apply one after the other: `top_k` (0 = off), then `top_p` on the rest, renormalised (the
     smallest set of most likely tokens with at least this mass), then `min_p` (relative to the likeliest
     token). Each is a least logit, so tokens of equal logits are kept or dropped together.
     """
+    top_k = top_k.long()
     least = logits.amax(-1) + torch.log(min_p)  # log(0) = -inf: off
     by_k, by_p = top_k > 0, (top_k == 0) & (top_p < 1)
     if len(rows := by_k.nonzero().squeeze(1)):
@@ -156,3 +165,50 @@ def gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel noise in float32 from uint32 words: -log(-log(u)), u the middle of 2^23 equal cells."""
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A number that a request sets: a column of the slot table, float32."""
+
+    field: str  # of shared.messages.Sampling
+    off: float  # the value that changes nothing
+    fit: Callable[[float], float] = float  # a value as the column has it: what is too small for float32
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Changes logits `[rows, vocab]`, for rows with a parameter that is not off: `run(logits, *columns)`
+    returns others, each column `[rows]`. With `history` the columns come after seen and counts, as in
+    `penalize`."""
+
+    reads: tuple[Parameter, ...]
+    run: Callable[..., Tensor]
+    history: bool = False
+
+
+_COLDEST = 1e-6  # temperature: below it a draw is greedy, except among equal logits
+_LEAST = torch.finfo(torch.float32).tiny  # below it float32 rounds, or a device flushes, to zero
+_MOST_TOP_K = 1 << 24  # exact in float32, and above any vocabulary
+
+TEMPERATURE = Parameter("temperature", 1.0, lambda value: value if value >= _COLDEST else 0.0)
+PENALTIES = Stage(
+    (
+        Parameter("repetition_penalty", 1.0), Parameter("presence_penalty", 0.0),
+        Parameter("frequency_penalty", 0.0),
+    ),
+    penalize, history=True,
+)  # fmt: skip
+LIKELY = Stage(
+    (
+        Parameter("top_k", 0.0, lambda value: min(value, _MOST_TOP_K)),
+        Parameter("top_p", 1.0, lambda value: max(value, _LEAST)),
+        Parameter("min_p", 0.0, lambda value: value if value >= _LEAST else 0.0),
+    ),
+    keep_likely,
+)
+Stages = tuple[Stage, ...]
+LOGITS: Stages = (PENALTIES,)
+FILTERS: Stages = (LIKELY,)  # of logits after the temperature: a dropped token is minus infinity
+PARAMETERS = (TEMPERATURE, *(each for stage in (*LOGITS, *FILTERS) for each in stage.reads))
+COLUMN = {each.field: column for column, each in enumerate(PARAMETERS)}  # of the slot table

@@ -5,13 +5,15 @@ Each draw is one of (seed, position). Tokens too rare for a cell of their own sh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.sampling.gpu import Choices, Chosen, choose, scratch
+from kernels.sampling.gpu import Choices, choose, scratch
+from kernels.sampling.ref import COLUMN, PARAMETERS
 
 VOCABS = (1000, 128_256)
 ROWS, ROUNDS = 1024, 128  # draws of each case: 131,072
@@ -108,6 +110,14 @@ def _pooled(cell: Tensor, expected: Tensor, seen: Tensor) -> tuple[Tensor, Tenso
     return wanted[wanted > 0], found[wanted > 0]
 
 
+def slot_table(rows: Sequence[Filter], device: torch.device | str) -> Tensor:
+    """The slot table of rows with these filters and no penalties, `[rows, PARAMETERS]`."""
+    table = torch.tensor([[each.off for each in PARAMETERS]] * len(rows))
+    columns = [COLUMN[name] for name in ("temperature", "top_k", "top_p", "min_p")]
+    table[:, columns] = torch.tensor(rows, dtype=torch.float32)
+    return table.to(device)
+
+
 class _Sampler:
     """The kernel over rows of the same logits and filter, each row with a slot of its own."""
 
@@ -115,15 +125,15 @@ class _Sampler:
         self._device, self._rows = logits.device, rows
         self._logits = logits.expand(rows, -1).contiguous()
         stops = torch.full((rows, 32), -1, dtype=torch.int32, device=self._device)
-        filters = torch.tensor([wanted] * rows, dtype=torch.float32, device=self._device)
+        table = slot_table([wanted] * rows, self._device)
         seeds = torch.randint(-(2**62), 2**62, (rows,), generator=torch.Generator().manual_seed(11))
         self._seeds = seeds.to(self._device)
         self._choices = Choices(
-            filters, self._seeds, self._words(1 << 30), stops, self._words(0), self._words(0)
+            table, self._seeds, self._words(1 << 30), stops, self._words(0), self._words(0)
         )
         self._scratch = scratch(rows, len(logits), self._device)
         self._slots = torch.arange(rows, dtype=torch.int32, device=self._device)
-        self._chosen = Chosen(self._words(0), self._words(0))
+        self._chosen = torch.zeros(2, rows, dtype=torch.int32, device=self._device)
 
     def seen(self, rounds: int) -> Tensor:
         """How often each token was drawn: by each row's seed at the positions up to `rounds`."""
@@ -150,7 +160,7 @@ class _Sampler:
             self._scratch,
             self._chosen,
         )
-        return self._chosen.ids[:rows].clone()
+        return self._chosen[0][:rows].clone()
 
     def _words(self, value: int) -> Tensor:
         return torch.full((self._rows,), value, dtype=torch.int32, device=self._device)

@@ -9,7 +9,8 @@ import torch
 
 from kernels.attention import ref
 from kernels.attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
-from kernels.sampling.gpu import Choices, Chosen, choose, scratch
+from kernels.sampling.gpu import Choices, choose, scratch
+from loadtest.gpu.draw import slot_table
 from loadtest.gpu.timing import graph_us
 from services.executor.cuda.kernel_configs import device_tuning
 
@@ -80,19 +81,19 @@ def _sampler() -> list[dict[str, Any]]:
     for name, row in FILTERS.items():
         for spread in (1.0, 4.0):
             logits = [(torch.randn(SAMPLED, VOCAB, device=device) * spread).bfloat16() for _ in range(6)]
-            filters = torch.tensor([row] * SAMPLED, dtype=torch.float32, device=device)
+            table = slot_table([row] * SAMPLED, device)
 
             def words(value: int) -> torch.Tensor:
                 return torch.full((SAMPLED,), value, dtype=torch.int32, device=device)
 
             seeds = torch.randint(0, 1 << 62, (SAMPLED,), device=device)
             stops = torch.full((SAMPLED, 32), -1, dtype=torch.int32, device=device)
-            choices = Choices(filters, seeds, words(1 << 30), stops, words(0), words(0))
+            choices = Choices(table, seeds, words(1 << 30), stops, words(0), words(0))
             slots, room = (
                 torch.arange(SAMPLED, dtype=torch.int32, device=device),
                 scratch(SAMPLED, VOCAB, device),
             )
-            chosen = Chosen(words(0), words(0))
+            chosen = torch.zeros(2, SAMPLED, dtype=torch.int32, device=device)
             us = graph_us(lambda i: choose(logits[i % 6], slots, slots, choices, room, chosen), 12)  # noqa: B023
             found.append({"filter": name, "rows": SAMPLED, "vocab": VOCAB, "spread": spread, "us": us})
             print("sampler", found[-1], flush=True)

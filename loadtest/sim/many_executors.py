@@ -1,18 +1,26 @@
-"""Workloads for several executors: shared prefixes, conversations, one hot prefix, and a mix of them."""
+"""Workloads for several executors: shared prefixes, conversations, one hot prefix, and a mix of them; and
+more than a fast executor and a slow one can do, with its ideal makespan."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate, takewhile
 
 from loadtest.sim.synthetic import SECOND_US
+from loadtest.simulator.engine import Machine
 from loadtest.simulator.report import Figures
 from loadtest.simulator.requests import TEXT_ID, SimRequest, Workload
-from loadtest.simulator.world import World
+from loadtest.simulator.world import FIRST_US, Setup, World
+from services.scheduler.state.policies import Policy
+from services.scheduler.state.state import Limits
 from shared.messages import Ints, ints
 
 MINUTES = 2
+OVERLOAD_S = 60
+SHARES_PM = (760, 780, 800, 820, 840, 860)  # of the requests, for the fast executor
 
 
 def shared_prefixes(seed: int, rate: float, prefixes: int = 40, tokens: int = 3_000) -> Iterator[SimRequest]:
@@ -67,6 +75,45 @@ def balance(world: World) -> Figures:
     """The busiest executor's time in steps, as a multiple of the mean."""
     busy = [engine.totals.busy_us for engine in world.engines.values()]
     return {"busiest_to_mean": round(max(busy) * len(busy) / max(sum(busy), 1), 3)}
+
+
+def overload(kind: str, seed: int, seconds: int = OVERLOAD_S) -> Workload:
+    """A tenth more for some seconds than an H200 and one four times slower can do: `documents`, or
+    `questions` without a common prefix."""
+    found = documents(seed, 6.7) if kind == "documents" else shared_prefixes(seed, 66.0, 10**6, 300)
+    return Workload(tuple(takewhile(lambda asked: asked.arrival_us < seconds * SECOND_US, found)))
+
+
+def of_ideal(world: World) -> Figures:
+    """The makespan as a multiple of the ideal one of an `overload` for these two executors."""
+    records, setup = world.readers.records, world.setup
+    kind = "documents" if records[0].asked.request.startswith("d") else "questions"
+    seconds = 1 + max(record.asked.arrival_us for record in records) // SECOND_US
+    ideal_us = _ideal_us(*setup.machines, replace(setup.limits, policy=Policy()), kind, setup.seed, seconds)
+    return {"ideal_s": round(ideal_us / 1e6, 3), "of_ideal": round(_makespan_us(world) / ideal_us, 3)}
+
+
+@cache
+def _ideal_us(fast: Machine, slow: Machine, limits: Limits, kind: str, seed: int, seconds: int) -> int:
+    """The makespan of the best split: each executor alone has its share, evenly in time."""
+    requests = overload(kind, seed, seconds).requests
+    found = []
+    for pm in SHARES_PM:
+        to_fast = [(at + 1) * pm // 1_000 > at * pm // 1_000 for at in range(len(requests))]
+        parts = [
+            tuple(r for r, f in zip(requests, to_fast, strict=True) if f is one) for one in (True, False)
+        ]
+        worlds = [
+            World(Setup((m,), limits, seed), Workload(p)) for m, p in zip((fast, slow), parts, strict=True)
+        ]
+        for world in worlds:
+            world.run()
+        found.append(max(_makespan_us(world) for world in worlds))
+    return min(found)
+
+
+def _makespan_us(world: World) -> int:
+    return max(record.ended_us for record in world.readers.records) - FIRST_US
 
 
 def _arrivals(rng: random.Random, rate: float) -> Iterator[int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -158,8 +159,24 @@ def phases(arm: str, seed: int, seconds: float) -> dict[str, float]:
     }
 
 
+def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The median, least and most of each figure over the seeds, for each case and arm."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row.get("case", "phases"), row["arm"]].append(row)
+    return [
+        {"case": case, "arm": arm, "seeds": len(found)}
+        | {
+            name: [statistics.median(values), min(values), max(values)]
+            for name in found[0]
+            if name not in ("case", "arm", "seed") and (values := [row[name] for row in found])
+        }
+        for (case, arm), found in groups.items()
+    ]
+
+
 def main() -> None:
-    """Print a line for each run, write the document."""
+    """Print a line for each run and the spread over the seeds, write the document."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--seeds", type=int, default=1)
@@ -182,6 +199,8 @@ def main() -> None:
                 found = figures(run(arm, made(seed, options.seconds), seed))
                 rows.append({"case": name, "arm": arm, "seed": seed, **found})
                 print(json.dumps(rows[-1]), flush=True)
+    for line in spread(rows) if options.seeds > 1 else ():
+        print(json.dumps(line), flush=True)
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -100,6 +100,12 @@ class Pending:
     due_s: float = 0.0  # simulated engine: when the forward ends, on the monotonic clock
     segments: Callable[[], tuple[Segment, ...]] = tuple  # of a split step, once it has ended
 
+    @property
+    def positions(self) -> list[int]:
+        """The positions of the sampled tokens in their sequences."""
+        starts, counts = self.plan.starts, self.plan.counts
+        return [starts[row] + counts[row] for row in self.plan.sample_rows]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:

@@ -76,10 +76,12 @@ class GatewayActor(Actor):
         self._keys = keys
         self._timeout_s = timeout_s
         self._endpoints: Endpoints | None = None
+        self._seen: set[str] = set()  # models of this fleet that have had a tokenizer
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._aliases = Aliases(mailbox.clock.now_us)
+        self._aliases.is_there = self._is_there
         await self._aliases.follow(mailbox.bus)
         client = await Client.open(mailbox.bus)
         fleet = Fleet(mailbox, lambda: self.metrics)
@@ -109,6 +111,8 @@ class GatewayActor(Actor):
         """An actor has come or gone. The requests that a dead tokenizer took with it are known to the other
         tokenizers. If there was no other, the first one that is back gets them again."""
         heartbeat = peer.heartbeat
+        if heartbeat.kind == "tokenizer":
+            self._seen.add(heartbeat.model)
         if (
             self._endpoints is not None
             and heartbeat.kind == "tokenizer"
@@ -167,6 +171,10 @@ class GatewayActor(Actor):
         if self._aliases.get(name) is None or name in peers.models("tokenizer") or name in peers.aliases():
             return name
         return self._aliases.resolve(name, tenant, request) or name
+
+    def _is_there(self, model: str) -> bool:
+        """False for a model that was served and is not now. Those of other fleets are not seen here."""
+        return model not in self._seen or model in self._mailbox.peers.models("tokenizer")
 
     async def drain(self) -> None:
         if self._endpoints is not None:

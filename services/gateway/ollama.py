@@ -15,18 +15,16 @@ from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from services.gateway.openai_response import Api, Body, ChunkBuilder
 from shared.api import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    MAX_TOP_K,
     NO_EFFECT,
     NOT_YET,
-    Penalty,
-    Repetition,
     Role,
+    SamplingFields,
     Stop,
     Tool,
     bad_field,
@@ -41,6 +39,11 @@ LATEST = ":latest"  # ollama's tag of a name without one
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _IDLE = Field(None, description=NO_EFFECT)
 _NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # the others are the same
+_OURS = {ours: theirs for theirs, ours in _NAMES.items()}
+_sampling: dict[str, Any] = {
+    _OURS.get(name, name): (field.annotation, field) for name, field in SamplingFields.model_fields.items()
+}
+_SamplingOptions = create_model("_SamplingOptions", **_sampling)
 
 
 def _present(value: object) -> object:
@@ -48,22 +51,15 @@ def _present(value: object) -> object:
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-class Options(BaseModel):
+class Options(_SamplingOptions):  # type: ignore[misc,valid-type]  # made at run time
     """Sampling; what concerns the loading of a model has no effect."""
 
     model_config = _STRICT
     _whole = whole_numbers()
 
     num_predict: int = Field(-1, ge=-2, description="most tokens of the answer; negative: the context's rest")
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
-    top_k: int = Field(0, ge=0, le=MAX_TOP_K, description="tokens to draw from; 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
-    min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the greatest")
     seed: int = Field(0, ge=-(2**63), lt=2**64, description="random if absent")
     stop: Stop = Field(default_factory=list, description="texts that end the answer")
-    repeat_penalty: Repetition = Field(1.0, description="divides logits of tokens in prompt and answer")
-    presence_penalty: Penalty = Field(0.0, description="for each token that occurs in the answer so far")
-    frequency_penalty: Penalty = Field(0.0, description="the same, times the number of occurrences")
     num_ctx: Any = _IDLE
     num_keep: Any = _IDLE
     num_batch: Any = _IDLE

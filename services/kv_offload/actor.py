@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.kv_offload.backends import arena as arenas
 from services.kv_offload.backends.arena import Opened, Plan
-from services.kv_offload.backends.builtin import CountingArena, NoRoom
+from services.kv_offload.backends.builtin import SHM, CountingArena, NoRoom
 from services.kv_offload.backends.interface import Arena, Remote
 from services.kv_offload.core import KvCore
 from services.kv_offload.events import (
@@ -24,15 +25,24 @@ from services.kv_offload.events import (
     Event,
     Fill,
     PeerLost,
+    PeerRead,
+    PeerReadEnded,
+    PeersChanged,
     PeerSeen,
+    PeerSum,
+    PeerSummed,
     Restarted,
     Send,
     Ticked,
 )
 from services.kv_offload.l2.worker import L2Job, L2Pool
-from services.kv_offload.state import ReadLease, State, WriteLease
+from services.kv_offload.peers import nixl
+from services.kv_offload.peers.book import Book
+from services.kv_offload.peers.nixl import NixlWire
+from services.kv_offload.peers.wire import PeerThreads, Wire
+from services.kv_offload.state import Counters, ReadLease, State, WriteLease
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import Peer
+from shared.actor.membership import PEER_READS, Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.messages import Message
@@ -43,6 +53,7 @@ log = logging.getLogger("headrace.kv_offload")
 OURS = "headrace.kv_offload"
 
 Connect = Callable[[], Remote]
+OpenWire = Callable[[Path], Wire]
 
 
 class KvOffloadActor(Actor):
@@ -50,8 +61,13 @@ class KvOffloadActor(Actor):
 
     kind = "kv_offload"
 
-    def __init__(self, plan: Plan, connect: Connect | None = None, l2_url: str = "") -> None:
+    def __init__(
+        self, plan: Plan, connect: Connect | None = None, l2_url: str = "", open_wire: OpenWire | None = None
+    ) -> None:
         self._plan = plan
+        self._open_wire = open_wire  # to peers, for the file of the arena; None: no peers
+        self._peers: PeerThreads | None = None  # once there is another host
+        self._peers_seen: dict[str, int] = {}
         self._l2_url = l2_url  # for the status, without password
         self._connect = connect  # to L2; None: no L2
         self._core = KvCore(CountingArena(0, generation=0))
@@ -78,7 +94,7 @@ class KvOffloadActor(Actor):
             await asyncio.to_thread(remote.close)
             self._l2_pool = L2Pool(self._connect, arena.view, self._l2_ended)
             await self._l2_pool.greet()
-        self._core = KvCore(arena, l2=self._l2_pool is not None)
+        self._core = KvCore(arena, l2=self._l2_pool is not None, peers=self._open_wire is not None)
         for source in mailbox.peers.ready("executor"):
             if (peer := mailbox.peers.get(f"executor.{source}")) is not None:
                 self.on_peer(peer)
@@ -102,6 +118,8 @@ class KvOffloadActor(Actor):
             raise self._problem
         if self._l2_pool is not None:
             self._l2_pool.check()
+        if self._core.peers is not None:
+            self._meet_peers()
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         state = self._core.state
@@ -109,8 +127,11 @@ class KvOffloadActor(Actor):
             return HeartbeatPayload()
         arena, counters = state.l1.arena, state.counters
         return HeartbeatPayload(
-            load=load(state),
-            counts={"lookups": counters.lookups, "hits": counters.hits_l1 + counters.hits_l2},
+            load=(
+                *load(state),
+                *(((PEER_READS, 1),) if self._peers is not None and self._peers.address else ()),
+            ),
+            counts={"lookups": counters.lookups, "hits": counters.hits},
             arena=arena.name,
             arena_generation=arena.generation,
             tiers=tiers(state),
@@ -125,20 +146,49 @@ class KvOffloadActor(Actor):
         stuck = 0 if self._l2_pool is None else self._l2_pool.stuck
         why = "" if self._l2_pool is None else self._l2_pool.why
         kept = {"store": self._plan.store, "l2_url": self._l2_url, "l2_error": why, "stuck_calls": stuck}
+        if self._peers is not None:
+            kept["peer_error"] = self._peers.why
         off = {"why_off": self._why_off} if self._why_off else {}
-        return {**status(self._core.state), **kept, **off}
+        return {**status(self._core.state, self._core.peers), **kept, **off}
 
     async def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self._l2_pool is not None:
             await asyncio.to_thread(self._l2_pool.close)
+        if self._peers is not None:
+            await self._peers.close()
         if self._opening is not None:
             await asyncio.wait({self._opening})  # the start may have been cancelled
             if self._opening.exception() is None:
                 await asyncio.to_thread(self._opening.result().close)
 
     # ---- internals ------------------------------------------------------------------------------
+
+    def _meet_peers(self) -> None:
+        """Open the transport once another host has an L1, and give the core those that may be read."""
+        peers = self._mailbox.peers
+        own = peers.get(self._mailbox.source)
+        found = [peers.get(f"kv_offload.{actor}") for actor in peers.ready("kv_offload")]
+        others = [
+            p
+            for p in found
+            if p and own and p.heartbeat.arena and p.heartbeat.host_id != own.heartbeat.host_id
+        ]
+        if self._peers is None and others and self._open_wire is not None:
+            arena = self._core.state.l1.arena
+            self._peers = PeerThreads(
+                partial(self._open_wire, SHM / arena.name), arena.view, self._peers_ended
+            )
+        if self._peers is not None and (self._peers.problem is not None):
+            raise self._peers.problem
+        seen = {p.source: p.heartbeat.arena_generation for p in others if (PEER_READS, 1) in p.heartbeat.load}
+        if self._peers is not None and self._peers.address and seen != self._peers_seen:
+            self._peers_seen = seen
+            self._handle(PeersChanged(self._peers.address, seen))
+
+    def _peers_ended(self, event: PeerReadEnded | PeerSummed, values: list[memoryview]) -> None:
+        self._later(partial(self._handle, event, partial(copy_in, self._core.state.l1.arena, values)))
 
     def _handle(self, event: Event, fill: Callable[[Fill], None] | None = None) -> None:
         for command in self._core.handle(event, self._mailbox.clock.now_us()):
@@ -153,6 +203,10 @@ class KvOffloadActor(Actor):
         if isinstance(command, Send):
             self._mailbox.send(command.to, command.message, command.trace)
             return
+        if isinstance(command, PeerSum | PeerRead):
+            assert self._peers is not None, "a core without peers makes no reads"
+            self._peers.run(command)
+            return
         assert self._l2_pool is not None, "a core without L2 makes no calls"
         if isinstance(command, Abandon):
             self._l2_pool.abandon(command.call)
@@ -162,7 +216,7 @@ class KvOffloadActor(Actor):
     def _l2_ended(self, job: L2Job) -> None:
         arena = self._core.state.l1.arena
         if job.ended is not None:
-            self._later(partial(self._handle, job.ended, partial(copy_in, arena, job)))
+            self._later(partial(self._handle, job.ended, partial(copy_in, arena, [job.payload])))
 
     def _arm(self) -> None:
         """Set the timer to the core's next deadline."""
@@ -182,23 +236,24 @@ class KvOffloadActor(Actor):
             self._problem = self._problem or error
 
 
-def copy_in(arena: Arena, job: L2Job, command: Fill) -> None:
-    """Copy the verified bytes of a get to their range in L1. On the event loop, so that the range cannot be
+def copy_in(arena: Arena, values: Sequence[memoryview], command: Fill) -> None:
+    """Copy verified bytes that were read to their range in L1. On the event loop, so that the range cannot be
     freed meanwhile. 0.1 ms a MiB."""
     with arena.view(command.slot) as range_:
-        range_[:] = job.payload
+        range_[:] = values[command.index]
 
 
 def build(settings: Settings) -> KvOffloadActor:
     """kv_offload with the tiers of the settings. Raises SetupError."""
     plan = arenas.plan(settings.l1, settings.l1_store, settings.fleet, settings.host_id)
+    open_wire = NixlWire if nixl.installed() else None
     if not settings.l2:
-        return KvOffloadActor(plan)
+        return KvOffloadActor(plan, open_wire=open_wire)
     if not plan.bytes:
         log.warning("l2 is not used: values pass through L1, which is off")
     from services.kv_offload.backends.lmcache import open_remote
 
-    return KvOffloadActor(plan, partial(open_remote, settings.l2), _without_password(settings.l2))
+    return KvOffloadActor(plan, partial(open_remote, settings.l2), _without_password(settings.l2), open_wire)
 
 
 def _without_password(url: str) -> str:
@@ -214,7 +269,7 @@ def load(state: State) -> tuple[tuple[str, int], ...]:
         ("l1_bytes", l1.capacity_bytes),
         ("l1_used", l1.used_bytes),
         ("leased", l1.pinned_bytes + writing_bytes(state)),
-        ("hits", counters.hits_l1 + counters.hits_l2),
+        ("hits", counters.hits),
     )
 
 
@@ -234,9 +289,9 @@ def writing_bytes(state: State) -> int:
     return sum(range_.size_bytes for lease in leases for range_ in lease.ranges if range_ is not None)
 
 
-def status(state: State) -> dict[str, object]:
-    """The status document. Lookups, loads, leases and quarantine are 0 when idle."""
-    return {
+def status(state: State, peers: Book | None = None) -> dict[str, object]:
+    """The status document. Lookups, loads, leases, reads from peers and quarantine are 0 when idle."""
+    document = {
         "lookups": len(state.lookups),
         "loads": len(state.loads),
         "reads": sum(isinstance(lease, ReadLease) for lease in state.leases.values()),
@@ -244,6 +299,23 @@ def status(state: State) -> dict[str, object]:
         "quarantine": len(state.quarantine),
         "tiers": {"l1": _l1(state), "l2": _l2(state)},
         "keys": {"asked": _asked(state), "moved": _moved(state)},
+    }
+    return document if peers is None else {**document, "peers": _peers(peers, state.counters)}
+
+
+def _peers(book: Book, counters: Counters) -> dict[str, object]:
+    return {
+        "readable": len(book.peers),
+        "open": len(book.asks),
+        "known": len(book.known),
+        "answer_us": book.answer_us,
+        "hits": counters.hits_peer,
+        "gets": counters.peer_gets,
+        "bytes": counters.peer_bytes,
+        "absent": counters.peer_absent,
+        "corrupt": counters.peer_corrupt,
+        "failures": counters.peer_failures,
+        "leased": counters.peer_leased,
     }
 
 
@@ -288,7 +360,7 @@ def _asked(state: State) -> dict[str, object]:
         "lookups": counters.lookups,
         "hits_l1": counters.hits_l1,
         "hits_l2": counters.hits_l2,
-        "misses": counters.lookups - counters.hits_l1 - counters.hits_l2,
+        "misses": counters.lookups - counters.hits,
         "hit_rate": round(counters.hit_rate, 4),
         "loaded": counters.loaded,
         "loads_late": counters.loads_late,
@@ -326,11 +398,16 @@ def _counters(state: State) -> Iterator[MetricPoint]:
         ("corrupt_keys", counters.corrupt),
     ):
         yield MetricPoint(f"{OURS}.{name}", value, "{key}", is_counter=True)
-    for tier, hits in (("l1", counters.hits_l1), ("l2", counters.hits_l2)):
+    for tier, hits in (("l1", counters.hits_l1), ("l2", counters.hits_l2), ("peer", counters.hits_peer)):
         yield MetricPoint(f"{OURS}.hit_keys", hits, "{key}", (("tier", tier),), is_counter=True)
     failures = {"error": counters.l2_errors, "timeout": counters.l2_timeouts, "refused": counters.l2_refused}
     for how, calls in failures.items():
         yield MetricPoint(f"{OURS}.l2.failures", calls, "{call}", (("how", how),), is_counter=True)
+    peers = {"read": counters.peer_gets, "leased": counters.peer_leased, "corrupt": counters.peer_corrupt}
+    for what, keys in peers.items():
+        yield MetricPoint(f"{OURS}.peer.keys", keys, "{key}", (("what", what),), is_counter=True)
+    yield MetricPoint(f"{OURS}.peer.read", counters.peer_bytes, "By", is_counter=True)
+    yield MetricPoint(f"{OURS}.peer.failures", counters.peer_failures, "{call}", is_counter=True)
     for name, count in (("loads_late", counters.loads_late), ("leases.expired", counters.expired_leases)):
         yield MetricPoint(f"{OURS}.{name}", count, "1", is_counter=True)
 

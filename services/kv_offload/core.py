@@ -7,10 +7,12 @@
 Events (`events.py`): `Arrived(source, epoch, message, trace)` for KvLookup, KvReserve, KvCommit, KvPrefetch,
 KvRelease and ArenaReleased; `Restarted(source)` before the first message of a new incarnation;
 `PeerSeen(source, epoch)` and `PeerLost(source)` for executors and schedulers; `L2Ended(call, status, …)`
-once for each L2 command, unless it was abandoned; `Ticked()`.
+once for each L2 command, unless it was abandoned; `Ticked()`. With `peers` also what peers/book.py reads:
+messages of other kv_offloads, `PeersChanged`, `PeerSummed`, `PeerReadEnded`.
 
 Commands: `Send(to, message, trace)`; the L2 calls `L2Has`, `L2Get`, `L2Put`, `L2Delete` and `L2Probe`, which
-the caller runs at once on threads (at most 8 in flight, without canaries; the queues are in the core);
+the caller runs at once on threads (at most 8 in flight, without canaries; the queues are in the core), as it
+does `PeerSum` and `PeerRead`;
 `Abandon(call)`; `Fill(call, slot)`: copy the bytes of L2Get `call` to this slot of the arena before the next
 command. The core does not access KV bytes.
 
@@ -35,6 +37,7 @@ from services.kv_offload.events import (
 )
 from services.kv_offload.l1_cache import L1
 from services.kv_offload.l2 import dispatch
+from services.kv_offload.peers.book import Book
 from services.kv_offload.state import L2, Call, State
 from shared.messages import (
     ArenaReleased,
@@ -52,9 +55,11 @@ KEYS_A_MESSAGE = 1_024  # 32 KiB of keys
 class KvCore:
     """Owns the arena's ranges and the index of the tiers."""
 
-    def __init__(self, arena: Arena, *, l2: bool = False) -> None:
+    def __init__(self, arena: Arena, *, l2: bool = False, peers: bool = False) -> None:
         book = L2(enabled=l2)
         self.state = State(L1(arena, book.holds if l2 else None), book)
+        self.peers = Book(self.state) if peers else None
+        self.state.peers = self.peers
 
     def handle(self, event: Event, now_us: int) -> list[Command]:
         """Apply one event at `now_us` (monotonic) and return the commands, in order."""
@@ -63,6 +68,8 @@ class KvCore:
         self._expire()
         self._apply(event)
         dispatch.pump(state)
+        if self.peers is not None:
+            self.peers.pump()
         self._send_evicted()
         commands, state.out = state.out, []
         return commands
@@ -70,11 +77,14 @@ class KvCore:
     def due_us(self) -> int | None:
         """The next deadline of a lease, an answer, a call or a canary; None if there is none."""
         l2 = self.state.l2
-        dues = (self.state.due.next_us(), l2.deadlines.next_us(), l2.breaker.next_us())
+        peers_us = self.peers.next_us() if self.peers is not None else None
+        dues = (self.state.due.next_us(), l2.deadlines.next_us(), l2.breaker.next_us(), peers_us)
         return min((due for due in dues if due is not None), default=None)
 
     def _apply(self, event: Event) -> None:
         state = self.state
+        if self.peers is not None and self.peers.apply(event):
+            return
         match event:
             case Arrived():
                 self._arrived(event)
@@ -126,6 +136,8 @@ class KvCore:
         state = self.state
         for call in dispatch.give_up_late(state):
             self._failed(call)
+        if self.peers is not None:
+            self.peers.expire()
         while (due := state.due.pop(state.now_us)) is not None:
             what, lease = due
             match what:
@@ -169,7 +181,7 @@ class KvCore:
             for lease in list(state.loads):
                 jobs.finish_load(state, lease)
         if call.lookup is not None:
-            jobs.finish_lookup(state, call.lookup)
+            jobs.lookup_answered(state, call.lookup)
         if call.kind == "get":
             jobs.value_arrived(state, call.names[0], None)
 
@@ -182,7 +194,7 @@ class KvCore:
                 if present:
                     state.l2.presence.add(name)
         if call.lookup is not None:
-            jobs.finish_lookup(state, call.lookup)
+            jobs.lookup_answered(state, call.lookup)
 
     def _got(self, name: Name, event: L2Ended) -> None:
         """A get has ended: with the value, or because it is lost or damaged."""
@@ -192,9 +204,7 @@ class KvCore:
             state.counters.l2_gets += 1
             state.counters.promotions += entry is None
             state.l2.presence.add(name)
-            if entry is None and (range_ := state.l1.take(event.value_bytes, urgent=False)) is not None:
-                state.out.append(Fill(event.call, range_.slot))
-                entry = state.l1.publish(name, range_, event.valid_tokens, urgent=False)
+            entry = jobs.bring_up(state, name, Fill(event.call, b""), event.value_bytes, event.valid_tokens)
         else:
             state.l2.presence.forget(name)
             if event.status == "corrupt":

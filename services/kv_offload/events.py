@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -60,11 +61,37 @@ class L2Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class PeersChanged:
+    """The kv_offloads of other hosts whose L1 may be read, with generations. `address`: of our arena."""
+
+    address: bytes
+    peers: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSummed:
+    """The headers of the blocks of a PeerSum."""
+
+    lease: tuple[str, int, int]
+    headers: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReadEnded:
+    """A PeerRead has ended. `valid_tokens` of each block, -1: its bytes are wrong; empty: the read failed."""
+
+    call: int
+    valid_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time has passed; deadlines may be due (`KvCore.due_us`)."""
 
 
-Event = Arrived | Restarted | PeerSeen | PeerLost | L2Ended | Ticked
+Event = (
+    Arrived | Restarted | PeerSeen | PeerLost | L2Ended | Ticked | PeersChanged | PeerSummed | PeerReadEnded
+)  # fmt: skip
 
 
 # ---- commands -----------------------------------------------------------------------------------
@@ -134,14 +161,39 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Copy the value that L2Get `call` has read to `slot` now, before the next command."""
+    """Copy the value that L2Get `call` has read to `slot` now, before the next command; of a PeerRead the
+    value number `index`."""
 
     call: int
     slot: bytes
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSum:
+    """Make the headers of these pinned blocks: (name, slot, valid tokens). `PeerSummed` follows."""
+
+    lease: tuple[str, int, int]
+    blocks: tuple[tuple[Name, bytes, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRead:
+    """Read these blocks of a peer's arena within `limit_us` and verify them with their headers. One at a
+    time; `PeerReadEnded` follows, and then Fill for each good one."""
+
+    call: int
+    address: bytes
+    names: tuple[Name, ...]
+    offsets: tuple[int, ...]
+    headers: bytes
+    value_bytes: int
+    limit_us: int
 
 
 L2Command = L2Has | L2Get | L2Put | L2Delete | L2Probe
-Command = Send | L2Command | Abandon | Fill
+PeerCommand = PeerSum | PeerRead
+Command = Send | L2Command | Abandon | Fill | PeerCommand
 
 
 class Deadlines(Generic[T]):

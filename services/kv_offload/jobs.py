@@ -1,13 +1,13 @@
 """The jobs of schedulers: lookups, loads, stores, and the leases of ranges that loads and stores hold. Pure.
 
-A lookup checks L1, and L2 within `lookup_us` if needed. It is answered with the tier of each block. A
-prefetch copies blocks from L2 to L1, and is answered with the leased blocks:
+A lookup checks L1, and L2 and peers within `lookup_us` if needed. It is answered with the tier of each block.
+A prefetch copies blocks from L2 or a peer to L1, and is answered with the leased blocks:
 
                   all in L1 ──▶ KvReady at once
     KvPrefetch ──┤
-                  some in L2 ──▶ gets ──▶ KvReady when all are in L1, or at the deadline with those in L1
+                  some below ──▶ gets ──▶ KvReady when all are in L1, or at the deadline with those in L1
 
-Only the blocks before the first missing one are useful, so only these are leased. A value that comes from L2
+Only the blocks before the first missing one are useful, so only these are leased. A value that comes
 after the deadline stays in L1. A store reserves ranges, then commits the written ones.
 
 Leases end by release, by expiry, or by a new incarnation of their scheduler. The end of a read lease unpins
@@ -20,7 +20,9 @@ their deadlines: it may live.
 
 from __future__ import annotations
 
-from services.kv_offload.events import Name
+from dataclasses import replace
+
+from services.kv_offload.events import Fill, Name
 from services.kv_offload.l1_cache import Entry, Range
 from services.kv_offload.state import (
     MOST_LEASE_US,
@@ -58,7 +60,7 @@ LIVE_US = 600_000_000
 
 
 def look_up(state: State, lease: LeaseId, message: KvLookup, trace: str) -> None:
-    """Answer now, or within `lookup_us` if L2 must be checked."""
+    """Answer now, or within `lookup_us` if L2 or peers must be asked."""
     if lease in state.lookups:
         return  # a repeated lookup: the answer will come
     names = names_of(message.fingerprint, message.keys)
@@ -66,37 +68,53 @@ def look_up(state: State, lease: LeaseId, message: KvLookup, trace: str) -> None
     state.l1.touch(found)
     lookup = Lookup(names, message.prefix, message.promote, trace)
     state.lookups[lease] = lookup
-    tiers = [state.tier_of(name) for name in names]
-    if 0 not in tiers or not state.l2.usable:
+    unknown = tuple(name for name in names if not state.found_in(name))
+    if unknown and state.peers is not None:
+        lookup.answers = state.peers.look_up(lease, unknown)
+    if unknown and state.l2.usable:
+        state.l2.wants.append(Want(lease, unknown))
+        lookup.answers += 1
+    if lookup.answers:
+        state.due.set(("lookup", lease), state.now_us + lookup_us(state))
+    else:
         finish_lookup(state, lease)
-        return
-    first = tiers.index(0)
-    unknown = tuple(name for name, tier in zip(names[first:], tiers[first:], strict=True) if not tier)
-    state.l2.wants.append(Want(lease, unknown))
-    state.due.set(("lookup", lease), state.now_us + lookup_us(state))
 
 
 def lookup_us(state: State) -> int:
-    """How long a lookup waits for L2: twice the usual time of its answers, which may come from far away. The
-    scheduler itself waits no longer than the answer can save."""
-    return min(max(LOOKUP_US, 2 * state.l2.answer_us), MOST_LOOKUP_US)
+    """How long a lookup waits for L2 and peers: twice the usual time of their answers, which may come from
+    far away. The scheduler itself waits no longer than the answer can save."""
+    usual_us = max(state.l2.answer_us, state.peers.answer_us if state.peers is not None else 0)
+    return min(max(LOOKUP_US, 2 * usual_us), MOST_LOOKUP_US)
+
+
+def lookup_answered(state: State, lease: LeaseId) -> None:
+    """L2 or a peer has answered a lookup: finish it after the last answer, or when nothing is missing."""
+    if (lookup := state.lookups.get(lease)) is not None:
+        lookup.answers -= 1
+        if lookup.answers < 1 or all(map(state.found_in, lookup.names)):
+            finish_lookup(state, lease)
 
 
 def finish_lookup(state: State, lease: LeaseId) -> None:
     """Answer with the known tiers, and with `promote` start to copy values from L2 to L1."""
     if (lookup := drop_lookup(state, lease)) is None:
         return
-    tiers = [state.tier_of(name) for name in lookup.names]
+    tiers = [state.found_in(name) for name in lookup.names]
     if lookup.prefix and 0 in tiers:
         miss = tiers.index(0)
         tiers[miss:] = [0] * (len(tiers) - miss)
     state.counters.lookups += len(tiers)
     state.counters.hits_l1 += tiers.count(1)
-    state.counters.hits_l2 += tiers.count(2)
-    if lookup.promote:
-        for name, tier in zip(lookup.names, tiers, strict=True):
-            if tier == 2:
-                state.l2.get(name, urgent=False)
+    in_l2 = [
+        name for name, tier in zip(lookup.names, tiers, strict=True) if tier == 2 and state.l2.holds(name)
+    ]
+    state.counters.hits_l2 += len(in_l2)
+    state.counters.hits_peer += tiers.count(2) - len(in_l2)
+    if (
+        lookup.promote
+    ):  # not from peers: the scheduler asks all hosts, and each would copy what one of them has
+        for name in in_l2:
+            state.l2.get(name, urgent=False)
     state.send(lease, KvFound(job=lease[2], tiers=ints(tiers)), lookup.trace)
 
 
@@ -125,18 +143,27 @@ def prefetch(state: State, lease: LeaseId, message: KvPrefetch, trace: str) -> N
     state.loads[lease] = load
     for name in names:
         entry = state.l1.entries.get(name)
-        if entry is None and (message.deadline_us <= 0 or not state.l2.holds(name)):
+        if entry is None and (message.deadline_us <= 0 or not state.found_in(name)):
             break
         if entry is not None:
             _pin(state, entry)
         else:
             load.waiting[name] = len(load.entries)
-            state.l2.get(name, urgent=True)
+            state.get(name)
         load.entries.append(entry)
     if load.waiting:
         state.due.set(("load", lease), state.now_us + min(message.deadline_us, MOST_LEASE_US))
     else:
         finish_load(state, lease)
+
+
+def bring_up(state: State, name: Name, fill: Fill, value_bytes: int, valid_tokens: int) -> Entry | None:
+    """Put a verified value into L1 by `fill`, whose slot is not set yet; None if there is no room."""
+    entry = state.l1.entries.get(name)
+    if entry is None and (range_ := state.l1.take(value_bytes, urgent=False)) is not None:
+        state.out.append(replace(fill, slot=range_.slot))
+        entry = state.l1.publish(name, range_, valid_tokens, urgent=False)
+    return entry
 
 
 def value_arrived(state: State, name: Name, entry: Entry | None) -> None:
@@ -184,6 +211,8 @@ def _taken_load(state: State, lease: LeaseId) -> Load | None:
     for name in load.waiting:
         if not any(name in other.waiting for other in state.loads.values()):
             state.l2.urgent.pop(name, None)
+            if state.peers is not None:
+                state.peers.drop(name)
     return load
 
 

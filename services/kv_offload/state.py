@@ -1,4 +1,5 @@
-"""The state of kv_offload's core. Only core.py, jobs.py and l2/dispatch.py change it.
+"""The state of kv_offload's core. Only core.py, jobs.py, l2/dispatch.py and peers/book.py
+change it.
 
 The first half is the state of L2: queues, calls in flight, known names, circuit breaker and rates. Commands
 are made from it in this order: lookups (two calls are reserved for them), gets that a load waits for, gets
@@ -8,7 +9,9 @@ from lookups (promotion), deletes, and last copies of L1 values (write-back).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from services.kv_offload.events import Command, Deadlines, Name, Send
 from services.kv_offload.l1_cache import L1, Entry, Range
@@ -273,17 +276,18 @@ class Quarantined:
 
 @dataclass(slots=True)
 class Lookup:
-    """A lookup that waits for L2."""
+    """A lookup that waits for L2 and peers."""
 
     names: list[Name]
     prefix: bool
     promote: bool
     trace: str = ""
+    answers: int = 0  # still to come
 
 
 @dataclass(slots=True)
 class Load:
-    """A prefetch that waits for values from L2."""
+    """A prefetch that waits for values from L2 and peers."""
 
     names: list[Name]  # as requested
     entries: list[Entry | None]  # pinned, of the first `len(entries)` names; None: not in L1 yet
@@ -302,6 +306,7 @@ class Counters:
     lookups: int = 0  # keys looked up
     hits_l1: int = 0
     hits_l2: int = 0
+    hits_peer: int = 0  # of keys that L2 is not known to have
     stored: int = 0  # keys that became readable
     no_room: int = 0  # keys without room
     late_commits: int = 0  # commits of expired reservations
@@ -316,11 +321,40 @@ class Counters:
     l2_errors: int = 0
     l2_timeouts: int = 0
     l2_refused: int = 0  # puts that L2 refused, since it is full
+    peer_gets: int = 0  # values read from peers
+    peer_bytes: int = 0
+    peer_absent: int = 0  # values that a peer had lost
+    peer_corrupt: int = 0  # values of peers that failed verification
+    peer_failures: int = 0  # lookups and reads that a peer did not answer in time, or failed
+    peer_leased: int = 0  # keys leased to peers
+
+    @property
+    def hits(self) -> int:
+        """Keys that a tier or a peer had."""
+        return self.hits_l1 + self.hits_l2 + self.hits_peer
 
     @property
     def hit_rate(self) -> float:
-        """Share of the looked up keys that a tier had."""
-        return (self.hits_l1 + self.hits_l2) / self.lookups if self.lookups else 0.0
+        """Share of the looked up keys that a tier or a peer had."""
+        return self.hits / self.lookups if self.lookups else 0.0
+
+
+class Peers(Protocol):
+    """L1 of other hosts, as lookups and loads use it: peers/book.py."""
+
+    answer_us: int  # of a lookup, a moving average
+
+    def look_up(self, lookup: LeaseId, names: Sequence[Name]) -> int:
+        """Ask the peers which names they hold. Returns how many calls of `jobs.lookup_answered` follow."""
+
+    def holds(self, name: Name) -> bool:
+        """Whether a peer is known to hold this value."""
+
+    def get(self, name: Name) -> None:
+        """Queue a read of this value. `jobs.value_arrived` follows."""
+
+    def drop(self, name: Name) -> None:
+        """No load waits for this value any more: take it out of the queue."""
 
 
 @dataclass(slots=True)
@@ -329,6 +363,7 @@ class State:
 
     l1: L1
     l2: L2
+    peers: Peers | None = None
     now_us: int = 0
     counters: Counters = field(default_factory=Counters)
     leases: dict[LeaseId, WriteLease | ReadLease] = field(default_factory=dict)
@@ -349,6 +384,17 @@ class State:
     def tier_of(self, name: Name) -> int:
         """1: in L1; 2: in L2, according to the presence cache; 0: in neither."""
         return 1 if name in self.l1.entries else 2 if self.l2.holds(name) else 0
+
+    def found_in(self, name: Name) -> int:
+        """As `tier_of`; 2 also for a value that a peer holds, as long as that keeps it."""
+        return self.tier_of(name) or (2 if self.peers is not None and self.peers.holds(name) else 0)
+
+    def get(self, name: Name) -> None:
+        """Queue a get for a load: from a peer, else from L2."""
+        if self.peers is not None and self.peers.holds(name):
+            self.peers.get(name)
+        else:
+            self.l2.get(name, urgent=True)
 
     def use(self, entry: Entry) -> None:
         """Count a use of a value. From the second use on L2 should have it."""

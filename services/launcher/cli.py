@@ -124,6 +124,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     )
     auth.add_argument("--force", action="store_true", help="make new passwords for every user")
     auth.add_argument("--leaves", action="store_true", help="the nats-server listens for edges on port 7422")
+    auth.add_argument("--accounts", action="store_true", help="an account of the nats-server for each tenant")
+    auth.add_argument("--limits", default="", metavar="LIST", help="of accounts: connections=9,payload=1MB")
     auth.add_argument("--tls-cert", default="", metavar="FILE", help="the nats-server's certificate")
     auth.add_argument("--tls-key", default="", metavar="FILE", help="its key")
     auth.add_argument("--show", metavar="NAME", help="print the URL of a service, operator or tenant")
@@ -587,7 +589,10 @@ def _auth(given: argparse.Namespace) -> None:
         return
     url, tls = settings.nats_url or DEFAULT_NATS_URL, auth.tls_of(given.tls_cert, given.tls_key)
     classes = auth.classes_of(given.classes)
-    plan = auth.Plan(url, settings.fleet, tuple(given.tenant), given.force, tls, classes, given.leaves)
+    plan = auth.Plan(
+        url, settings.fleet, tuple(given.tenant), given.force, tls, classes, given.leaves,
+        given.accounts or bool(given.limits), given.limits,
+    )  # fmt: skip
     auth.generate(given.folder, plan, console.print_line)
 
 

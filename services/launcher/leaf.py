@@ -35,10 +35,10 @@ WITH_MODELS = (f"{PUBLIC}.files.>", f"{PUBLIC}.batches.>")  # an edge without mo
 OF_MODEL = ("generate", "tokenize", "detokenize")
 
 
-def remote(url: str, models: Iterable[str], *, has_users: bool) -> str:
+def remote(url: str, models: Iterable[str], *, has_users: bool, account: str = "") -> str:
     """The block of an edge that serves `models`. `url`: of a server, or of several of a cluster, by comma.
-    `has_users`: of `headrace auth`. Raises SetupError for a URL of another form, and for one with a user
-    where the edge has none."""
+    `has_users`: of `headrace auth`; `account`: that of the services, if tenants have accounts. Raises
+    SetupError for a URL of another form, and for one with a user where the edge has none."""
     parts, names = [urlsplit(each.strip()) for each in url.split(",")], tuple(models)
     if not all(map(_is_leaf, parts)):
         raise SetupError(
@@ -55,6 +55,7 @@ def remote(url: str, models: Iterable[str], *, has_users: bool) -> str:
     options = [
         f"urls: {json.dumps([each._replace(query='').geturl() for each in parts])}",
         "ignore_discovered_servers: true",  # a server does not know under which address it was reached
+        *([f"account: {json.dumps(account)}"] if account else []),
         *([f"tls {{ ca_file: {json.dumps(ca)} }}"] if ca else []),
         f"deny_imports: {json.dumps(denied)}",
         f"deny_exports: {json.dumps(denied)}",

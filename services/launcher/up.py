@@ -129,7 +129,8 @@ def up(
             settings = settings.model_copy(update={"durable": limits is not None})
             if settings.leaf:
                 names = (*models, *settings.model_names[1:])
-                extra += leaf.remote(settings.leaf, names, has_users=bool(users))
+                account = auth.account_of(users)
+                extra += leaf.remote(settings.leaf, names, has_users=bool(users), account=account)
                 limits = leaf.limits_of(settings.fleet, limits)
             if port := settings.port:
                 server = nats_server.start(port, limits=limits, extra=extra)

@@ -113,7 +113,7 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
     no executor can serve it. False if it must wait; it then holds an executor."""
     first, executors = not held.sources, list(state.executors.values())
     free = [e for e in executors if e.source not in held.sources]
-    offers = [offer for e in free if (offer := _offer(state, e, group)) is not None]
+    offers = [offer for e in free if e.pool.free_slots and (offer := _offer(state, e, group)) is not None]
     if offers:
         offer = _route(state, offers, group)
         if not lookups.pending(state, group):

@@ -92,8 +92,10 @@ def decide(state: State) -> None:
     for executor in sleep.turn(state):
         _put_to_sleep(state, executor)
     admission.admit(state)
-    tiered = [executor for executor in state.executors.values() if executor.pool.write_back]
-    while sum([store.copy_dirty(state, executor) for executor in tiered]):
+    tiered: list[Executor] = []
+    if state.tiers.by_host:
+        tiered = [executor for executor in state.executors.values() if executor.pool.write_back]
+    while tiered and sum([store.copy_dirty(state, executor) for executor in tiered]):
         admission.admit(state)  # `sum` calls each; some blocks are free now
     for executor in state.executors.values():
         if executor.settled == executor.changes and not tiered:
@@ -162,6 +164,7 @@ class Scheduler:
                 executor = state.executors.get(actor)
                 if executor is not None and not executor.draining:
                     executor.draining, executor.drains_since_us = True, state.now_us
+                    state.some_leave = True
                 _executor_leaves(state, actor)
             case PeerLost("detokenizer", actor):
                 _detokenizer_lost(state, actor)

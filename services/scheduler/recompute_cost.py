@@ -88,10 +88,12 @@ class RecomputeCost:
 def backlog_us(executor: Executor, sequence: Sequence | None, costs: RecomputeCost) -> int:
     """Time of the device's work before this sequence: the steps in flight and the prompts before it. A load
     does not wait for them."""
-    tokens = executor.row_sums().backlog_tokens
-    if sequence is not None:
-        tokens -= sequence.backlog_tokens(executor.hello.block_tokens)
-    return sum(flight.predicted_us for flight in executor.in_flight) + costs.tokens_us(0, tokens)
+    sums = executor.row_sums()
+    tokens, prompts = sums.backlog_tokens, sums.backlog_prompts
+    if sequence is not None and (own := sequence.backlog_tokens(executor.hello.block_tokens)):
+        tokens, prompts = tokens - own, prompts - 1
+    us = prompts * costs.tokens_us(0, tokens // prompts) if prompts else 0  # as prompts of one length
+    return sum(flight.predicted_us for flight in executor.in_flight) + us
 
 
 def decode_shape(executor: Executor) -> StepShape:

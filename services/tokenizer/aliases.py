@@ -90,7 +90,7 @@ class AliasNames:
         """Serve the operator and the other holders. `served`: the models of this server by all of their
         names. `is_model`: whether a model has a name now, or had it a moment ago. An `edge` has no aliases:
         unknown names are for its centre."""
-        self._served, self._is_model = served, is_model
+        self._served, self._is_model, self._table.is_there = served, is_model, is_model
         subscribe = self._mailbox.bus.subscribe
         return [
             *[
@@ -158,7 +158,10 @@ class AliasNames:
             make = subjects.tokenize if ".tokenize." in delivery.subject else subjects.detokenize
             headers = dict(delivery.headers)
             self._second.publish(
-                make(names[0], alias.main), delivery.data, reply=delivery.reply, headers=headers
+                make(names[0], alias.among(self._is_model).main),
+                delivery.data,
+                reply=delivery.reply,
+                headers=headers,
             )
 
     # ---- changes ---------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ LISTEN_US = 1_000_000
 LOOK_EVERY_S = 0.01
 FORGET_US = 60_000_000  # from the last heartbeat for a model: until then its requests are 503, later 404
 RETRY_AFTER_MS = 1_000
+GONE = "gone"  # the state of an alias's target without a tokenizer
 
 
 class Queries:
@@ -285,16 +286,20 @@ def models_body(
 ) -> dict[str, Any]:
     """OpenAI's list of models, with two fields of vLLM's: `max_model_len`, tokens of a prompt and its answer,
     and `root`, the model's own name. An alias has `targets`, its `root` is the one with the highest weight,
-    and its requests fit into each of them."""
+    and its requests fit into each of them. A target without a service is GONE: the others take its part."""
     about = {"object": "model", "created": 0, "owned_by": "headrace"}
     entries = [
         {"id": name, **about, "root": roots.get(name, name), "max_model_len": contexts[name]}
         for name in contexts
     ]
     for alias in aliases:
-        targets = [{"model": model, "weight": weight} for model, weight in alias.targets]
-        context = min(contexts.get(model, 0) for model, _ in alias.targets)
-        entry = {"id": alias.name, **about, "root": alias.main, "max_model_len": context}
+        targets = [
+            {"model": model, "weight": weight, **({} if model in contexts else {"state": GONE})}
+            for model, weight in alias.targets
+        ]
+        there = alias.among(lambda model: model in contexts)
+        context = min(contexts.get(model, 0) for model, _ in there.targets)
+        entry = {"id": alias.name, **about, "root": there.main, "max_model_len": context}
         entries.append({**entry, "targets": targets})
     return {"object": "list", "data": sorted(entries, key=lambda entry: str(entry["id"]))}
 

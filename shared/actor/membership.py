@@ -26,6 +26,7 @@ NEED = "memory_mib"  # in an executor's load: what it takes when it is awake
 SLEEPS = "sleeps"  # in an executor's load, 1: its engine can sleep
 WORK, WAITS = "work", "waits_us"  # in a scheduler's load, if models share memory
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
+PEER_READS = "peer_reads"  # in the load of a kv_offload, 1: those of other hosts may read its L1
 MIXED = "accepts_mixed"  # likewise: executors with other weights or modes serve, too
 
 

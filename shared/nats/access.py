@@ -14,9 +14,14 @@ A nats-server URL includes the user and the certificates:
 
     nats://USER:PASSWORD@HOST:PORT            a user of `headrace auth`, or any other
     tls://USER:PASSWORD@HOST:PORT?ca=FILE     the same, with the server's certificate checked by FILE
+    …?tenants=accounts                        of a service, at a server where each tenant has an account
 
 A user reads replies below its own inbox, `_INBOX.USER`; the server forbids other users to subscribe there.
 The user name of a tenant is its (escaped) name; the names of services start with `headrace-`.
+
+With an account for each tenant (services/launcher/accounts.py) the server alone keeps tenants apart: requests
+in a tenant's name can only come from its account, and what lies below `_INBOX.TENANT` reaches no other. There
+a tenant may read replies at any inbox, so services map each of them below the tenant's (`mapped`).
 """
 
 from __future__ import annotations
@@ -49,6 +54,8 @@ SERVICE_PREFIX = "headrace-"
 OPERATOR = "operator"
 LEAF = "leaf"
 INBOX = "_INBOX"
+MAPPED = f"{SERVICE_PREFIX}account"  # `_INBOX.TENANT.MAPPED.x` of the services is `_INBOX.x` of the tenant
+_ACCOUNTS = "tenants=accounts"  # in the query of a URL
 CLASSES = ("interactive", "standard", "batch")  # service classes, the highest first
 DEFAULT_CLASSES = ("standard", "batch")  # of a tenant without an entry in `tenant_classes`
 
@@ -57,7 +64,7 @@ _MAILBOXES = {  # sender -> receivers
     "tokenizer": ("scheduler", "tokenizer"),
     "scheduler": ("tokenizer", "executor", "kv_offload", "detokenizer"),
     "executor": ("scheduler",),
-    "kv_offload": ("scheduler",),
+    "kv_offload": ("scheduler", "kv_offload"),
     "detokenizer": ("scheduler", "detokenizer"),
     "gateway": (),
     "keeper": (),
@@ -116,6 +123,7 @@ _WRITES = {
         f"{PUBLIC}.done.*.*",
         f"{PUBLIC}.forward.*.*",
         f"{STORE}.>",
+        f"{INBOX}.*.{MAPPED}.>",  # the permission to answer is for the subject before `mapped`
         *(
             f"$JS.API.STREAM.{verb}.{stream}"
             for verb in ("INFO", "CREATE")
@@ -145,11 +153,12 @@ _LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """Servers without URL parameters, the user ("" for none), a file of certificates."""
+    """Servers without URL parameters, the user ("" for none), a file of certificates ("" for none)."""
 
     servers: tuple[str, ...]
     user: str = ""
     ca: str = ""
+    accounts: bool = False  # each tenant has an account
 
     @property
     def inbox_prefix(self) -> str:
@@ -170,7 +179,17 @@ def parse(url: str) -> Login:
     """Read a URL, or several joined by commas of one user."""
     parts = [urlsplit(part.strip()) for part in url.split(",")]
     ca = parse_qs(parts[0].query).get("ca", [""])[0]
-    return Login(tuple(p._replace(query="").geturl() for p in parts), parts[0].username or "", ca)
+    servers = tuple(p._replace(query="").geturl() for p in parts)
+    return Login(servers, parts[0].username or "", ca, _ACCOUNTS in parts[0].query.split("&"))
+
+
+def with_accounts(url: str, *, on: bool) -> str:
+    """The URL for a server where each tenant has an account or, not `on`, for one where none has."""
+    first, comma, others = url.partition(",")
+    parts = urlsplit(first.strip())
+    query = [each for each in parts.query.split("&") if each and each != _ACCOUNTS]
+    query += [_ACCOUNTS] if on else []
+    return parts._replace(query="&".join(query)).geturl() + comma + others
 
 
 def shown(url: str) -> str:
@@ -211,6 +230,18 @@ def reply_inbox(user: str, tenant: str, own: str) -> str:
     if not user.startswith(SERVICE_PREFIX):
         return own
     return f"{INBOX}.{tenant}.{user}.{own.rpartition('.')[2]}"
+
+
+def mapped(asked: Delivery) -> Delivery:
+    """The request with the subject at which a reply reaches its sender, at a server where each tenant has an
+    account: `_INBOX.x` there is another subject in the account of the services; below `_INBOX.TENANT` both
+    are the same. A reply subject that is no inbox stays, and is refused."""
+    verb, _, name = asked.subject.removeprefix(f"{PUBLIC}.").partition(".")
+    own = f"{INBOX}.{name.partition('.')[0]}."
+    inbox = asked.reply.removeprefix(f"{INBOX}.")
+    if verb not in _IN_A_NAME or not name or inbox == asked.reply or asked.reply.startswith(own):
+        return asked
+    return asked._replace(reply=f"{own}{MAPPED}.{inbox}")
 
 
 def is_keepers(inbox: str) -> bool:
@@ -288,7 +319,8 @@ def of_operator(fleet: str) -> Permissions:
 
 
 def of_tenant(tenant: str) -> Permissions:
-    """The permissions of a tenant: its own requests and replies."""
+    """The permissions of a tenant: its own requests and replies. With accounts they are what the two accounts
+    exchange."""
     name = token(tenant)
     own = tuple(f"{PUBLIC}.{verb}.{name}.*" for verb in _VERBS)
     return Permissions(

@@ -35,6 +35,7 @@ from shared.nats.interface import (
     RequestTimeout,
     check_payload,
 )
+from shared.nats.subjects import PUBLIC
 
 
 @contextlib.contextmanager
@@ -69,6 +70,7 @@ CANCEL_AGAIN_S = 0.05
 _VIOLATION = "authorization violation"
 _DENIED = "permissions violation"
 _DENIED_READING = "permissions violation for subscription"
+_CUTS = (OSError, nats_errors.UnexpectedEOF, nats_errors.StaleConnectionError)
 
 
 class _Client(NatsClient):
@@ -134,6 +136,7 @@ class NatsBus:
         self._nc.turn_messages = turn_messages
         self.user = ""
         self._url = self._name = ""
+        self._accounts = False
         self._online = asyncio.Event()
         self._subscriptions: list[_Subscribed] = []
         self._faults = Faults()
@@ -173,7 +176,7 @@ class NatsBus:
 
     async def _open(self, url: str, name: str) -> None:
         who = access.parse(url)
-        self.user, self._url, self._name = who.user, url, name
+        self.user, self._accounts, self._url, self._name = who.user, who.accounts, url, name
         if who.servers[0].startswith("ws"):
             vars(transport).update({name: import_module(name) for name in ("aiohttp", "multidict")})
         options: dict[str, Any] = {
@@ -213,8 +216,10 @@ class NatsBus:
         self._outbox.put(_Outgoing(subject, data, reply, dict(headers) if headers else None))
 
     async def subscribe(self, pattern: str, handler: Handler, *, queue: str = "") -> _Subscribed:
+        mapped = self._accounts and pattern.startswith(f"{PUBLIC}.")
+
         async def deliver(delivery: Any) -> None:  # nats-py wants a coroutine
-            handler(delivery)
+            handler(access.mapped(delivery) if mapped else delivery)
 
         inner = await self._nc.subscribe(pattern, queue=queue, cb=deliver)
         subscription = _Subscribed(self, inner)
@@ -414,7 +419,7 @@ class Faults:
             self.report("refused", text(error))  # other credentials since
         elif _DENIED in words:
             self.report("refused" if _DENIED_READING in words else "permission", str(error))
-        elif isinstance(error, OSError | nats_errors.UnexpectedEOF | nats_errors.StaleConnectionError):
+        elif not self.opened or isinstance(error, _CUTS):  # perhaps an account has all of its connections
             self.cause = text(error)
         elif self.online:  # a failed attempt to reconnect follows "disconnected" anyway
             self.report("error", text(error))

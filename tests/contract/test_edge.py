@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 from support.self_signed import self_signed
 from support.slow_link import SlowLink
@@ -32,7 +33,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
-from shared.nats import subjects
+from shared.nats import access, subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
 from shared.replies import error_reply, to_json
@@ -424,3 +425,50 @@ async def test_an_edge_may_only_ask_a_centre_with_credentials_and_tls(tmp_path: 
     await tokenizer.drain()
     for server in (*edges, centre):
         server.stop()
+
+
+@pytest.mark.parametrize(
+    ("edge_has", "centre_has", "prefix"),
+    [
+        (True, True, "_INBOX"), (True, True, "_INBOX.acme"), (True, False, "_INBOX.acme"),
+        (False, True, "_INBOX.acme"),
+    ],
+)  # fmt: skip
+async def test_tenants_have_accounts_at_either_side(
+    tmp_path: Path, *, edge_has: bool, centre_has: bool, prefix: str
+) -> None:
+    port, here, there = free_port(), tmp_path / "edge", tmp_path / "centre"
+    auth.generate(here, Plan("nats://nats:4222", "f", ("acme",), accounts=edge_has), print)
+    auth.generate(there, Plan("nats://nats:4222", "f", ("acme",), leaves=True, accounts=centre_has), print)
+    extra = auth.authorization(there, "f") + leaf.listen(f"127.0.0.1:{port}", there)
+    centre = servers.start(extra=extra)
+    url, account = auth.url_of(there, "leaf", f"nats-leaf://127.0.0.1:{port}"), auth.account_of(here)
+    remote = leaf.remote(url, [], has_users=True, account=account)
+    edge = servers.start(extra=auth.authorization(here, "f") + remote)
+    tokenizer = await NatsBus.connect(auth.url_of(there, "tokenizer", centre.url), timeout_s=5)
+    gone = asyncio.Event()
+
+    def answer(asked: Delivery) -> None:
+        if asked.data == b"left":
+            tokenizer.publish(asked.reply, b"x", reply=inbox)
+        elif access.answerable(tokenizer, asked):
+            tokenizer.publish(asked.reply, asked.data)
+
+    inbox = tokenizer.new_inbox()
+    await tokenizer.subscribe(inbox, lambda _: gone.set())
+    await tokenizer.subscribe("headrace.v1.generate.*.m", answer)
+    await tokenizer.flush()
+    acme = await nats.connect(auth.url_of(here, "acme", edge.url), inbox_prefix=prefix)
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                assert (await acme.request("headrace.v1.generate.acme.m", b"x", 10)).data == b"x"
+                break
+            except nats.errors.NoRespondersError:
+                await asyncio.sleep(0.02)
+    await acme.publish("headrace.v1.generate.acme.m", b"left", reply=f"{prefix}.nobody.1")
+    await asyncio.wait_for(gone.wait(), 20)
+    await acme.close()
+    await tokenizer.drain()
+    edge.stop()
+    centre.stop()

@@ -21,7 +21,7 @@ from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.client import Client
-from shared.errors import SetupError
+from shared.errors import SetupError, Unavailable
 from shared.nats import access, subjects
 from shared.nats.access import SERVICES
 from shared.nats.bus import NatsBus
@@ -143,12 +143,13 @@ async def test_a_tenant_writes_only_in_its_own_name(server: NatsServer, users: P
         assert [s for s in ALLOWED_WRITING if not await may_write(nc, refused, s)] == []
 
 
+@pytest.mark.parametrize("accounts", [False, True])
 async def test_a_stream_may_be_silent_for_longer_than_an_answer_may_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, accounts: bool
 ) -> None:
     """The permission to answer a request ends after a while, here a millisecond; a stream has none to end."""
     monkeypatch.setattr(auth, "ANSWER_WITHIN", "1ms")
-    auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, ("acme", "bob")), print)
+    auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, ("acme", "bob"), accounts=accounts), print)
     server = servers.start(extra=auth.authorization(tmp_path, FLEET))
     try:
         async with (
@@ -203,7 +204,7 @@ SENDS = {
     "tokenizer": {"scheduler", "tokenizer"},
     "scheduler": {"tokenizer", "executor", "kv_offload", "detokenizer"},
     "executor": {"scheduler"},
-    "kv_offload": {"scheduler"},
+    "kv_offload": {"scheduler", "kv_offload"},
     "detokenizer": {"scheduler", "detokenizer"},
     "gateway": set(),
     "keeper": set(),
@@ -288,6 +289,33 @@ async def test_a_detokenizer_stores_checkpoints_and_a_keeper_reads_and_removes_t
     server.stop()
 
 
+async def test_stored_requests_move_with_the_services_into_their_account(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    limits = replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB", store=str(store))
+    subject = subjects.state("acme", "r")
+
+    async def last(*, stores: bool = False) -> bytes | None:
+        server = servers.start(limits=limits, extra=auth.authorization(tmp_path, FLEET))
+        keeper = await NatsBus.connect(auth.url_of(tmp_path, "keeper", server.url), timeout_s=5)
+        streams = JetStream(keeper)
+        if stores:
+            await streams.make_stream(subjects.STATE_STREAM, STATE)
+            await keeper.request(subject, b"kept", timeout_us=30_000_000)
+        try:
+            return await streams.last(subjects.STATE_STREAM, subject)
+        finally:
+            await keeper.drain()
+            server.stop()
+
+    auth.generate(tmp_path, Plan("nats://nats:4222", FLEET), print)
+    assert await last(stores=True) == b"kept"
+    auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, accounts=True), print)
+    with pytest.raises(Unavailable):
+        await last()
+    (store / "jetstream" / "$G").rename(store / "jetstream" / auth.account_of(tmp_path))
+    assert await last() == b"kept"
+
+
 async def test_a_service_answers_whoever_asks_it_once(server: NatsServer, users: Path) -> None:
     async with (
         client(server, users, "executor") as (executor, refused),
@@ -358,10 +386,14 @@ async def test_a_subscription_of_another_service_is_a_fault(server: NatsServer, 
     await bus.drain()
 
 
-async def test_a_tenant_of_a_running_server_is_added_by_a_signal(tmp_path: Path) -> None:
-    auth.generate(tmp_path, Plan("nats://nats:4222", FLEET), print)
+@pytest.mark.parametrize("accounts", [False, True])
+async def test_a_tenant_of_a_running_server_is_added_by_a_signal(tmp_path: Path, *, accounts: bool) -> None:
+    auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, accounts=accounts), print)
     server = servers.start(extra=auth.authorization(tmp_path, FLEET))
     conf = Path(server.folder.name) / servers.CONFIG_NAME
+    tokenizer = await NatsBus.connect(auth.url_of(tmp_path, "tokenizer", server.url), timeout_s=5)
+    await tokenizer.subscribe("headrace.v1.generate.*.m", lambda m: tokenizer.publish(m.reply, m.data))
+    await tokenizer.flush()
     try:
         async with client(server, tmp_path, "public") as (public, refused):
             head = conf.read_text().removesuffix(auth.authorization(tmp_path, FLEET))
@@ -369,8 +401,12 @@ async def test_a_tenant_of_a_running_server_is_added_by_a_signal(tmp_path: Path)
             conf.write_text(head + auth.authorization(tmp_path, FLEET))
             server.process.send_signal(signal.SIGHUP)
             late = await asyncio.wait_for(NatsBus.connect(await _let_in(server, tmp_path, "late")), 10)
-            assert await may_write(public, refused, "headrace.v1.models.public")  # and nobody was cut off
+            asked = late.request(subjects.generate("late", "m"), b"x", timeout_us=30_000_000)
+            assert (await asked).data == b"x"
+            assert (await public.request("headrace.v1.generate.public.m", b"y", 30)).data == b"y"
+            assert refused == []  # and nobody was cut off
             await late.drain()
+        await tokenizer.drain()
     finally:
         server.stop()
 

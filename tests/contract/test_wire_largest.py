@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.wire_samples import SAMPLES
 
+from services.kv_offload.peers.book import BATCH
 from services.scheduler.kv_tiers.lookups import MAX_KEYS
 from services.scheduler.state.requests import MAX_CHUNKS, MAX_DECISIONS, MAX_IDS
 from services.tokenizer.structured_output import MAX_GRAMMAR_CHARS
@@ -162,6 +163,10 @@ def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
         "KvPrefetch": lambda: but(kind, **names(kind), keys=bytes(32 * count)),
         "KvReady": lambda: but(kind, offsets=longs([2**62]) * count, valid_tokens=many),
         "KvCopy": lambda: but(kind, blocks=many, offsets=longs([2**62]) * count),
+        "PeerLookup": lambda: but(kind, **names(kind), keys=bytes(32 * count)),
+        "PeerFound": lambda: but(
+            kind, offsets=longs([2**62]) * count, headers=bytes(128 * min(count, BATCH))
+        ),
         "Close": lambda: but(
             kind,
             **names(kind),
@@ -174,7 +179,7 @@ def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
 
 
 PAGED = ("Open", "SlotOpen", "Tokenized")
-TIERS = ("KvCopy", "KvFound", "KvLookup", "KvPrefetch", "KvReady", "KvReserve")
+TIERS = ("KvCopy", "KvFound", "KvLookup", "KvPrefetch", "KvReady", "KvReserve", "PeerFound", "PeerLookup")
 ROWS = (
     "Close", "Detached", "KvCommit", "KvGone", "KvRelease", "KvReserved", "KvStored", "PromptTokens",
     "StepPlan", "StepResult", "Tokens", *TIERS,

@@ -21,6 +21,7 @@ from services.launcher.commands import model as command
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.session import Target
 from services.tokenizer import actor as tokenizer
+from services.tokenizer import queries
 from services.tokenizer.actor import TokenizerActor
 from shared.actor.runtime import Actor, Runtime
 from shared.aliases import Alias
@@ -173,6 +174,35 @@ async def test_what_an_alias_cannot_be(two: Two) -> None:
     runtime = Runtime(tokenizer.build(settings), await two.connect(), "beside", "tokenizer-9")
     with pytest.raises(SetupError, match="'chat' is a name of model 'big' on this server"):
         await runtime.start()
+
+
+@pytest.mark.parametrize("connect", ["nats"], indirect=True)
+async def test_the_others_take_the_part_of_a_model_that_has_gone(
+    two: Two, nats_server: NatsServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries, "FORGET_US", 4 * two.heartbeat_us)
+    url = await add_gateway(two)
+    await healthy(two)
+    await two.set("chat", big=50, new=50)
+    assert {*await two.models_of("chat", 20)} == {"big", "new"}
+    for name in [name for name in two.runtimes if name.endswith("-2")]:
+        runtime = two.runtimes.pop(name)
+        await runtime.finish(5)
+    left = two.runtimes["tokenizer-1"].actor
+    assert isinstance(left, TokenizerActor)
+    await two.until(lambda: not left._queries.is_served("new"))
+    assert {*await two.models_of("chat", 20)} == {"big"}, "resends, too"
+    assert {*await two.models_of("chat", 20, prefix="s")} == {"big"}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        for n in range(8):
+            answer = await http.post(
+                "/v1/completions", json={**ASKED, "model": "chat", "request_id": f"h{n}"}
+            )
+            assert answer.json()["model"] == "big"
+    await command.list_models(Target(nats_server.url, "big"), as_json=False)
+    line = "chat: alias of big=50 (loaded), new=50 (gone); the others take the part of new"
+    assert line in capsys.readouterr().out.splitlines()
+    await remove_gateway(two)
 
 
 @pytest.mark.parametrize("connect", ["nats"], indirect=True)

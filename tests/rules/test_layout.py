@@ -62,8 +62,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 74, 22_378
-PRODUCT_FILES, PRODUCT_LINES = 254, 60_804
+PATH_FILES, PATH_LINES = 81, 22_964
+PRODUCT_FILES, PRODUCT_LINES = 265, 62_335
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -13,7 +13,7 @@ importlib.import_module(sys.argv[1])
 print(*sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[2:])))
 """
 
-HEAVY = ["opentelemetry", "prometheus_client", "torch", "lmcache"]
+HEAVY = ["opentelemetry", "prometheus_client", "torch", "lmcache", "nixl_cu12"]
 
 
 @pytest.mark.parametrize(

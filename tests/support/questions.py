@@ -91,7 +91,7 @@ QUESTIONS = (
         "add a dense model family",
         3,
         (
-            "services/executor/checkpoint/families.py:FAMILIES",
+            "services/executor/checkpoint/families.py:Family",
             "services/executor/checkpoint/known_keys.py:check_hf",
             "services/executor/model/shapes.py:Shapes",
         ),
@@ -103,7 +103,7 @@ QUESTIONS = (
             "services/executor/model/shapes.py:Shapes",
             "services/executor/checkpoint/config.py:from_hf",
             "services/executor/model/description.py:describe",
-            "services/executor/model/reference.py:REFERENCE",
+            "services/executor/model/reference.py:_head_norm",
         ),
     ),
     Question(

@@ -37,6 +37,8 @@ from shared.messages import (
     KvStored,
     Message,
     Open,
+    PeerFound,
+    PeerLookup,
     PromptTokens,
     Rejected,
     Resend,
@@ -362,6 +364,16 @@ TIERS: tuple[Message, ...] = (
     ),
     KvCopied(job=8, status="stale_arena", bytes=737_280, took_us=14, wait_us=3),
     ArenaReleased(executor="e0", arena_generation=2),
+    PeerLookup(job=9, fingerprint="00112233445566778899aabbccddeeff", keys=KEYS, lease_us=5_000_000),
+    PeerFound(
+        job=9,
+        arena_generation=3,
+        offsets=longs([2**33, -1]),
+        value_bytes=368_640,
+        lease_us=5_000_000,
+        headers=bytes(range(128)),
+        address=b"\x01\x02\xff",
+    ),
 )
 
 BEAT = Heartbeat(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.families import Family
 from shared.errors import SetupError
 
@@ -35,13 +36,14 @@ _HARMLESS = frozenset((
     # unused heads; their tensors are refused by name
     "num_labels", "id2label", "label2id", "problem_type", "task_specific_params", "tf_legacy_loss",
     # generation: read elsewhere, or set by requests
+    *(each.field for each in PARAMETERS),
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id",
     "mask_token_id", "decoder_start_token_id", "prefix", "max_length", "min_length", "max_new_tokens",
-    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature",
-    "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "return_dict_in_generate",
-    "output_scores", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
-    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "typical_p",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "return_dict_in_generate", "output_scores", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+    "begin_suppress_tokens",
 ))  # fmt: skip
 _ONE_VALUE: Mapping[str, object] = {
     "partial_rotary_factor": 1.0,

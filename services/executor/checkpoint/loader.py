@@ -34,6 +34,7 @@ from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars
 from services.executor.sampling.grammar_compiler import is_installed
 from services.executor.sampling.logits_processors import MakeProcessor
+from services.executor.sampling.slot_tokens import STOP_IDS
 from shared.cores import usable_threads
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
@@ -200,6 +201,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         slots=options.slots,
         max_step_tokens=options.max_step_tokens,
         max_context=loaded.context,
+        max_stop_ids=STOP_IDS,
         reports_grammars=True,
         follows_grammars=is_installed(),
         model_digest=model_digest(options, computed, kept),

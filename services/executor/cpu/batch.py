@@ -12,7 +12,6 @@ In deterministic mode each token is one call: neither other rows nor the chunk's
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +22,12 @@ from torch import Tensor
 from kernels.attention import write_rows
 from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.cpu.linear import ROW_TILE
-from services.executor.sampling.sampler import row_error_codes, row_errors
+from services.executor.sampling.sampler import row_errors
+from services.executor.sampling.slot_tokens import NO_TOKEN, STOP_IDS, SlotTokens, append_sampled
 from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan, ints
 
 _Column = NDArray[np.int64]
-_NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,53 +183,28 @@ class Slots:
     Sampling finds a slot's end (stop id or length) on the device. The scheduler may have sent the next plan
     before: its rows of a slot in `done` are no-ops. The host thread advances slots while the device thread
     reads and opens others. There is no lock, since each thread writes only the entries of its own slots, in
-    place. The exception: a new slot may widen `_stop_ids`; the old and the new tensor are both right for the
-    other slots. Only the device thread uses `tables`."""
+    place. Only the device thread uses `tables`."""
 
     def __init__(
         self, count: int, table_blocks: int, spare: int, max_context: int, device: torch.device
     ) -> None:
+        self._record = SlotTokens(count, max_context)
+        self.tokens, self.close = self._record.tokens, self._record.close
         self.tables: NDArray[np.int64] = np.full((count, table_blocks), spare, dtype=np.int64)
         self.last_token = torch.zeros(count, dtype=torch.int64, device=device)
         self.done = torch.zeros(count, dtype=torch.bool, device=device)
         self._max_length = torch.zeros(count, dtype=torch.int64, device=device)
-        self._stop_ids = torch.full((count, 1), _NO_TOKEN, dtype=torch.int64, device=device)
-        self._outgrown: list[Tensor] = []  # narrower stop ids, kept: a sample may still read their memory
-        self._tokens: dict[int, Ints] = {}
+        self._stop_ids = torch.full((count, STOP_IDS), NO_TOKEN, dtype=torch.int64, device=device)
         self._spare = spare
-        self._max_context = max_context
 
     def open(self, opened: SlotOpen) -> None:
-        """Set up a slot. Raises EngineError for a slot number that does not exist."""
-        slot = opened.slot
-        if not 0 <= slot < len(self.tables):
-            raise EngineError(f"slot {slot} is not one of {len(self.tables)} slots")
-        self._tokens[slot] = opened.tokens[:]
+        """Set up a slot. Raises EngineError for one that cannot be."""
+        slot, (limit, stops) = opened.slot, self._record.open(opened)
         self.tables[slot] = self._spare
         self.last_token[slot] = opened.tokens[-1] if opened.tokens else 0
         self.done[slot] = False
-        self._max_length[slot] = min(opened.max_length or self._max_context, self._max_context)
-        self._set_stop_ids(slot, opened.stop_ids)
-
-    def end(self, slots: list[int]) -> None:
-        """End failed slots, like stopped ones: they get no further token."""
-        if slots:
-            self.done[torch.tensor(slots, device=self.done.device)] = True
-
-    def close(self, slot: int) -> None:
-        """Forget a slot. Closing an unknown slot does nothing."""
-        self._tokens.pop(slot, None)
-
-    def reset(self) -> None:
-        """Forget every slot."""
-        self._tokens.clear()
-
-    def tokens(self, slot: int) -> Ints:
-        """The tokens of SlotOpen and the sampled ones after them. Raises EngineError for a closed slot."""
-        try:
-            return self._tokens[slot]
-        except KeyError:
-            raise EngineError(f"the plan names slot {slot}, which is not open") from None
+        self._max_length[slot] = limit
+        self._stop_ids[slot] = torch.tensor(stops, device=self.done.device)
 
     def apply_tables(self, plan: StepPlan) -> None:
         """Write the plan's block-table deltas."""
@@ -249,37 +223,11 @@ class Slots:
         lengths = torch.tensor(positions, device=ids.device) + 1
         before, flawed = self.done[at], ids < 0
         stopped = (ids.unsqueeze(1) == self._stop_ids[at]).any(1) | (lengths >= self._max_length[at])
-        codes = torch.where(flawed, row_error_codes(ids), stopped.long())
+        codes = torch.where(flawed, -ids, stopped.long())
         self.last_token[at] = torch.where(before | flawed, self.last_token[at], ids)
         self.done[at] = before | stopped | flawed
-        column = torch.where(before | flawed, _NO_TOKEN, ids)
+        column = torch.where(before | flawed, NO_TOKEN, ids)
         chosen, ended = torch.stack((column, torch.where(before, 2, codes))).tolist()
         flaws = row_errors(ended)
-        self._note(slots, chosen, positions)
+        append_sampled(map(self.tokens, slots), chosen, positions)
         return ints(chosen), ints(ended), flaws
-
-    def take(self, slots: list[int], ids: Ints, done: Ints, positions: list[int]) -> None:
-        """Like `advance`, with the columns that another rank's `advance` has returned."""
-        at, ended = torch.tensor(slots), torch.tensor(done)
-        chosen = torch.where(ended == 2, self.last_token[at], torch.tensor(ids, dtype=torch.int64))
-        self.last_token[at], self.done[at] = chosen, ended != 0
-        self._note(slots, ids, positions)
-
-    def _note(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> None:
-        for slot, token, position in zip(slots, ids, positions, strict=True):
-            known = self.tokens(slot)
-            if token != _NO_TOKEN and position == len(known):
-                known.append(token)
-
-    def _set_stop_ids(self, slot: int, stop_ids: Ints) -> None:
-        have = self._stop_ids.shape[1]
-        if len(stop_ids) > have:
-            more = self._stop_ids.new_full((len(self._stop_ids), len(stop_ids) - have), _NO_TOKEN)
-            wider = torch.cat((self._stop_ids, more), 1)
-            if wider.is_cuda:  # a sample on another stream may read either tensor at any moment
-                torch.cuda.current_stream().synchronize()
-                self._outgrown.append(self._stop_ids)
-            self._stop_ids = wider
-        self._stop_ids[slot] = _NO_TOKEN
-        if stop_ids:
-            self._stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, device=self._stop_ids.device)

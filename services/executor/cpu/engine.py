@@ -34,7 +34,8 @@ from services.executor.parallel.coroutines import CommThread
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER, MicroBatches, split
 from services.executor.sampling.host_sampling import HostRows
-from services.executor.sampling.sampler import Sampler, logprobs
+from services.executor.sampling.sampler import Sampler
+from services.executor.sampling.slot_tokens import append_sampled, end_slots, take
 from shared.errors import EngineError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
@@ -79,7 +80,6 @@ class TorchBackend:
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact, ragged=kinds.ragged)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
-        self._logprobs: dict[int, int] = {}  # SlotOpen.logprobs by slot
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
@@ -104,7 +104,6 @@ class TorchBackend:
         self._slots.open(opened)
         self._sampler.open(opened)
         self._host_rows.open(opened)
-        self._logprobs[opened.slot] = opened.logprobs
 
     def close_slot(self, slot: int) -> None:
         self._slots.close(slot)
@@ -153,31 +152,29 @@ class TorchBackend:
             )
         if logits is None or len(logits) != len(slots):
             raise EngineError(f"step {plan.step} samples rows that its forward pass did not compute")
-        positions = [plan.starts[row] + plan.counts[row] for row in plan.sample_rows]
+        positions = pending.positions
         with self._host_rows.overlapping(pending.forwarded):
-            chosen = self._host_rows.choose(self._sampler, logits, slots, positions, self._slots.tokens)
-            self._slots.end([slots[row] for row in chosen.failures])
-            ids, done, flaws = self._slots.advance(slots, chosen.ids, positions)
-            found = logprobs(logits, chosen.ids, [self._logprobs[slot] for slot in slots])
-        return StepOutput(
-            ids=ids,
-            done=done,
-            padding_rows=pending.padding_rows,
-            logprobs=found.chosen,
-            top_counts=found.top_counts,
-            top_ids=found.top_ids,
-            top_logprobs=found.top_values,
-            host_us=chosen.host_us,
-            row_errors=tuple((flaws | chosen.failures).items()),
-            segments=pending.segments(),
-        )
+            chosen, host_us, failures = self._host_rows.choose(
+                self._sampler, logits, slots, positions, self._slots.tokens
+            )
+            end_slots(self._slots.done, [slots[row] for row in failures])
+            ids, done, flaws = self._slots.advance(slots, chosen, positions)
+            output = StepOutput(
+                ids=ids,
+                done=done,
+                padding_rows=pending.padding_rows,
+                host_us=host_us,
+                row_errors=tuple((flaws | failures).items()),
+                segments=pending.segments(),
+            )
+            return self._sampler.with_logprobs(output, logits, chosen, slots)
 
     def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
         """See services.executor.group.driver.RankBackend."""
-        plan = pending.plan
         self._computed = pending.forwarded
-        if slots := list(plan.sample_slots):
-            self._slots.take(slots, ids, done, [plan.starts[i] + plan.counts[i] for i in plan.sample_rows])
+        if slots := list(pending.plan.sample_slots):
+            take(self._slots.last_token, self._slots.done, slots, ids, done)
+            append_sampled(map(self._slots.tokens, slots), ids, pending.positions)
 
     def copier(self) -> Copier:
         return self._copier

@@ -3,9 +3,9 @@
     forward: device-state updates, forward graph, sample graph, copy of the ids ──▶ returns at once
     sample:  waits for the ids                                         (the next step is queued already)
 
-Rows that the kernel does not sample (penalties, bias, processors, grammars, log probabilities) are sampled in
-torch, and the next step waits for them. services/executor/actor.py builds it for one rank, group/ for
-several.
+Rows with penalties, bias, processors, grammars or log probabilities are sampled outside the graph: torch does
+what the kernel does not take, then the kernel chooses, and the next step waits for it.
+services/executor/actor.py builds it for one rank, group/ for several.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from kernels.attention.decode import decode_work
-from kernels.sampling.gpu import Choices, Chosen, choose, scratch
+from kernels.sampling.gpu import TAKEN, Choices, choose, scratch
+from kernels.sampling.ref import INVALID
 from services.executor.checkpoint.kv_cache import tensors_of
 from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.cuda.comm_overlap import two_streams
 from services.executor.cuda.device_storage import DeviceStorage
 from services.executor.cuda.graph_runner import GraphRunner
-from services.executor.cuda.input_batch import STOP_IDS, CudaSlots, advance, arrange, end_slots, take
+from services.executor.cuda.input_batch import CudaSlots, arrange
 from services.executor.cuda.kernel_configs import WIDE, device_tuning, for_large_heads, row_by_row
 from services.executor.cuda.model import CudaModel
 from services.executor.engine import (
@@ -47,7 +48,8 @@ from services.executor.model.shapes import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import CUT_TOKENS, LEAST, split, two_stream_tokens
 from services.executor.sampling.host_sampling import HostRows
-from services.executor.sampling.sampler import Sampler, logprobs, row_errors
+from services.executor.sampling.sampler import Sampler, row_errors
+from services.executor.sampling.slot_tokens import append_sampled, end_slots, take
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
@@ -76,7 +78,7 @@ class CudaBackend:
         device, ranks = cache.tensor.device, loaded.ranks
         _check_alike(shapes, ranks)
         alone = ranks.size == loaded.stage.count == 1
-        self._info = replace(info_of(options, loaded), max_stop_ids=STOP_IDS, sleeps=alone)
+        self._info = replace(info_of(options, loaded), sleeps=alone)
         self._storage = DeviceStorage(tensors_of(loaded.weights), [cache.tensor])
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
@@ -105,14 +107,9 @@ class CudaBackend:
         )
         model = CudaModel(loaded, works, tuning, options.slots)
         self._runner = GraphRunner(loaded, model, self._slots, tuning, most, streams)
-        self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=tuning.by_row)
-        self._device_sampling = DeviceSampling(
-            options.slots, shapes.vocab, self._slots.choices, cache.activations
-        )
+        self._sampling = DeviceSampling(options.slots, shapes.vocab, self._slots.choices, cache.activations)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
-        self._logprobs: dict[int, int] = {}  # SlotOpen.logprobs by slot
         self._no_ids = torch.empty(2, 0, dtype=torch.int32)
-        self._by_torch: set[int] = set()  # slots that the kernel does not sample
         self._computed: torch.cuda.Event | None = None  # the end of the last sampled forward
         self._copier = CudaCopier(cache, lambda: self._computed)
         self._compiles = CompileWatch()
@@ -158,20 +155,13 @@ class CudaBackend:
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._slots.open(opened)
-        self._sampler.open(opened)
         self._host_rows.open(opened)
-        slot = opened.slot
-        self._logprobs[slot] = opened.logprobs
-        if self._sampler.changes_logits(slot) or opened.processors or opened.grammar or opened.logprobs:
-            self._by_torch.add(slot)
-        else:
-            self._by_torch.discard(slot)
+        self._sampling.open(opened)
 
     def close_slot(self, slot: int) -> None:
         self._slots.close(slot)
-        self._sampler.close(slot)
+        self._sampling.close(slot)
         self._host_rows.close(slot)
-        self._by_torch.discard(slot)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Pending:
@@ -182,7 +172,7 @@ class CudaBackend:
             return Pending(plan=plan, forwarded=forwarded, answer=self._no_ids, segments=segments)
         if not self._stage.last:
             return Pending(plan=plan, forwarded=self._host_rows.forwarded())
-        if not self._by_torch.isdisjoint(plan.sample_slots):
+        if self._sampling.outside(plan.sample_slots):
             logits = self._runner.logits(samples)
             return Pending(plan=plan, logits=logits, forwarded=self._host_rows.forwarded(), segments=segments)
         answer, ready = self._runner.sample(samples)
@@ -209,66 +199,36 @@ class CudaBackend:
         plan, answer = pending.plan, pending.answer
         if answer is None:
             self._computed = pending.forwarded
-        positions = [plan.starts[row] + plan.counts[row] for row in plan.sample_rows]
-        if answer is None:
-            return self._sample_by_torch(pending, positions)
+            return self._sample_outside(pending)
         assert pending.forwarded is not None, "an answer has its event"
         pending.forwarded.synchronize()
         self._computed = pending.forwarded  # only now: a copy must not wait for a step without a result
-        ids, done = answer[:, : len(positions)].tolist()
+        ids, done = answer[:, : len(plan.sample_rows)].tolist()
         flaws = row_errors(done)
-        for known, token, position in zip(pending.tokens, ids, positions, strict=True):
-            if token >= 0 and position == len(known):
-                known.append(token)
+        append_sampled(pending.tokens, ids, pending.positions)
         return StepOutput(
             ids=ints(ids), done=ints(done), row_errors=tuple(flaws.items()), segments=pending.segments()
         )
 
-    def _sample_by_torch(self, pending: Pending, positions: list[int]) -> StepOutput:
-        slots, logits = list(pending.plan.sample_slots), pending.logits
+    def _sample_outside(self, pending: Pending) -> StepOutput:
+        slots, positions, logits = list(pending.plan.sample_slots), pending.positions, pending.logits
         if logits is None:
             raise EngineError(f"step {pending.plan.step} samples rows that its forward pass did not compute")
         with self._host_rows.overlapping(pending.forwarded):
-            processed = self._host_rows.process(logits, slots, self._slots.tokens)
-            end_slots(self._slots.choices, [slots[row] for row in processed.failures])
-            answer = self._choose(processed.logits, slots, positions)
-            found = logprobs(logits, answer[0], [self._logprobs[slot] for slot in slots])
-            ids, done = answer[1:].tolist()
-        failures = row_errors(done) | processed.failures
-        for slot, token, position in zip(slots, ids, positions, strict=True):
-            known = self._slots.tokens(slot)
-            if token >= 0 and position == len(known):
-                known.append(token)
-        return StepOutput(
-            ids=ints(ids),
-            done=ints(done),
-            logprobs=found.chosen,
-            top_counts=found.top_counts,
-            top_ids=found.top_ids,
-            top_logprobs=found.top_values,
-            host_us=processed.host_us,
-            row_errors=tuple(failures.items()),
-            segments=pending.segments(),
-        )
-
-    def _choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
-        """The chosen tokens, and the columns `ids` and `done` of a StepResult: `[3, rows]`. The kernel
-        samples the rows that it can: how a token is chosen must not depend on the other rows."""
-        answer = torch.empty(3, len(slots), dtype=torch.int64, device=logits.device)
-        asked = [row for row, slot in enumerate(slots) if slot in self._by_torch]
-        plain = sorted({*range(len(slots))}.difference(asked))
-        if asked:
-            some, at = [slots[row] for row in asked], [positions[row] for row in asked]
-            rows = torch.tensor(asked, device=logits.device)
-            chosen = self._sampler.choose(logits[rows], some, at)
-            answer[:, rows] = torch.stack((chosen, *advance(self._slots.choices, some, chosen, at))).long()
-        if plain:
-            rows = torch.tensor(plain, device=logits.device)
-            found = self._device_sampling.choose(
-                logits[rows], [slots[row] for row in plain], [positions[row] for row in plain]
+            processed, host_us, failures = self._host_rows.process(logits, slots, self._slots.tokens)
+            end_slots(self._slots.choices.done, [slots[row] for row in failures])
+            answer = self._sampling.choose(processed, slots, positions)
+            ids, done = answer.tolist()
+            failures = row_errors(done) | failures
+            append_sampled(map(self._slots.tokens, slots), ids, positions)
+            output = StepOutput(
+                ids=ints(ids),
+                done=ints(done),
+                host_us=host_us,
+                row_errors=tuple(failures.items()),
+                segments=pending.segments(),
             )
-            answer[:, rows] = found[[0, 0, 1]].long()
-        return answer
+            return self._sampling.sampler.with_logprobs(output, logits, answer[0].long(), slots)
 
     @torch.inference_mode()
     def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
@@ -277,14 +237,11 @@ class CudaBackend:
         if not self._stage.last:
             self._slots.record_sampled(slots, ids, done)
         elif answer is None:
-            take(self._slots.choices, slots, ids, done)
+            take(self._slots.choices.last_tokens, self._slots.choices.done, slots, ids, done)
         elif slots:
             _check_same(pending, ids)
-        plan = pending.plan
-        known = pending.tokens or [self._slots.tokens(slot) for slot in slots]
-        for tokens, token, row in zip(known, ids, plan.sample_rows, strict=True):
-            if token >= 0 and plan.starts[row] + plan.counts[row] == len(tokens):
-                tokens.append(token)
+        known = pending.tokens or map(self._slots.tokens, slots)
+        append_sampled(known, ids, pending.positions)
 
     def copier(self) -> Copier:
         return self._copier
@@ -314,33 +271,64 @@ class CudaBackend:
         self._compiles.stop()
         if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
             rows.end()
-        for_rows = ("_sampler", "_device_sampling", "_host_rows")
-        for name in ("_cache", "_slots", "_runner", "_storage", *for_rows, "_copier"):
+        for name in ("_cache", "_slots", "_runner", "_storage", "_sampling", "_host_rows", "_copier"):
             self.__dict__.pop(name, None)  # frees the memory
 
 
 class DeviceSampling:
-    """Samples rows by the kernel in a step that torch samples in part. The kernel and torch round
-    differently, so which of them draws a row's token must not depend on the other rows.
+    """Samples the rows of a step outside its graph: torch does what the kernel does not take, then the kernel
+    chooses. A row whose logits nothing changes is read in the model's dtype: it gets the token of the graph.
 
-    It has its own scratch memory, since a graph may sample another step at the same time. Only the thread
-    that samples uses it."""
+    It has its own scratch memory, since a graph may sample another step at the same time. One thread samples;
+    another opens and closes slots."""
 
     def __init__(self, rows: int, vocab: int, choices: Choices, dtype: torch.dtype) -> None:
         """`dtype`: of the logits as the model gives them."""
+        device = choices.seeds.device
         self._choices, self._dtype = choices, dtype
-        self._scratch = scratch(rows, vocab, choices.seeds.device)
+        self.sampler = Sampler(rows, vocab, device, deterministic=False, taken=TAKEN)
+        self._outside: dict[int, bool] = {}  # whether logits change, of slots that the graph cannot sample
+        self._scratch = scratch(rows, vocab, device)
+
+    def open(self, opened: SlotOpen) -> None:
+        """Take over a slot."""
+        self.close(opened.slot)
+        self.sampler.open(opened)
+        changes = self.sampler.changes_logits(opened.slot) or bool(opened.processors)
+        if changes or opened.grammar or opened.logprobs:
+            self._outside[opened.slot] = changes
+
+    def close(self, slot: int) -> None:
+        """Forget a slot. Closing an unknown slot does nothing."""
+        self.sampler.close(slot)
+        self._outside.pop(slot, None)
+
+    def outside(self, slots: Iterable[int]) -> bool:
+        """Whether a step with these rows is sampled outside its graph."""
+        return not self._outside.keys().isdisjoint(slots)
 
     def choose(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
-        """Ids and done `[2, rows]`, as in a StepResult. Row i of `logits` `[rows, vocab]` (the model's,
-        float32) belongs to `slots[i]`, its token to position `positions[i]`."""
-        # Both columns start at a multiple of 16 bytes: the kernels were compiled for that.
-        spare = [0] * (-len(slots) % 4)
-        columns = torch.tensor((slots + spare, positions + spare), dtype=torch.int32, device=logits.device)
-        found = torch.empty_like(columns)
-        chosen = Chosen(found[0], found[1])
-        choose(logits.to(self._dtype), columns[0], columns[1], self._choices, self._scratch, chosen)
-        return found[:, : len(slots)]
+        """Columns `ids` and `done` of a StepResult, `[2, rows]` int32; done also has the codes of
+        `row_errors`. Row i of `logits` `[rows, vocab]` float32 belongs to `slots[i]`, its token to position
+        `positions[i]`."""
+        answer = torch.empty(2, len(slots), dtype=torch.int32, device=logits.device)
+        prepared = self.sampler.prepare(logits, slots, positions)
+        for changed in (False, True):
+            rows = [row for row, slot in enumerate(slots) if self._outside.get(slot, False) is changed]
+            if not rows:
+                continue
+            at, spare = torch.tensor(rows, device=logits.device), [0] * (-len(rows) % 4)
+            read = prepared[at] if changed else prepared[at].to(self._dtype)
+            # Both columns start at a multiple of 16 bytes: the kernels were compiled for that.
+            columns = [[each[row] for row in rows] + spare for each in (slots, positions)]
+            named = torch.tensor(columns, dtype=torch.int32, device=logits.device)
+            found = torch.empty_like(named)
+            choose(read, named[0], named[1], self._choices, self._scratch, found)
+            answer[:, at] = found[:, : len(rows)]
+            if changed:  # the request's fault if the logits were finite before
+                answer[1, at] += (answer[1, at] == INVALID) & logits[at].amax(-1).isfinite()
+        self.sampler.remember(slots, answer[0].long())
+        return answer
 
 
 def _check_alike(shapes: Shapes, ranks: Ranks) -> None:

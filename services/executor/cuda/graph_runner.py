@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.cuda import CUDAGraph, Event
 
 from kernels.inputs.gpu import move
-from kernels.sampling.gpu import Chosen, choose, scratch
+from kernels.sampling.gpu import choose, scratch
 from services.executor.checkpoint.loader import Loaded
 from services.executor.cuda.comm_overlap import (
     EventSegmentTimer,
@@ -204,8 +204,7 @@ class GraphRunner:
     def _sample(self, layout: Layout, size: int) -> None:
         columns = self._staging.words[: layout.token_at].view(3, -1)
         logits = self._model.logits(self._hidden, columns[0, :size])
-        chosen = Chosen(self._chosen[0], self._chosen[1])
-        choose(logits, columns[1], columns[2], self._slots.choices, self._scratch, chosen)
+        choose(logits, columns[1], columns[2], self._slots.choices, self._scratch, self._chosen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,13 @@ from kernels.attention.decode import DecodeRows
 from kernels.attention.prefill import PrefillSplit, PrefillTiles, PrefillTuning, parts_room, tile_queries
 from kernels.inputs.gpu import FROM_DEVICE, Resolved, SlotState, move, resolve, scatter
 from kernels.sampling.gpu import Choices
+from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.loader import Loaded
 from services.executor.cuda.kernel_configs import DeviceTuning
 from services.executor.cuda.model import ForwardStep
 from services.executor.parallel.step_split import Chunk
-from services.executor.sampling.sampler import filters_of, row_error_codes
+from services.executor.sampling.sampler import seed_key, slot_row
+from services.executor.sampling.slot_tokens import NO_TOKEN, STOP_IDS, SlotTokens
 from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan
 
@@ -43,9 +45,6 @@ DENSE_TOKENS = 1024  # from here on cuDNN, which reads no block table, attends a
 DENSE_STEP = 512  # cuDNN attends multiples of this: it plans each length once, which takes 80 ms
 RING = 8  # steps with inputs or answers in pinned memory at once: more than are ever in flight
 LONG_TOKENS = 4096
-STOP_IDS = 128  # of a slot; a power of two, and more than a request's limit plus a model's own stop ids
-_NO_TOKEN = -1
-_SIGN = 1 << 63
 _CHUNKS = 32  # in a mixed graph besides decodes: each may end in a tile that is not full
 
 # In units of a program's time for one tile of KV, as measured on an H200 (docs/benchmarks/gpu.md):
@@ -380,81 +379,61 @@ def padded(tokens: int) -> int:
 class CudaSlots:
     """The state of all slots on a GPU, in one buffer of 32-bit words.
 
-        tables [slots + 1, blocks] | last token | done | max length | temperature, k, p, min-p | seed |
-        stop ids
+        tables [slots + 1, blocks] | last token | done | max length | row of the slot table |
+        seed | stop ids
 
     So an opened slot and a step's block-table deltas are both updates of words. They collect on the host and
     go with the next step's inputs, in one copy and one launch. The last slot is spare: padding uses it.
 
-    The host keeps the tokens, too, for host-fed rows. The device thread opens and closes slots while the host
-    thread records the samples of other slots: each uses its own slots' entries. Samples of another stage of a
-    pipeline also become updates."""
+    Samples of another stage of a pipeline also become updates."""
 
     def __init__(
         self, count: int, table_blocks: int, spare: int, max_context: int, device: torch.device
     ) -> None:
+        self._record = SlotTokens(count, max_context)
+        self.tokens, self.close = self._record.tokens, self._record.close
         rows = count + 1
         self.spare_slot = count
-        self._max_context = max_context
         self._table_blocks = table_blocks
-        self._tokens: dict[int, Ints] = {}
         self._unset: list[tuple[Words, Words]] = []  # indices in `words`, and values
         self._sampled: dict[int, tuple[int, int]] = {}  # more updates by slot: last token, done
         self._recording = threading.Lock()
-        sizes = (rows * table_blocks, rows, rows, rows, 4 * rows, 2 * rows, STOP_IDS * rows)
-        begins = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
-        self._at = dict(
-            zip(("table", "last", "done", "length", "filter", "seed", "stop"), begins, strict=False)
-        )
+        sizes = {
+            "table": rows * table_blocks, "last": rows, "done": rows, "length": rows,
+            "sampling": len(PARAMETERS) * rows, "seed": 2 * rows, "stop": STOP_IDS * rows,
+        }  # fmt: skip
+        begins = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes.values())]).tolist()
+        self._at = dict(zip(sizes, begins, strict=False))
         self.words = torch.zeros(begins[-1], dtype=torch.int32, device=device)
-        parts = [self.words[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
-        self.state = SlotState(parts[0].view(rows, table_blocks), parts[1], parts[2])
+        part = {name: self.words[at : at + sizes[name]] for name, at in self._at.items()}
+        self.state = SlotState(part["table"].view(rows, table_blocks), part["last"], part["done"])
         self.choices = Choices(
-            filters=parts[4].view(torch.float32).view(rows, 4),
-            seeds=parts[5].view(torch.int64),
-            max_lengths=parts[3],
-            stop_ids=parts[6].view(rows, STOP_IDS),
-            last_tokens=parts[1],
-            done=parts[2],
+            parameters=part["sampling"].view(torch.float32).view(rows, -1),
+            seeds=part["seed"].view(torch.int64),
+            max_lengths=part["length"],
+            stop_ids=part["stop"].view(rows, STOP_IDS),
+            last_tokens=part["last"],
+            done=part["done"],
         )
         self.state.tables.fill_(spare)
         self.state.done[self.spare_slot] = 1
-        self.choices.stop_ids.fill_(_NO_TOKEN)
+        self.choices.stop_ids.fill_(NO_TOKEN)
 
     def open(self, opened: SlotOpen) -> None:
-        """Set up a slot. Raises EngineError for a slot number that does not exist, or over STOP_IDS stop
-        ids."""
-        slot = opened.slot
-        if not 0 <= slot < self.spare_slot:
-            raise EngineError(f"slot {slot} is not one of {self.spare_slot} slots")
-        if len(opened.stop_ids) > STOP_IDS:
-            raise EngineError(f"slot {slot} has {len(opened.stop_ids)} stop ids; at most {STOP_IDS}")
-        self._tokens[slot] = opened.tokens[:]
+        """Set up a slot with the next step's updates. Raises EngineError for one that cannot be."""
+        slot, (limit, stops) = opened.slot, self._record.open(opened)
         self._sampled.pop(slot, None)
-        limit = min(opened.max_length or self._max_context, self._max_context)
         self._set("last", slot, [opened.tokens[-1] if opened.tokens else 0])
         self._set("done", slot, [0])
         self._set("length", slot, [limit])
-        self._set("filter", slot, filters_of(opened.sampling).view(np.int32))
-        self._set("seed", slot, np.array([(opened.seed ^ _SIGN) - _SIGN], dtype=np.int64).view(np.int32))
-        self._set("stop", slot, [*opened.stop_ids, *[_NO_TOKEN] * (STOP_IDS - len(opened.stop_ids))])
-
-    def close(self, slot: int) -> None:
-        """Forget a slot's tokens. Closing an unknown slot does nothing."""
-        self._tokens.pop(slot, None)
+        self._set("sampling", slot, slot_row(opened.sampling).view(np.int32))
+        self._set("seed", slot, np.array([seed_key(opened.seed)], dtype=np.int64).view(np.int32))
+        self._set("stop", slot, stops)
 
     def reset(self) -> None:
-        """Forget every slot."""
-        self._tokens.clear()
+        """Forget the updates of slots, which are all closed."""
         self._unset.clear()
         self._sampled.clear()
-
-    def tokens(self, slot: int) -> Ints:
-        """The tokens of SlotOpen and the sampled ones after them. Raises EngineError for a closed slot."""
-        try:
-            return self._tokens[slot]
-        except KeyError:
-            raise EngineError(f"the plan names slot {slot}, which is not open") from None
 
     def take_updates(self, plan: StepPlan) -> tuple[Words, Words]:
         """The updates before this plan's forward: indices in `words`, and values."""
@@ -488,32 +467,3 @@ class CudaSlots:
         words = np.asarray(values, dtype=np.int32)
         begin = self._at[what] + slot * len(words)
         self._unset.append((np.arange(begin, begin + len(words), dtype=np.int32), words))
-
-
-def end_slots(choices: Choices, slots: list[int]) -> None:
-    """End failed slots, like stopped ones: they get no further token."""
-    if slots:
-        choices.done[torch.tensor(slots, device=choices.done.device)] = 1
-
-
-def take(choices: Choices, slots: list[int], ids: Ints, done: Ints) -> None:
-    """Like `advance`, with the columns that another rank's `advance` has returned."""
-    at, ended = (torch.tensor(each, device=choices.done.device) for each in (slots, list(done)))
-    chosen = torch.tensor(list(ids), dtype=torch.int32, device=choices.done.device)
-    choices.last_tokens[at] = torch.where(ended == 2, choices.last_tokens[at], chosen)
-    choices.done[at] = (ended != 0).int()
-
-
-def advance(choices: Choices, slots: list[int], ids: Tensor, positions: list[int]) -> tuple[Tensor, Tensor]:
-    """Append one sampled token, or an id of ROW_ERRORS, to each of `slots`, at `positions` of the sequences,
-    like the sampler's kernel: for rows that torch samples. Returns the columns `ids` and `done` on the
-    device, coded as by the kernel."""
-    at = torch.tensor(slots, device=ids.device)
-    lengths = torch.tensor(positions, device=ids.device) + 1
-    chosen = ids.int()
-    before, flawed = choices.done[at] != 0, chosen < 0
-    stopped = (chosen.unsqueeze(1) == choices.stop_ids[at]).any(1) | (lengths >= choices.max_lengths[at])
-    ended = torch.where(flawed, row_error_codes(chosen), stopped.int())
-    choices.last_tokens[at] = torch.where(before, choices.last_tokens[at], chosen.clamp(min=0))
-    choices.done[at] = (before | (ended != 0)).int()
-    return torch.where(before | flawed, _NO_TOKEN, chosen), torch.where(before, 2, ended)

@@ -10,9 +10,9 @@
     Experts          x = the weighted sum of the chosen experts' MLPs
     Add              residual += x, which is a part of a sum over the ranks that share a layer
 
-A description depends on neither engines nor files. The table of an engine has patterns of operations, several
-where one kernel covers them (program.py). checkpoint/families.py has the names of the parts in files. What each
-of several ranks holds follows from the `units` of the parts (checkpoint/partition.py).
+A description depends on neither engines nor files. The table of an engine has patterns of operations, some
+of several (program.py). checkpoint/families.py has the names of the parts in files. What each of several
+ranks holds follows from the `units` of the parts (checkpoint/partition.py).
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ They compute in the dtype of x. Attention reads a cache, whose layout is an engi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +15,7 @@ from kernels.activation import swiglu
 from kernels.moe import combine, dispatch, experts_mlp, permute, route
 from kernels.norm import rms_norm
 from services.executor.model.description import Add, Experts, Gate, HeadNorm, Norm, Projection
-from services.executor.model.program import Placed, Step, Table, Values
+from services.executor.model.program import Placed, Table, Values
 
 
 def split_heads(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,72 +25,48 @@ def split_heads(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, T
     return query, key, value
 
 
-def _norm(placed: Placed) -> Step:
-    weight, eps = placed.dense(placed.op.weight), placed.op.eps
-
-    def step(values: Values) -> None:
-        values.x = rms_norm(values.residual, weight.to(values.residual.dtype), eps)
-
-    return step
+def _norm(placed: Placed, values: Values) -> None:
+    weight = placed.dense(placed.op.weight)
+    values.x = rms_norm(values.residual, weight.to(values.residual.dtype), placed.op.eps)
 
 
-def _projection(placed: Placed) -> Step:
-    weight, bias = placed.dense(placed.op.weight), placed.op.bias
-    added = None if bias is None else placed.dense(bias)
-
-    def step(values: Values) -> None:
-        kind = values.x.dtype
-        values.x = F.linear(values.x, weight.to(kind), None if added is None else added.to(kind))
-
-    return step
+def _projection(placed: Placed, values: Values) -> None:
+    op, kind = placed.op, values.x.dtype
+    bias = None if op.bias is None else placed.dense(op.bias).to(kind)
+    values.x = F.linear(values.x, placed.dense(op.weight).to(kind), bias)
 
 
-def _head_norm(placed: Placed) -> Step:
-    op = placed.op
-    query_weight, key_weight = placed.dense(op.query), placed.dense(op.key)
-
-    def step(values: Values) -> None:
-        query, key, value = split_heads(values.x, op.heads, op.kv_heads)
-        query = rms_norm(query, query_weight.to(query.dtype), op.eps)
-        key = rms_norm(key, key_weight.to(key.dtype), op.eps)
-        values.x = torch.cat((query, key, value), 1).view(values.x.shape)
-
-    return step
+def _head_norm(placed: Placed, values: Values) -> None:
+    op, kind = placed.op, values.x.dtype
+    query, key, value = split_heads(values.x, op.heads, op.kv_heads)
+    query = rms_norm(query, placed.dense(op.query).to(kind), op.eps)
+    key = rms_norm(key, placed.dense(op.key).to(kind), op.eps)
+    values.x = torch.cat((query, key, value), 1).view(values.x.shape)
 
 
-def _gate(placed: Placed) -> Step:
-    def step(values: Values) -> None:
-        values.x = swiglu(values.x)
-
-    return step
+def _gate(placed: Placed, values: Values) -> None:
+    values.x = swiglu(values.x)
 
 
-def _experts(placed: Placed) -> Step:
-    op = placed.op
+def _experts(placed: Placed, values: Values) -> None:
+    op, x = placed.op, values.x
     gate_up, down, router = (placed.dense(each) for each in (op.gate_up, op.down, op.router))
-
-    def step(values: Values) -> None:
-        logits = F.linear(values.x, router.to(values.x.dtype))
-        weights, chosen = route(logits, op.per_token, renormalise=op.renormalise)
-        permuted = permute(chosen, op.first, len(gate_up))
-        found = experts_mlp(dispatch(values.x, permuted), gate_up, down, permuted.ends)
-        values.x = combine(found, permuted, weights)
-
-    return step
+    weights, chosen = route(F.linear(x, router.to(x.dtype)), op.per_token, renormalise=op.renormalise)
+    permuted = permute(chosen, op.first, len(gate_up))
+    found = experts_mlp(dispatch(x, permuted), gate_up, down, permuted.ends)
+    values.x = combine(found, permuted, weights)
 
 
-def _add(placed: Placed) -> Step:
-    def step(values: Values) -> None:
-        values.residual = values.residual + values.x
-
-    return step
+def _add(placed: Placed, values: Values) -> None:
+    values.residual = values.residual + values.x
 
 
-REFERENCE: Table = {
-    (Norm,): _norm,
-    (Projection,): _projection,
-    (HeadNorm,): _head_norm,
-    (Gate,): _gate,
-    (Experts,): _experts,
-    (Add,): _add,
+_DEFINITIONS = {
+    Norm: _norm,
+    Projection: _projection,
+    HeadNorm: _head_norm,
+    Gate: _gate,
+    Experts: _experts,
+    Add: _add,
 }
+REFERENCE: Table = {(kind,): partial(partial, run) for kind, run in _DEFINITIONS.items()}

@@ -302,13 +302,18 @@ def build(name: Name, valid_tokens: int, payload: Buffer) -> bytes:
 def verify(value: Buffer, name: Name) -> int | None:
     """The valid tokens of a value (header and payload); None if it is not the value of `name`."""
     view = memoryview(value)
-    fields, payload = bytes(view[: _FIELDS.size]), view[HEADER_BYTES:]
-    if len(view) < HEADER_BYTES:
+    return verify_payload(view[:HEADER_BYTES], view[HEADER_BYTES:], name)
+
+
+def verify_payload(header: Buffer, payload: Buffer, name: Name) -> int | None:
+    """As `verify`, of a header and a payload that lie apart."""
+    if len(header) != HEADER_BYTES:
         return None
+    fields = bytes(header[: _FIELDS.size])
     *found, valid_tokens = _FIELDS.unpack(fields)
     if tuple(found) != _wanted(name, len(payload)):
         return None
-    if bytes(view[_FIELDS.size : HEADER_BYTES]) != _digest(fields, payload):
+    if bytes(header[_FIELDS.size :]) != _digest(fields, payload):
         return None
     return int(valid_tokens)
 

@@ -4,6 +4,7 @@
     DIR/tokenizer/headrace.toml, ...      for one service each: `nats_url` with its user and password
     DIR/gateway/keys                      for the gateway: the hashes of the API keys
     DIR/tokenizer/classes                 for the tokenizers: the service classes that a tenant may use
+    DIR/nats/accounts                     once there was a run with `--accounts`: the limits of each account
     DIR/leaf/headrace.toml                for the nats-servers of edges, once there was a run with `--leaves`
     DIR/operator/headrace.toml, api_key   for the operator: the command line, and over HTTP /metrics
     DIR/tenants/NAME/headrace.toml        for one tenant each, for NATS
@@ -11,7 +12,8 @@
 
 Each user has its own folder, which can be handed over without the others. A second run keeps every password,
 adds missing files and updates the server's files; `--force` makes new passwords for every user. The server's
-files hold passwords only as bcrypt hashes.
+files hold passwords only as bcrypt hashes. With `--accounts` each tenant has an account of the server instead
+of a user with permissions (services/launcher/accounts.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from services.launcher import accounts
+from services.launcher.accounts import Limits
 from services.launcher.leaf import PORT
 from services.launcher.nats_server import ServerLimits
 from shared.errors import SetupError
@@ -36,6 +40,7 @@ from shared.nats.subjects import DEFAULT_TENANT, token, untoken
 FILE = "headrace.toml"
 TENANTS = "tenants"
 KEYS = "keys"  # the gateway's setting `http_keys`
+ACCOUNTS = "accounts"  # in the folder of the server
 CLASSES = "classes"  # the tokenizers' setting `tenant_classes`
 API_KEY = "api_key"
 _UNWRITABLE = re.compile(r"[\s#]")  # a tenant with such a name cannot stand in a line of the keys file
@@ -45,6 +50,10 @@ PASSWORD_BYTES = 32
 # the server seconds when a whole fleet reconnects.
 BCRYPT_ROUNDS = 4
 ANSWER_WITHIN = "1m"
+MOVE = (
+    "tenants get accounts: stop the services and the nats-server, rename the folder `jetstream/$G` of its "
+    f"files to `jetstream/{accounts.SERVICES}`, or stored requests are not found, and start all of them"
+)
 HEAD = "# made by `headrace auth`: "
 
 Report = Callable[[str], None]
@@ -61,14 +70,16 @@ class Plan:
     tls: Tls | None = None
     classes: tuple[str, ...] = ()  # that `tenants` may use; empty: as before, or access.DEFAULT_CLASSES
     leaves: bool = False  # the server listens for edges
+    accounts: bool = False  # one for each tenant
+    limits: str = ""  # of the accounts of `tenants`, see accounts.limits_of; empty: as before, or none
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """The password and the permissions of one user."""
+    """The password of one user, and its permissions; None in an account of its own."""
 
     password: str
-    permissions: Permissions
+    permissions: Permissions | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +97,24 @@ def generate(folder: Path, plan: Plan, report: Report) -> None:
     for name in ("nats.conf", "users.conf"):
         if (server / name).exists() and not (server / name).read_text().startswith(HEAD):
             raise SetupError(f"{server / name} was not made by `headrace auth`: choose another folder")
-    users = {}
+    accounts.limits_of(plan.limits)
+    users, has_accounts = {}, plan.accounts or bool(account_of(folder))
     for subfolder, (user, allowed) in _wanted(folder, plan).items():
-        users[user] = User(_password(folder / subfolder / FILE, user, plan, report), allowed)
+        url = access.with_accounts(plan.url, on=has_accounts and subfolder in access.SERVICES)
+        password = _password(folder / subfolder / FILE, user, url, plan, report)
+        users[user] = User(password, None if has_accounts and subfolder.startswith(TENANTS) else allowed)
     _write(folder / "gateway" / KEYS, _http_keys(folder, plan.force))
-    _write(folder / "tokenizer" / CLASSES, _classes(folder, plan))
+    classes, usual = folder / "tokenizer" / CLASSES, ",".join(access.DEFAULT_CLASSES)
+    _write(classes, _by_tenant(folder, classes, plan, ",".join(plan.classes), usual))
     _write(server / "nats.conf", server_conf(plan.tls, ServerLimits(), leaves=_has_leaves(folder, plan)))
-    if not _is_current(server / "users.conf", users):
-        _write(server / "users.conf", users_conf(users))
+    limits = None
+    if has_accounts:
+        if (server / "users.conf").exists() and not account_of(folder):
+            report(MOVE)
+        _write(server / ACCOUNTS, _by_tenant(folder, server / ACCOUNTS, plan, plan.limits, ""))
+        limits = _limits(server / ACCOUNTS)
+    if not _is_current(server / "users.conf", users, limits):
+        _write(server / "users.conf", users_conf(users, limits))
         report(f"{server / 'users.conf'}: {len(users)} users; a running nats-server reads it after a SIGHUP")
 
 
@@ -105,7 +126,12 @@ def url_of(folder: Path, name: str, server: str = "") -> str:
     url = _read(path)
     if not url:
         raise SetupError(f"there are no credentials in {path}: make them with `headrace auth {folder}`")
-    return access.as_user(server, access.parse(url).user, access.password_of(url)) if server else url
+    if not server:
+        return url
+    login = access.parse(url)
+    return access.with_accounts(
+        access.as_user(server, login.user, access.password_of(url)), on=login.accounts
+    )
 
 
 def tenants_in(folder: Path) -> list[str]:
@@ -121,8 +147,8 @@ def tls_of(certificate: str, key: str) -> Tls | None:
 
 
 def authorization(folder: Path, fleet: str) -> str:
-    """The block `authorization` of a server's configuration, from users.conf in `folder`. Raises SetupError
-    if it is missing, or was made for another version or fleet with other permissions."""
+    """The users of a server's configuration, from users.conf in `folder`. Raises SetupError if the file is
+    missing, or was made for another version or fleet with other permissions."""
     path = folder / "nats" / "users.conf"
     try:
         users = path.read_text()
@@ -134,6 +160,11 @@ def authorization(folder: Path, fleet: str) -> str:
             "passwords"
         )
     return users
+
+
+def account_of(folder: Path | None) -> str:
+    """The account of the services at the nats-server of `folder`; empty where tenants have no accounts."""
+    return accounts.SERVICES if folder is not None and (folder / "nats" / ACCOUNTS).exists() else ""
 
 
 def keys_of(folder: Path) -> Path:
@@ -178,18 +209,20 @@ def _checked(tenants: Iterable[str]) -> Iterable[str]:
         yield tenant
 
 
-def _password(path: Path, user: str, plan: Plan, report: Report) -> str:
-    """The password in the file at `path`, or a new one written to it."""
+def _password(path: Path, user: str, url: str, plan: Plan, report: Report) -> str:
+    """The password in the file at `path`, or a new one written to it. `url`: of the server for this user."""
     there = _read(path)
     if there and not plan.force:
-        if access.shown(there) != access.shown(plan.url):
+        if access.shown(access.with_accounts(there, on=False)) != access.shown(plan.url):
             raise SetupError(
                 f"{path} is for {access.shown(there)}, not for {access.shown(plan.url)}: choose another "
                 "folder, or make all credentials anew with --force"
             )
+        marked = access.with_accounts(there, on=access.parse(url).accounts)
+        _write(path, path.read_text().replace(there, marked))
         return access.password_of(there)
     password = secrets.token_urlsafe(PASSWORD_BYTES)
-    _write(path, f"nats_url = {json.dumps(access.as_user(plan.url, user, password))}\n")
+    _write(path, f"nats_url = {json.dumps(access.as_user(url, user, password))}\n")
     report(f"{path}: new")
     return password
 
@@ -210,16 +243,22 @@ def _http_keys(folder: Path, force: bool) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _classes(folder: Path, plan: Plan) -> str:
-    """Lines `tenant class,...` for the tokenizers: the existing ones, changed by the plan."""
-    path = folder / "tokenizer" / CLASSES
+def _by_tenant(folder: Path, path: Path, plan: Plan, new: str, default: str) -> str:
+    """Lines `tenant value`: those of the file at `path`, with `new` for the tenants of the plan or, if the
+    plan names none, for all; a tenant without a line gets `default`."""
     there = (line.partition(" ") for line in (path.read_text().splitlines() if path.exists() else ()))
-    classes = {name: allowed for name, _, allowed in there if name}
+    values = {name: value for name, _, value in there if name}
     for tenant in tenants_in(folder):
-        classes.setdefault(token(tenant), ",".join(access.DEFAULT_CLASSES))
-        if plan.classes and (tenant in plan.tenants or not plan.tenants):
-            classes[token(tenant)] = ",".join(plan.classes)
-    return "".join(f"{name} {allowed}\n" for name, allowed in sorted(classes.items()))
+        values.setdefault(token(tenant), default)
+        if new and (tenant in plan.tenants or not plan.tenants):
+            values[token(tenant)] = new
+    return "".join(f"{name} {value}".rstrip() + "\n" for name, value in sorted(values.items()))
+
+
+def _limits(path: Path) -> Mapping[str, Limits]:
+    """The limits of each account in the file at `path`. Raises SetupError."""
+    lines = (line.partition(" ") for line in path.read_text().splitlines())
+    return {name: accounts.limits_of(text) for name, _, text in lines if name}
 
 
 def classes_of(text: str) -> tuple[str, ...]:
@@ -239,8 +278,8 @@ def _read(path: Path) -> str:
         raise SetupError(f"{path} cannot be read: {error}; remove it to get a new one") from None
 
 
-def _is_current(path: Path, users: Mapping[str, User]) -> bool:
-    return path.exists() and path.read_text().startswith(head(users) + "\n")
+def _is_current(path: Path, users: Mapping[str, User], limits: Mapping[str, Limits] | None) -> bool:
+    return path.exists() and path.read_text().startswith(head(users, limits) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
@@ -258,15 +297,27 @@ def _write(path: Path, text: str) -> None:
         raise SetupError(f"{path} cannot be written: {error}") from None
 
 
-def users_conf(users: Mapping[str, User]) -> str:
-    """The block `authorization` for these users; its first line is `head(users)`."""
-    body = [_user(name, user) for name, user in sorted(users.items())]
-    return "\n".join([head(users), "authorization {", "  users: [", *body, "  ]", "}", ""])
+def users_conf(users: Mapping[str, User], limits: Mapping[str, Limits] | None = None) -> str:
+    """The block `authorization` for these users or, with `limits` of the tenants' accounts, the block
+    `accounts`; the first line is `head(users, limits)`."""
+    entries = {name: _user(name, user) for name, user in sorted(users.items())}
+    if limits is None:
+        body = ["authorization {", "  users: [", *entries.values(), "  ]", "}"]
+    else:
+        tenants = {
+            untoken(name): (entries[name], limits.get(name, {}))
+            for name, user in users.items()
+            if user.permissions is None
+        }
+        services = [entry for name, entry in entries.items() if users[name].permissions is not None]
+        body = [accounts.block(services, tenants)]
+    return "\n".join([head(users, limits), *body, ""])
 
 
-def head(users: Mapping[str, User]) -> str:
-    """The first line of `users_conf`, a hash of users, passwords and permissions."""
+def head(users: Mapping[str, User], limits: Mapping[str, Limits] | None = None) -> str:
+    """The first line of `users_conf`, a hash of users, passwords, permissions and limits."""
     facts = json.dumps([[name, repr(user)] for name, user in sorted(users.items())])
+    facts += "" if limits is None else json.dumps(limits, sort_keys=True)
     return HEAD + sha256(facts.encode()).hexdigest()[:32]
 
 
@@ -290,15 +341,14 @@ def server_conf(tls: Tls | None, limits: ServerLimits, *, leaves: bool = False) 
 
 
 def _user(name: str, user: User) -> str:
-    p = user.permissions
+    login = f"    {{ user: {json.dumps(name)}, password: {json.dumps(_hashed(user.password))}"
+    if (p := user.permissions) is None:
+        return f"{login} }}"
     allowed = [f"publish: {{ allow: {_list(p.publish)} }}", f"subscribe: {{ allow: {_list(p.subscribe)} }}"]
     if p.answers:
         allowed.append(f'allow_responses: {{ max: 1, expires: "{ANSWER_WITHIN}" }}')
     rights = ",\n        ".join(allowed)
-    return (
-        f"    {{ user: {json.dumps(name)}, password: {json.dumps(_hashed(user.password))},\n"
-        f"      permissions: {{\n        {rights} }} }}"
-    )
+    return f"{login},\n      permissions: {{\n        {rights} }} }}"
 
 
 def _list(patterns: tuple[str, ...]) -> str:

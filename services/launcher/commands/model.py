@@ -85,11 +85,13 @@ def _line(entry: Mapping[str, Any]) -> str:
     if "targets" not in entry:
         root = f", a name of {entry['root']}" if entry["root"] != entry["id"] else ""
         return f"{entry['id']}: {entry.get('state', 'of another fleet')}{root}"
-    targets = (
+    targets = [
         f"{each['model']}={each['weight']} ({each.get('state', 'not of this fleet')})"
         for each in entry["targets"]
-    )
-    return f"{entry['id']}: alias of {', '.join(targets)}"
+    ]
+    gone = [each["model"] for each in entry["targets"] if each.get("state") == "gone"]
+    note = f"; the others take the part of {', '.join(gone)}" if 0 < len(gone) < len(targets) else ""
+    return f"{entry['id']}: alias of {', '.join(targets)}{note}"
 
 
 def _shown(targets: Mapping[str, int]) -> str:

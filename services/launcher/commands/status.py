@@ -186,8 +186,10 @@ def _store_lines(store: Facts) -> list[str]:
     l1, l2 = store["tiers"]["l1"], store["tiers"]["l2"]
     keys, moved = store["keys"]["asked"], store["keys"]["moved"]
     quarantined = f"; {size(l1['quarantined_bytes'])} in quarantine" if store["quarantine"] else ""
-    hits = keys["hits_l1"] + keys["hits_l2"]
+    peers: Facts = store.get("peers", {})
+    hits = keys["hits_l1"] + keys["hits_l2"] + peers.get("hits", 0)
     where = f"{keys['hits_l1']:,} in L1, {keys['hits_l2']:,} in L2"
+    where += f", {peers['hits']:,} in L1 of other hosts" if peers else ""
     return [
         f"{head}  store {store.get('store', '')}",
         f"  L1     {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])}"
@@ -196,6 +198,7 @@ def _store_lines(store: Facts) -> list[str]:
         f"  leases {store['reads']:,} reads of {size(l1['read_bytes'])},"
         f" {store['writes']:,} writes of {size(l1['written_bytes'])}{quarantined}",
         *_l2_lines(l2, str(store.get("l2_url", "")), str(store.get("l2_error", ""))),
+        *_peer_lines(peers, str(store.get("peer_error", ""))),
         f"  hits   {percent(hits, keys['lookups'])} of {keys['lookups']:,} blocks looked up: {where}",
         f"  moved  {moved['stored']:,} blocks stored ({moved['no_room']:,} did not fit),"
         f" {keys['loaded']:,} leased to be read, {moved['promotions']:,} brought from L2",
@@ -218,6 +221,17 @@ def _l2_lines(l2: Facts, url: str, error: str) -> list[str]:
         f" {l2['errors']:,} errors, {l2['timeouts']:,} timeouts, {l2['refused']:,} refused,"
         f" {l2['corrupt']:,} damaged values,"
         f" breaker opened {l2['opened']:,} times",
+    ]
+
+
+def _peer_lines(peers: Facts, error: str) -> list[str]:
+    if not peers or not (peers["readable"] or error):
+        return []  # NIXL is not installed, or there is one host
+    return [
+        f"  peers  L1 of {peers['readable']:,} other hosts can be read; {peers['gets']:,} blocks"
+        f" ({size(peers['bytes'])}) came from there, {peers['leased']:,} were leased to them;"
+        f" {peers['absent']:,} were gone, {peers['corrupt']:,} damaged, {peers['failures']:,} failures",
+        *([f"         {error}"] if error else []),
     ]
 
 

@@ -28,8 +28,12 @@ BACKLOG_US = 250_000  # of prompts on an executor: with more a sequence that mov
 
 def advance(state: State) -> None:
     """Go on with the moves from all draining executors, and from those that only prefill."""
-    for executor in state.executors.values():
-        if not executor.running or not (executor.draining or executor.role == PREFILL):
+    if not state.some_leave:
+        return  # at most events
+    leaving = [e for e in state.executors.values() if e.draining or e.role == PREFILL]
+    state.some_leave = bool(leaving)
+    for executor in leaving:
+        if not executor.running:
             continue
         due_us = executor.drains_since_us + state.limits.move_after_us if executor.draining else 0
         if state.now_us >= due_us and _others(state, executor):

@@ -79,6 +79,7 @@ def _change(state: State, roles: Roles, executors: list[Executor], wanted: int) 
     executors = sorted(executors, key=lambda e: (e.role != PREFILL, len(e.running), e.source))
     for at, executor in enumerate(executors):
         executor.role = "" if most <= 0 else PREFILL if at < most else DECODE
+        state.some_leave |= executor.role == PREFILL
         executor.prompt_limit = _prompt_limit(state, executor) if executor.role == DECODE else 0
 
 
@@ -125,12 +126,12 @@ class _Load:
         makes them."""
         costs, count, half = self._model.cost_model, self._executors, self._prompt // 2
         shape = self._share(count)
-        alone_us, room = costs.bounded_us(shape), max(self._step_tokens - shape.rows, GRAIN_TOKENS)
-        waiting_us = (costs.bounded_us(shape.with_chunk(0, room)) - alone_us) * self._prompt // room
+        alone_us, room = costs.predict_us(shape), max(self._step_tokens - shape.rows, GRAIN_TOKENS)
+        waiting_us = (costs.predict_us(shape.with_chunk(0, room)) - alone_us) * self._prompt // room
         bound_us = step_bound_us(alone_us, self._tbt_us, waiting_us)
         fits = chunk_tokens(costs, shape, half, bound_us, GRAIN_TOKENS, room)
         chunk = min(fits or self._model.hello.block_tokens, self._prompt)
-        step_us = costs.bounded_us(shape.with_chunk(half, chunk))
+        step_us = costs.predict_us(shape.with_chunk(half, chunk))
         chunks = self._demand * 1_000 // (count * chunk)  # a second and executor, times 1000
         busy_pm = chunks * max(step_us - alone_us, 0) // 1_000_000
         itl_us = alone_us * 1_000 // (1_000 - busy_pm) if busy_pm < 950 else NEVER_US
@@ -142,9 +143,9 @@ class _Load:
         """So many executors only prefill."""
         model = self._model
         costs, shape, chunk = model.cost_model, self._share(self._executors - prefills), self._step_tokens
-        itl_us = costs.bounded_us(shape)
+        itl_us = costs.predict_us(shape)
         chunk = min(chunk, self._prompt)
-        step_us = costs.bounded_us(NO_ROWS.with_chunk(self._prompt // 2, chunk))
+        step_us = costs.predict_us(NO_ROWS.with_chunk(self._prompt // 2, chunk))
         block_us = max(step_us * model.hello.block_tokens // chunk, 1)
         copy_us = model.down.block_us(LINK_TIMES * model.hello.bytes_per_block)
         fits = (

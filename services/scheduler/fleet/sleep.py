@@ -59,6 +59,7 @@ def ask(state: State, event: SleepSet) -> None:
         if event.asleep and not executor.draining:
             executor.draining, executor.drains_since_us = True, state.now_us
             executor.sleep_by_us = state.now_us + DRAIN_US
+            state.some_leave = True
         elif executor.sleep_by_us and not event.asleep:
             executor.draining, executor.sleep_by_us = False, 0
             state.waiting.unpark(state.now_us)
@@ -78,6 +79,8 @@ def turn(state: State) -> list[Executor]:
     return those that may sleep now."""
     if state.asleep and not state.limits.shares_memory:
         _wake(state, [name for name, sleeper in state.asleep.items() if _is_needed(state, sleeper)])
+    if not state.some_leave:
+        return []
     draining = [executor for executor in state.executors.values() if executor.sleep_by_us]
     for executor in draining:
         if state.now_us >= executor.sleep_by_us and not _would_wake_it(state, executor):

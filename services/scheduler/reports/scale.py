@@ -6,7 +6,8 @@
 
 The terms are of this moment: how long a demand must last is the autoscaler's to decide. All are 0 without a
 request, and at least one is 1 with one. Without an executor no speed is known, so a queue of any
-length needs one; the next report, with that executor, has the rest.
+length needs one; the next report, with that executor, has the rest. While executors sleep, no term is more
+than there are with them: to wake one takes seconds, to start one more takes minutes.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ def wanted(state: State) -> Terms:
     serving = [e for e in state.executors.values() if not e.draining]
     if not serving:
         return {"rows": min(waiting, 1), "prompt_tokens": 0, "blocks": 0}
-    return {
+    terms = {
         "rows": _rows(state, serving, waiting),
         "prompt_tokens": _prompt_tokens(state, serving),
         "blocks": _blocks(state, serving, waiting),
     }
+    if sleepers := len(state.asleep) + sum(e.sleep_by_us > 0 for e in state.executors.values()):
+        return {term: min(count, len(serving) + sleepers) for term, count in terms.items()}
+    return terms
 
 
 def points(state: State, model: str) -> Iterator[MetricPoint]:

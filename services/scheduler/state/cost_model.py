@@ -43,6 +43,9 @@ class CostModel:
     The coefficients are the least squares fit of the relative errors of the last few hundred steps, found
     by coordinate descent. `speed` follows a machine that becomes slower or faster as a whole.
 
+    A further token takes at most SLACK times as long as one of any step seen: else a step of 257 tokens, one
+    above the knot, could make those of 512 seem forty times as long.
+
     A machine that is never idle has steps of one size only, which do not show what a chunk adds to decodes.
     So the last step of each kind (with or without chunks, by powers of two of its tokens) never fades.
 
@@ -69,12 +72,6 @@ class CostModel:
     def predict_us(self, shape: StepShape) -> int:
         """Predicted time of a step of this shape; 0 before the first observation."""
         return int(self._predict(_features(shape)))
-
-    def bounded_us(self, shape: StepShape) -> int:
-        """As `predict_us`, but at most as many times a step of each kind as its work: sizes that were never
-        tried may be predicted far too high. 0 before the first observation."""
-        most = min((took * _times(shape, other) for other, took in self._kinds.values()), default=0.0)
-        return int(min(self._predict(_features(shape)), self._speed * most))
 
     def observe(self, shape: StepShape, took_us: int) -> None:
         """Learn from a step of this shape that took `took_us` on the device."""
@@ -191,6 +188,7 @@ class CostModel:
         rows = [[x / took for x in _features(shape)] for shape, took in kinds]
         moments, targets = _added(self._moments, self._targets, rows, 1.0)
         fit = self._fit
+        steepest = SLACK * min((256 * took / max(shape.tokens, 1) for shape, took in kinds), default=0.0)
         for _ in range(SWEEPS):
             for i, row in enumerate(moments):
                 if row[i] > EMPTY:
@@ -198,6 +196,8 @@ class CostModel:
                     r, s, t, u, v, w = row
                     gradient = a * r + b * s + c * t + d * u + e * v + f * w - targets[i]
                     better = fit[i] - gradient / row[i]
+                    if i == 3:  # above the last knot a token costs the third and the fourth coefficient
+                        better = min(better, steepest - c)
                     fit[i] = better if better > 0.0 else 0.0
 
 

@@ -81,6 +81,7 @@ class RowSums:
     decode_tokens: int = 0  # in their KV cache
     prompt_tokens: list[int] = field(default_factory=lambda: [0] * len(requests.CLASS_NAMES))  # by level
     backlog_tokens: int = 0  # of all levels, without tokens that are loaded
+    backlog_prompts: int = 0  # sequences that have some
     speed: int = 0  # see ../load_shedding.py; 0: not derived yet
     ends: dict[int, tuple[int, list[tuple[int, int]], int]] = field(default_factory=dict)  # likewise
 
@@ -161,7 +162,8 @@ class Executor:
                 sums.decode_tokens += s.computed
             elif s.parent is None:
                 sums.prompt_tokens[s.level] += s.opened_length - s.computed
-                sums.backlog_tokens += s.backlog_tokens(block_tokens)
+                sums.backlog_tokens += (tokens := s.backlog_tokens(block_tokens))
+                sums.backlog_prompts += tokens > 0
         self.sums = sums
         return sums
 
@@ -233,6 +235,7 @@ class State:
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     roles: dict[str, Roles] = field(default_factory=dict)  # by model
     roles_due_us: int = 0  # the next review
+    some_leave: bool = False  # an executor drains or only prefills: ../fleet/moves.py sets it back
     excluded: dict[str, ExecHello] = field(default_factory=dict)  # executors of other kinds, which stay out
     asleep: dict[str, Sleeper] = field(default_factory=dict)  # executors by id: see ../fleet/sleep.py
     dropped: dict[str, DroppedExecutor] = field(default_factory=dict)  # by id

@@ -17,13 +17,11 @@ from shared.api import (
     MAX_MESSAGES,
     MAX_TIMEOUT_S,
     MAX_TOOLS,
-    MAX_TOP_K,
     NO_EFFECT,
     NOT_YET,
     REQUEST_ID,
     Extensible,
-    Penalty,
-    Repetition,
+    SamplingFields,
     SloClass,
     Stop,
     bad_field,
@@ -40,10 +38,8 @@ LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks fo
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # as in OpenAI's API
 # Fields that the chat has under the same name.
 _SAME = (
-    "temperature", "top_p", "parallel_tool_calls", "user", "prompt_cache_key", "stream",
-    "seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs", "durable",
-    "webhook",
+    *SamplingFields.model_fields, "parallel_tool_calls", "user", "prompt_cache_key", "stream", "seed", "stop",
+    "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs", "durable", "webhook",
 )  # fmt: skip
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _OPEN = ConfigDict(extra="ignore", strict=True)  # clients send items back with fields that are not for us
@@ -221,7 +217,7 @@ Metadata = Annotated[
 ]
 
 
-class ResponseRequest(BaseModel):
+class ResponseRequest(SamplingFields):
     """A conversation to answer."""
 
     model_config = _STRICT
@@ -237,8 +233,6 @@ class ResponseRequest(BaseModel):
         None, description="the conversation continues that of a stored response"
     )
     max_output_tokens: int | None = Field(None, ge=1, description="most tokens of the answer")
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
     tools: Annotated[
         Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)],
         BeforeValidator(_tools, Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]),
@@ -279,11 +273,6 @@ class ResponseRequest(BaseModel):
     # of Headrace, as in a chat
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="random if absent")
     stop: Stop = Field(default_factory=list, description="texts that end an answer")
-    top_k: int = Field(0, ge=-1, le=MAX_TOP_K, description="tokens to draw from; 0 and -1: all")
-    min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the greatest")
-    presence_penalty: Penalty = Field(0.0, description="for each token that occurs in the answer so far")
-    frequency_penalty: Penalty = Field(0.0, description="the same, times the number of occurrences")
-    repetition_penalty: Repetition = Field(1.0, description="divides logits of tokens in prompt and answer")
     ignore_eos: bool = Field(False, description="do not stop at the model's own end tokens")
     min_tokens: int = Field(0, ge=0, description="least tokens of an answer: until then nothing ends it")
     slo_class: SloClass = Field("standard", description="latency class: docs/design/scheduler.md")

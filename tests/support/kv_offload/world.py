@@ -20,6 +20,8 @@ from services.kv_offload.events import (
     L2Has,
     L2Put,
     Name,
+    PeerRead,
+    PeerSum,
     Send,
     Ticked,
 )
@@ -68,6 +70,7 @@ class World:
 
     blocks: int = 10
     l2: bool = False
+    peers: bool = False
     now_us: int = SECOND
     epoch: int = EPOCH
     memory: dict[int, object] = field(default_factory=dict)  # offset -> the name whose bytes lie there
@@ -76,10 +79,11 @@ class World:
     sending: dict[int, object] = field(default_factory=dict)  # put -> the bytes it read
     fetched: dict[int, object] = field(default_factory=dict)  # get -> the bytes it brought
     sent: list[Send] = field(default_factory=list)
+    peer_calls: list[PeerSum | PeerRead] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.arena = Arena(self.blocks * PAGE, generation=3)
-        self.core = KvCore(self.arena, l2=self.l2)
+        self.core = KvCore(self.arena, l2=self.l2, peers=self.peers)
 
     @property
     def state(self):  # noqa: ANN201 - the core's, as it is
@@ -94,8 +98,12 @@ class World:
                     self.sent.append(command)
                 case Abandon(call):
                     del self.calls[call]
-                case Fill(call, slot):
-                    self.memory[self.arena.offset_of(slot)] = self.fetched.pop(call)
+                case Fill(call, slot, index):
+                    value = self.fetched[call]
+                    value = value[index] if isinstance(value, list) else self.fetched.pop(call)
+                    self.memory[self.arena.offset_of(slot)] = value
+                case PeerSum() | PeerRead():
+                    self.peer_calls.append(command)
                 case _:
                     self.calls[command.call] = command
                     if isinstance(command, L2Put):

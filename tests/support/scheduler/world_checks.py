@@ -133,7 +133,8 @@ def sums(world: World) -> None:
         running, found = executor.running, executor.row_sums()
         assert not any(s.load_job for s in running if not s.prefilling)
         size = executor.hello.block_tokens
-        assert found.backlog_tokens == sum(s.backlog_tokens(size) for s in running if s.prefilling)
+        backlog = [tokens for s in running if s.prefilling and (tokens := s.backlog_tokens(size))]
+        assert (found.backlog_tokens, found.backlog_prompts) == (sum(backlog), len(backlog))
         cached = [s.computed for s in running if not s.prefilling]
         prompts = [s for s in running if s.prefilling and s.parent is None]
         left = [sum(s.opened_length - s.computed for s in prompts if s.level == at) for at in range(3)]

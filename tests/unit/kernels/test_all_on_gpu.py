@@ -36,7 +36,8 @@ from kernels.norm.gpu import add_rms_norm_, rms_norm
 from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
 from kernels.rope.ref import apply_rope, rope_table
 from kernels.sampling import ref as sampler
-from kernels.sampling.gpu import Choices, Chosen, choose, scratch
+from kernels.sampling.gpu import Choices, choose, scratch
+from loadtest.gpu.draw import slot_table
 
 CLOSE = 1e-5
 
@@ -169,8 +170,7 @@ def test_chosen_tokens_are_those_of_the_reference_and_end_their_slots() -> None:
     logits = normal(rows, vocab) * 3
     seeds = torch.randint(-(2**62), 2**62, (rows + 1,), generator=torch.Generator().manual_seed(4)).to(DEVICE)
     positions = words(*range(10, 10 + rows))
-    table = torch.zeros(rows + 1, 4, device=DEVICE)
-    table[:rows] = torch.tensor(filters, device=DEVICE)
+    table = slot_table([*filters, (0, 0, 0, 0)], DEVICE)
     wanted = []
     for row, (temperature, top_k, top_p, min_p) in enumerate(filters):
         if not temperature:
@@ -186,10 +186,10 @@ def test_chosen_tokens_are_those_of_the_reference_and_end_their_slots() -> None:
     limits, done = words(*[1000] * rows, 0), words(*[0] * rows, 1)
     limits[2], done[3] = 13, 1  # the third slot is at its length, the fourth had ended before
     last = words(*range(rows + 1))
-    chosen = Chosen(words(*[-9] * rows), words(*[-9] * rows))
+    chosen = torch.full((2, rows), -9, dtype=torch.int32, device=DEVICE)
     choices = Choices(table, seeds, limits, stops, last, done)
     choose(logits, words(*range(rows)), positions, choices, scratch(rows, vocab, logits.device), chosen)
-    assert chosen.ids.tolist() == [*wanted[:3], -1, *wanted[4:]]
-    assert chosen.done.tolist() == [0, 1, 1, 2, 0, 0, 0]
+    assert chosen[0].tolist() == [*wanted[:3], -1, *wanted[4:]]
+    assert chosen[1].tolist() == [0, 1, 1, 2, 0, 0, 0]
     assert last.tolist() == [*wanted[:3], 3, *wanted[4:], rows]
     assert done.tolist() == [0, 1, 1, 1, 0, 0, 0, 1]

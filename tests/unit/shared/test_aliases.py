@@ -80,6 +80,26 @@ def test_a_resend_stays_while_it_is_remembered() -> None:
     assert table.resolve("chat", "t", "r") is None
 
 
+def test_the_others_take_the_part_of_a_model_that_has_gone() -> None:
+    clock, there = Clock(), {"big", "new", "old"}
+    table = Aliases(clock)
+    table.take(Alias("chat", 1, (("big", 60), ("new", 30), ("old", 10))))
+    before = {f"{n}": table.resolve("chat", "t", f"{n}") for n in range(REQUESTS)}
+    table.is_there = there.__contains__
+    there.remove("new")
+    after = {request: table.resolve("chat", "t", request) for request in before}
+    assert "new" not in after.values()
+    assert all(after[request] == model for request, model in before.items() if model != "new")
+    moved = Counter(after[request] for request, model in before.items() if model == "new")
+    assert moved["old"] == pytest.approx(sum(moved.values()) / 7, rel=0.3)  # of 60 + 10
+    other = Aliases(clock)  # another holder, which has never seen these requests
+    other.take(Alias("chat", 1, (("big", 60), ("new", 30), ("old", 10))))
+    other.is_there = there.__contains__
+    assert {request: other.resolve("chat", "t", request) for request in after} == after
+    there.clear()
+    assert table.resolve("chat", "t", "another") in ("big", "new", "old")  # refused with the name
+
+
 def test_the_oldest_requests_are_forgotten_first() -> None:
     table = Aliases(Clock())
     table.take(Alias("chat", 1, (("big", 1),)))

@@ -9,7 +9,8 @@ import torch
 from support.executor.gpu_side import DEVICE, normal, words
 
 from kernels.sampling import INVALID
-from kernels.sampling.gpu import Choices, Chosen, choose, scratch
+from kernels.sampling.gpu import Choices, choose, scratch
+from loadtest.gpu.draw import slot_table
 
 LEAST = 1.1754944e-38
 FILTERS = [
@@ -22,15 +23,15 @@ VOCAB = 1000
 def chosen(logits: torch.Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
     """Ids and done of rows with FILTERS, over and over; last tokens and done of their slots."""
     rows = len(logits)
-    table = torch.tensor((FILTERS * rows)[:rows], dtype=torch.float32, device=DEVICE)
+    table = slot_table((FILTERS * rows)[:rows], DEVICE)
     seeds = torch.arange(rows, device=DEVICE) * 77
     last, done = words(*[9] * rows), words(*[0] * rows)
     stops = torch.full((rows, 4), -1, dtype=torch.int32, device=DEVICE)
-    found = Chosen(words(*[-9] * rows), words(*[-9] * rows))
+    found = torch.full((2, rows), -9, dtype=torch.int32, device=DEVICE)
     choices = Choices(table, seeds, words(*[1000] * rows), stops, last, done)
     slots, positions = words(*range(rows)), words(*range(10, 10 + rows))
     choose(logits, slots, positions, choices, scratch(rows, VOCAB, logits.device), found)
-    return found.ids.tolist(), found.done.tolist(), last.tolist(), done.tolist()
+    return found[0].tolist(), found[1].tolist(), last.tolist(), done.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

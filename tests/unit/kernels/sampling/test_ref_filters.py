@@ -95,7 +95,9 @@ def test_repetition_penalty_is_transformers() -> None:
     logits = random_logits(1, 3.0)
     tokens = torch.randint(VOCAB, (1, 200), generator=torch.Generator().manual_seed(1))
     seen = torch.zeros(1, VOCAB, dtype=torch.bool).scatter_(1, tokens, True)
-    found = penalize(logits, seen, torch.zeros(1, VOCAB, dtype=torch.int32), torch.tensor([[1.3, 0.0, 0.0]]))
+    found = penalize(
+        logits, seen, torch.zeros(1, VOCAB, dtype=torch.int32), *torch.tensor([[1.3], [0.0], [0.0]])
+    )
     assert torch.equal(found, RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits.clone()))
 
 
@@ -104,7 +106,7 @@ def test_presence_and_frequency_are_openais_formula() -> None:
     logits = random_logits(3, 2.0)
     counts = torch.randint(4, (3, VOCAB), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     strengths = torch.tensor([[1.0, 0.5, 0.0], [1.0, 0.0, 0.25], [1.0, -1.5, 1.75]])
-    found = penalize(logits, counts > 0, counts, strengths)
+    found = penalize(logits, counts > 0, counts, *strengths.unbind(1))
     times = counts.numpy().astype(np.float64)
     presence, frequency = (strengths[:, i : i + 1].numpy().astype(np.float64) for i in (1, 2))
     wanted = logits.numpy().astype(np.float64) - times * frequency - (times > 0) * presence

@@ -40,6 +40,34 @@ def test_with_them_it_lies_below_the_inbox_of_whoever_may_ask(subject: str, plac
     assert not may_go("headrace-tokenizer", subject, "")
 
 
+@pytest.mark.parametrize(
+    ("subject", "reply", "place"),
+    [
+        (GENERATE, "_INBOX.abc.1", "_INBOX.acme.headrace-account.abc.1"),
+        (subjects.models("acme"), "_INBOX.abc", "_INBOX.acme.headrace-account.abc"),
+        (subjects.tokenize("a.b", "m"), "_INBOX.a.b.1", "_INBOX.a=2Eb.headrace-account.a.b.1"),
+        (GENERATE, "_INBOX.bob.1.2", "_INBOX.acme.headrace-account.bob.1.2"),  # in its own account
+        (GENERATE, "_INBOX.acme.1.2", "_INBOX.acme.1.2"),
+        (GENERATE, "_INBOX.acme.headrace-gateway.1.2", "_INBOX.acme.headrace-gateway.1.2"),
+        (subjects.STATUS, "_INBOX.headrace-operator.1.2", "_INBOX.headrace-operator.1.2"),
+        (subjects.trace("acme"), "_INBOX.headrace-operator.1.2", "_INBOX.headrace-operator.1.2"),
+    ],
+)
+def test_with_accounts_any_inbox_of_a_tenant_has_a_place_below_its_own(
+    subject: str, reply: str, place: str
+) -> None:
+    asked = access.mapped(Delivery(subject, b"", reply))
+    assert asked.reply == place
+    assert access.answerable(MemoryBroker().connect("headrace-tokenizer"), asked)
+
+
+@pytest.mark.parametrize("reply", ["", "my.answers", "hr.default.scheduler.1.in.Tokenized", "_INBOX", "_R.1"])
+def test_with_accounts_what_is_no_inbox_gets_no_answer(reply: str) -> None:
+    asked = access.mapped(Delivery(GENERATE, b"", reply))
+    assert asked.reply == reply
+    assert not access.answerable(MemoryBroker().connect("headrace-tokenizer"), asked)
+
+
 def test_who_asks_in_others_names_hears_the_answers_below_theirs() -> None:
     """So one rule holds for all, and the service's permission covers each of them."""
     own = "_INBOX.headrace-gateway.abc"

@@ -7,18 +7,15 @@ import pytest
 import torch
 from support.executor.plan_maker import PlanMaker, Row
 
-from kernels.sampling import INVALID
+from kernels.sampling.ref import COLUMN
 from services.executor.cuda.input_batch import (
     STOP_IDS,
     CudaSlots,
     Layout,
-    advance,
     arrange,
-    end_slots,
     fill,
     samples_of,
     split_dense,
-    take,
     tiles_of,
 )
 from services.executor.cuda.kernel_configs import (
@@ -29,7 +26,7 @@ from services.executor.cuda.kernel_configs import (
     row_by_row,
 )
 from services.executor.parallel.step_split import Chunk, split
-from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, ROW_ERRORS, row_errors
+from services.executor.sampling.sampler import slot_row
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.errors import EngineError
 from shared.messages import Sampling, SlotOpen, ints
@@ -59,13 +56,14 @@ def settle(slots: CudaSlots, made: PlanMaker, rows: list[Row]) -> None:
 
 def test_words_of_a_slot_land_where_the_kernels_read(slots: CudaSlots) -> None:
     made = maker()
-    hot = Sampling(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125)
+    hot = Sampling(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, presence_penalty=-0.5)
     slots.open(opened(2, [1, 2, 3], sampling=hot, seed=2**64 - 3, stop_ids=ints([7, 8])))
     slots.open(opened(1, [4], max_length=12))
     made.tables = {1: [], 2: []}
     settle(slots, made, [Row(2, 0, 3), Row(1, 0, 1)])
     choices = slots.choices
-    assert choices.filters[2].tolist() == [0.5, 3.0, 0.25, 0.125]
+    assert choices.parameters[2].tolist() == slot_row(hot).tolist()  # one layout on host and device
+    assert choices.parameters[2, [COLUMN["top_p"], COLUMN["presence_penalty"]]].tolist() == [0.25, -0.5]
     assert choices.seeds[2].item() == -3
     assert choices.stop_ids[2].tolist() == [7, 8, *[-1] * (STOP_IDS - 2)]
     assert choices.max_lengths[:4].tolist() == [0, 12, CONTEXT, 0]
@@ -156,37 +154,6 @@ def test_long_first_chunks_go_to_the_library_but_for_their_ends() -> None:
     assert rest == (Chunk(0, 1024, 1024, 476), chunks[1], chunks[2])
 
 
-def test_slots_that_are_sampled_in_torch_end_as_in_the_kernel(slots: CudaSlots) -> None:
-    made = maker()
-    for slot in range(4):
-        slots.open(opened(slot, [1, 2], stop_ids=ints([7]), max_length=0 if slot else 5))
-    made.tables = {slot: [] for slot in range(4)}
-    settle(slots, made, [Row(0, 0, 1)])
-    end_slots(slots.choices, [3])
-    ids, done = advance(slots.choices, [0, 1, 2, 3], torch.tensor([5, 6, 7, 8]), [4, 4, 4, 4])
-    assert ids.tolist() == [5, 6, 7, -1]
-    assert done.tolist() == [1, 0, 1, 2]
-    assert slots.choices.last_tokens[:4].tolist() == [5, 6, 7, 2]
-    slots.close(0)
-    slots.reset()
-
-
-def test_rows_that_torch_gives_no_token_end_as_in_the_kernel(slots: CudaSlots) -> None:
-    made = maker()
-    for slot in range(4):
-        slots.open(opened(slot, [1, 2]))
-    made.tables = {slot: [] for slot in range(4)}
-    settle(slots, made, [Row(0, 0, 1)])
-    end_slots(slots.choices, [3])
-    flawed = torch.tensor([BY_MODEL, 6, BY_REQUEST, BY_MODEL])
-    ids, done = (each.tolist() for each in advance(slots.choices, [0, 1, 2, 3], flawed, [4] * 4))
-    assert (ids, done) == ([-1, 6, -1, -1], [INVALID, 0, INVALID + 1, 2])
-    assert slots.choices.done[:4].tolist() == [1, 0, 1, 1]
-    assert slots.choices.last_tokens[:4].min() >= 0  # read though they are done
-    assert row_errors(done) == {0: ROW_ERRORS[BY_MODEL], 2: ROW_ERRORS[BY_REQUEST]}
-    assert done == [2, 0, 2, 2]
-
-
 def test_layouts_by_device_and_tokens() -> None:
     h200 = device_tuning("NVIDIA H200")
     assert h200.of(32).chained
@@ -213,22 +180,6 @@ def test_large_heads_are_attended_in_smaller_tiles() -> None:
     assert (large.prefill, large.of(1).decode, large.of(64).decode) == (WIDE.prefill, *[WIDE.few.decode] * 2)
     assert large.of(1).product(4096, 4096, 16) == h200.of(1).product(4096, 4096, 16)
     assert row_by_row(large).many.decode == WIDE.few.decode
-
-
-def test_what_another_rank_has_chosen_leaves_the_same_state(slots: CudaSlots) -> None:
-    other = CudaSlots(4, 6, SPARE, CONTEXT, torch.device("cpu"))
-    for each in (slots, other):
-        made = maker()
-        for slot, more in enumerate(({}, {"stop_ids": ints([7])}, {"max_length": 4}, {})):
-            each.open(opened(slot, [1, 2, 3], **more))
-            made.tables[slot] = []
-        settle(each, made, [Row(slot, 0, 3) for slot in range(4)])
-        end_slots(each.choices, [3])
-    ids, done = advance(slots.choices, [2, 0, 1, 3], torch.tensor([5, 6, 7, 8]), [3, 3, 3, 3])
-    assert done.tolist() == [1, 0, 1, 2]
-    take(other.choices, [2, 0, 1, 3], ints(ids.tolist()), ints(done.tolist()))
-    assert torch.equal(other.words, slots.words)
-    assert other.choices.last_tokens.tolist()[:3] == [6, 7, 5]
 
 
 def test_halves_sample_what_the_whole_step_samples(slots: CudaSlots) -> None:

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, Sampler, filters_of, logprobs
+from kernels.sampling.ref import COLUMN, PARAMETERS
+from services.executor.engine import StepOutput
+from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, Sampler, slot_row
 from shared.messages import Sampling, SlotOpen, floats, ints
 
 VOCAB = 700
@@ -79,14 +81,19 @@ def test_wishes_that_leave_no_finite_logits_are_that_requests_fault(draw: dict[s
         found = chooser.choose(logits, [0, 1, 2], [40] * 3).tolist()
         assert found[1] == BY_REQUEST
     assert found[0] == wanted[0]
-    assert chooser.choose(logits, [0], [40]).tolist() == wanted[:1]
+    assert chooser.choose(logits[:1], [0], [40]).tolist() == wanted[:1]
 
 
 def test_log_probabilities_beside_a_row_without_a_token() -> None:
     logits = table(2)
     logits[0] = math.nan
-    found = logprobs(logits, torch.tensor([BY_MODEL, 3]), [3, 3])
-    assert found.chosen[1] == pytest.approx(logits[1].log_softmax(-1)[3].item())
+    chooser = Sampler(2, VOCAB, torch.device("cpu"), deterministic=False)
+    for slot in range(2):
+        asked = SlotOpen(slot=slot, generation=0, seq=slot, prompt_tokens=1, logprobs=3, tokens=ints([1]))
+        chooser.open(asked)
+    output = StepOutput(ids=ints([-1, 3]), done=ints([2, 0]))
+    found = chooser.with_logprobs(output, logits, torch.tensor([BY_MODEL, 3]), [0, 1])
+    assert found.logprobs[1] == pytest.approx(logits[1].log_softmax(-1)[3].item())
 
 
 def test_what_float32_rounds_to_zero_becomes_what_it_tends_to() -> None:
@@ -110,11 +117,12 @@ def test_what_float32_rounds_to_zero_becomes_what_it_tends_to() -> None:
 
 def test_filters_are_finite_and_on_the_right_side_of_zero() -> None:
     least = Sampling(temperature=5e-324, top_p=5e-324, min_p=5e-324, top_k=2**31 - 1)
-    temperature, top_k, top_p, min_p = filters_of(least).tolist()
+    names = ("temperature", "top_k", "top_p", "min_p")
+    temperature, top_k, top_p, min_p = (float(slot_row(least)[COLUMN[name]]) for name in names)
     assert (temperature, min_p) == (0.0, 0.0)
     assert 0 < top_p < 1e-37
     assert top_k == 1 << 24
-    assert filters_of(Sampling()).tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert slot_row(Sampling()).tolist() == [each.off for each in PARAMETERS]
 
 
 def test_a_bias_of_the_whole_range_bans_and_promotes_beside_tiny_penalties() -> None:

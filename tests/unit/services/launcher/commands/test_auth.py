@@ -124,6 +124,59 @@ def test_classes_are_those_of_the_tenants_that_are_named(tmp_path: Path) -> None
     assert main(["auth", str(tmp_path), *url, "--classes", "fast"]) == 1
 
 
+def test_accounts_stay_once_they_were_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, "acme", "a.b")
+    kept = tmp_path / "scheduler" / "headrace.toml"
+    kept.write_text(kept.read_text() + 'policy = "routing=prefix"\n')
+    before = {name: auth.url_of(tmp_path, name) for name in ("tokenizer", "operator", "a.b")}
+    users, limits = tmp_path / "nats" / "users.conf", tmp_path / "nats" / "accounts"
+    assert (auth.account_of(tmp_path), limits.exists()) == ("", False)
+    url = ["auth", str(tmp_path), "--nats-url", URL]
+    capsys.readouterr()
+    assert main([*url, "--accounts"]) == 0
+    assert "rename the folder `jetstream/$G`" in capsys.readouterr().out
+    assert limits.read_text() == "a=2Eb\nacme\npublic\n"
+    assert main([*url, "--tenant", "a.b", "--limits", "connections=9, payload=1KB,jetstream=1GB"]) == 0
+    assert auth.url_of(tmp_path, "tokenizer") == before["tokenizer"] + "?tenants=accounts"
+    assert access.parse(auth.url_of(tmp_path, "keeper", "tls://h:1?ca=f")).accounts
+    assert {name: auth.url_of(tmp_path, name) for name in ("operator", "a.b")}.items() <= before.items()
+    assert kept.read_text().endswith('?tenants=accounts"\npolicy = "routing=prefix"\n')
+    text = users.read_text()
+    assert "authorization {" not in text
+    assert '"service"' not in text, "such an import forgets its replies after a silence"
+    assert text.count('limits: {"max_connections": 9, "max_payload": 1024}') == 1
+    assert text.count('jetstream: {"max_mem": 0, "max_file": 1073741824}') == 1
+    assert text.count("jetstream: disabled") == 2
+    assert auth.authorization(tmp_path, "default") == text
+    assert auth.account_of(tmp_path) == "headrace-services"
+    first = contents(tmp_path)
+    assert make(tmp_path) == []
+    assert contents(tmp_path) == first
+    make(tmp_path, "new")
+    assert limits.read_text().splitlines()[1:] == ["acme", "new", "public"]
+    assert main([*url, "--limits", "connections=1"]) == 0
+    assert users.read_text().count('limits: {"max_connections": 1}') == 4
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        "connections",
+        "connections=0",
+        "rows=1",
+        "payload=1TB",
+        "payload=-1",
+        "payload=1.5MB",
+        "payload=2GB",
+        "=1",
+    ],
+)
+def test_a_wrong_limit_is_named_and_changes_nothing(tmp_path: Path, limits: str) -> None:
+    with pytest.raises(SetupError, match=f"'{limits}' is no limit of an account"):
+        auth.generate(tmp_path, Plan(URL, "default", accounts=True, limits=f"connections=5,{limits}"), print)
+    assert contents(tmp_path) == {}
+
+
 def test_force_makes_all_anew(tmp_path: Path) -> None:
     make(tmp_path)
     before = contents(tmp_path)

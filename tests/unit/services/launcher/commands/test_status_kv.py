@@ -90,6 +90,20 @@ def test_a_remote_tier_and_its_breaker() -> None:
     assert actor.tiers(state) == ("l1",)
 
 
+def test_peers_are_shown_once_there_are_some() -> None:
+    peers = {"readable": 0, "open": 0, "hits": 1, "gets": 1, "bytes": 2**20, "absent": 4, "corrupt": 5}
+    peers |= {"failures": 6, "leased": 3}
+    alone = status.draw([store(used(), peers=peers)], [])
+    assert not [line for line in alone if line.startswith("  peers")]
+    lines = status.draw([store(used(), peers={**peers, "readable": 2}, peer_error="it hangs")], [])
+    assert lines[4:7] == [
+        "  peers  L1 of 2 other hosts can be read; 1 blocks (1.05 MB) came from there, 3 were leased to them;"
+        " 4 were gone, 5 damaged, 6 failures",
+        "         it hangs",
+        "  hits   100.0 % of 3 blocks looked up: 2 in L1, 0 in L2, 1 in L1 of other hosts",
+    ]
+
+
 def test_words_where_there_is_no_tier() -> None:
     assert status.draw([], []) == list(status.NOBODY)
     off = store(VirtualKv(CountingArena(0)))

@@ -9,7 +9,7 @@ from support.scheduler.known_costs import Known
 from support.scheduler.world import World
 
 from services.scheduler.reports import scale
-from services.scheduler.state.requests import PeerDraining
+from services.scheduler.state.requests import PeerDraining, PeerLost, SleepSet
 from services.scheduler.state.state import Executor
 from shared.step_model import StepModel
 
@@ -47,6 +47,19 @@ def test_nothing_is_wanted_without_a_request() -> None:
     ask(made, 3)
     made.run()
     assert terms(made) == NOTHING
+
+
+def test_no_more_executors_are_wanted_than_there_are_while_some_sleep() -> None:
+    made = world(2)
+    made.handle(SleepSet(True, ("e1",)))
+    ask(made, 1)
+    assert terms(made) == {"rows": 1, "prompt_tokens": 0, "blocks": 1}
+    made.run()
+    assert [*made.scheduler.state.asleep] == ["e1"]
+    ask(made, 24)
+    assert terms(made)["rows"] == 2, "three without the one that sleeps"
+    made.handle(PeerLost("executor", "e1", died=False))
+    assert terms(made)["rows"] == 3
 
 
 def test_one_executor_is_wanted_for_the_first_request_and_for_what_waits_without_any() -> None:

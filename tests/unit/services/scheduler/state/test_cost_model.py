@@ -61,6 +61,23 @@ def test_a_machine_that_becomes_slower_is_followed_within_100_steps(preset: str)
     assert error(costs, model, shapes(99, 300, preset), slower=2) < 0.05
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("longest", [20, 100, 257, 260, 300])
+def test_chunks_longer_than_any_before_are_predicted_about_right(preset: str, longest: int) -> None:
+    """After short prompts beside few decodes, as a fresh executor has them."""
+    for seed in range(10):
+        costs, model, rng = CostModel(), PRESETS[preset], random.Random(f"{seed} {longest}")
+        for number in range(1, 101):
+            rows, at = rng.randrange(3), rng.randrange(50, 700)
+            shape = StepShape(rows, rows, rows * (at + 1), rows * at)
+            if not rows or number % 5 == 0:
+                shape = shape.with_chunk(0, rng.randrange(longest // 2, longest) if number < 100 else longest)
+            costs.observe(shape, model.step_us(shape))
+        for chunk in (512, 1_024):
+            times = costs.predict_us(EMPTY.with_chunk(0, chunk)) / model.step_us(EMPTY.with_chunk(0, chunk))
+            assert times <= 2.0 * max(1.0, 217 / longest), (seed, chunk, times)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_larger_step_never_costs_less(seed: int) -> None:
     costs, rng = CostModel(), random.Random(seed)
