@@ -106,8 +106,10 @@ class Settings(BaseSettings):
     device: str = Field(
         "auto", description="cpu, cuda; auto: cuda if present; /tp4: four, tensor-parallel; /pp4: four stages"
     )
-    dtype: Literal["auto", "bf16", "f32", "int8", "auto/fp8", "bf16/fp8", "f32/fp8", "int8/fp8"] = Field(
-        "auto", description="auto: f32 on a cpu, bf16 on cuda; int8: weights, on a cpu; /fp8: KV in fp8"
+    dtype: Literal[
+        "auto", "bf16", "f32", "int8", "packed", "auto/fp8", "bf16/fp8", "f32/fp8", "int8/fp8", "packed/fp8"
+    ] = Field(
+        "auto", description="auto: f32 on a cpu, bf16 on cuda; int8, packed: weights, on a cpu; /fp8: KV"
     )
     kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: from the free memory")
     block_tokens: int = Field(16, ge=8, le=256, description="tokens in a KV block")
