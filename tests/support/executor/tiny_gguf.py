@@ -49,8 +49,10 @@ def write_gguf(
     architecture: str = "",
     extra: dict[str, np.ndarray] | None = None,
     more: dict[str, object] | None = None,
+    types: dict[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
-    """The tiny model of a kind as a GGUF file in float32, with `extra` tensors and `more` metadata."""
+    """The tiny model of a kind as a GGUF file in float32, with `extra` tensors and `more` metadata. `types`:
+    of other tensors, by the end of their names."""
 
     def vocabulary(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
@@ -58,7 +60,8 @@ def write_gguf(
         writer.add_token_list([f"t{i}" for i in range(VOCAB)])
         writer.add_token_merges([])
 
-    return write_model(tiny_model(kind), path, vocabulary, architecture=architecture, extra=extra, more=more)
+    options = {"architecture": architecture, "extra": extra, "more": more, "types": types}
+    return write_model(tiny_model(kind), path, vocabulary, **options)
 
 
 def write_model(
@@ -69,9 +72,10 @@ def write_model(
     architecture: str = "",
     extra: dict[str, np.ndarray] | None = None,
     more: dict[str, object] | None = None,
+    types: dict[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
-    """A model as a GGUF file in float32, with `extra` tensors and `more` metadata; `vocabulary` adds the
-    keys of its tokenizer."""
+    """A model as a GGUF file in float32, with `extra` tensors, `more` metadata and the `types` of
+    `write_gguf`; `vocabulary` adds the keys of its tokenizer."""
     config = model.config
     arch = architecture or ("llama" if config.model_type == "mistral" else config.model_type)
     writer = gguf.GGUFWriter(path, arch)
@@ -91,7 +95,10 @@ def write_model(
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        writer.add_tensor(*_converted(name, tensor.numpy(), config, arch))
+        name, values = _converted(name, tensor.numpy(), config, arch)
+        kind = next((kind for end, kind in (types or {}).items() if name.endswith(end)), None)
+        values = values if kind is None else gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, values, raw_dtype=kind)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

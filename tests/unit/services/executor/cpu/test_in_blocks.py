@@ -1,0 +1,111 @@
+"""An engine whose matrices stay in the blocks of a GGUF file (dtype packed)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from support.executor.plan_maker import PlanMaker, Row
+from support.executor.tiny_gguf import write_gguf
+from support.executor.tiny_models import VOCAB
+
+import kernels.cpu_jit
+from services.executor.checkpoint.gguf import load_gguf
+from services.executor.checkpoint.gguf_blocks import InBlocks
+from services.executor.checkpoint.loader import TorchOptions
+from services.executor.checkpoint.stored import Cut, Dense
+from services.executor.cpu.engine import TorchBackend, build
+from shared.errors import SetupError
+
+MIXED = {
+    "attn_q.weight": Kind.Q4_0,
+    "attn_k.weight": Kind.Q8_0,
+    "attn_v.weight": Kind.Q5_1,
+    "attn_output.weight": Kind.Q4_1,
+    "ffn_gate.weight": Kind.Q5_0,
+    "ffn_up.weight": Kind.Q4_1,
+    "token_embd.weight": Kind.Q8_0,
+    "output.weight": Kind.Q8_0,
+}  # `ffn_down` has 112 columns, no whole blocks: it stays float32, as in files of llama.cpp
+TOKENS = 40
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES), reason="no AVX2")
+
+
+def file_of(folder: Path) -> Path:
+    return write_gguf("llama", folder / "mixed.gguf", types=MIXED)
+
+
+def engine(path: Path, dtype: str, **options: object) -> TorchBackend:
+    given = {"model_name": "mixed", "device": "cpu", "blocks": 64, "slots": 4, "dtype": dtype, **options}
+    return build(TorchOptions(model_path=path, **given))
+
+
+def logits(backend: TorchBackend, counts: tuple[int, ...] = (TOKENS,)) -> torch.Tensor:
+    """Of each token of a prompt in chunks of these sizes, and of a decode."""
+    maker = PlanMaker(backend)
+    maker.open(0, [7 * i % VOCAB for i in range(sum(counts) + 1)])
+    found, start = [], 0
+    for count in (*counts, 1):
+        pending = backend.forward(maker.plan([Row(0, start, count, feeds=(0,))]))
+        assert pending.logits is not None
+        found.append(pending.logits.clone())
+        backend.sample(pending)
+        start += count
+    return torch.cat(found)
+
+
+def test_logits_are_those_of_the_dequantised_file(tmp_path: Path) -> None:
+    path = file_of(tmp_path)
+    packed, plain = engine(path, "packed"), engine(path, "f32")
+    wanted = logits(plain).double().log_softmax(-1)
+    found = logits(packed).double().log_softmax(-1)
+    assert ((wanted.exp() * (wanted - found)).sum(-1) < 0.02).all()
+    assert not found.equal(wanted)
+    assert packed.info.dtype == "packed/bf16"
+    assert packed.info.fingerprint != engine(path, "bf16").info.fingerprint
+    assert packed.info.memory_bytes < engine(path, "bf16").info.memory_bytes
+
+
+def test_all_layers_in_one_call_give_the_bits_of_single_calls(tmp_path: Path) -> None:
+    backend = engine(file_of(tmp_path), "packed")
+    together = logits(backend)
+    assert backend._model._at_once is not None or not kernels.cpu_jit.has("avx512bf16")  # for `ffn_down`
+    backend.reset()
+    backend._model._at_once = None
+    assert together.equal(logits(backend))
+
+
+def test_deterministic_bits_do_not_depend_on_chunks(tmp_path: Path) -> None:
+    backend = engine(file_of(tmp_path), "packed", deterministic=True)
+    whole = logits(backend)
+    backend.reset()
+    assert whole[-1].equal(logits(backend, (TOKENS - 7, 7))[-1])
+
+
+def test_matrices_stay_as_they_are_in_the_file(tmp_path: Path) -> None:
+    _, weights = load_gguf(file_of(tmp_path), torch.bfloat16, CPU, packed=True)
+    _, plain = load_gguf(file_of(tmp_path), torch.bfloat16, CPU)
+    for layer, wanted in zip(weights.layers, plain.layers, strict=True):
+        assert isinstance(layer["qkv"], InBlocks)
+        assert [kind for _, kind in layer["qkv"].matrices] == [Kind.Q4_0, Kind.Q8_0, Kind.Q5_1]
+        assert isinstance(layer["down"], Dense)
+        assert all(layer[name].values.equal(stored.values) for name, stored in wanted.items())
+    ids = torch.tensor([3, 130, 3])
+    assert weights.embedding.rows(ids).values.equal(plain.embedding.values[ids])
+
+
+def test_a_part_of_a_matrix(tmp_path: Path) -> None:
+    _, weights = load_gguf(file_of(tmp_path), torch.float32, CPU, packed=True)
+    out = weights.layers[0]["out"]
+    for cut in (Cut(0, 8, 40), Cut(1, 32, 64)):
+        wanted = Dense.of(out.values).cut(cut)
+        assert out.cut(cut).shape == wanted.shape
+        assert out.cut(cut).values.equal(wanted.values)
+    with pytest.raises(SetupError, match=r"cannot share columns of Q4_1 at 0 and 16: its blocks have 32"):
+        out.cut(Cut(1, 0, 16))
+    plain = Dense.of(torch.ones(2, 64))
+    assert out.join([plain]).values.equal(torch.cat((out.values, plain.values)))
