@@ -8,6 +8,7 @@ conversion/llama.py, convert_hf_to_gguf.py).
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,12 +83,21 @@ def load_gguf(
     return shard.shapes, assemble(shard, find, dtype, device)
 
 
+def has_blocks(path: Path) -> bool:
+    """Whether most weights of a file are in blocks that kernels multiply with."""
+    from services.executor.checkpoint.gguf_blocks import stays_in_blocks
+
+    tensors = GgufTensors(path)
+    sizes = [(math.prod(tensors.shape(name)), stays_in_blocks(tensors.type(name))) for name in tensors.names]
+    return sum(size for size, stays in sizes if stays) * 2 > sum(size for size, _ in sizes)
+
+
 def stored_gguf(path: Path) -> tuple[Shapes, Iterator[StoredTensor]]:
     """The shapes of the whole model in a file, and every stored tensor in order of names. Raises SetupError
     as `load_gguf`."""
     tensors = GgufTensors(path)
     stored = (
-        (name, f"{tensors.kind(name)} {tensors.shape(name)}", tensors.raw(name))
+        (name, f"{tensors.type(name).name} {tensors.shape(name)}", tensors.raw(name))
         for name in sorted(tensors.names)
     )
     return _shapes(path, tensors), stored
@@ -151,9 +161,9 @@ class GgufTensors:
         """The shape of a tensor, slowest dimension first. Raises KeyError without it."""
         return self._entries[name].shape
 
-    def kind(self, name: str) -> str:
+    def type(self, name: str) -> Kind:
         """The type of a tensor. Raises KeyError without it."""
-        return str(self._entries[name].kind.name)
+        return self._entries[name].kind
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor in the file. Raises SetupError without it."""

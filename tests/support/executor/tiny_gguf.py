@@ -54,14 +54,16 @@ def write_gguf(
     """The tiny model of a kind as a GGUF file in float32, with `extra` tensors and `more` metadata. `types`:
     of other tensors, by the end of their names."""
 
-    def vocabulary(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list([f"t{i}" for i in range(VOCAB)])
-        writer.add_token_merges([])
-
     options = {"architecture": architecture, "extra": extra, "more": more, "types": types}
-    return write_model(tiny_model(kind), path, vocabulary, **options)
+    return write_model(tiny_model(kind), path, tiny_vocabulary, **options)
+
+
+def tiny_vocabulary(writer: gguf.GGUFWriter) -> None:
+    """VOCAB tokens and no merges."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"t{i}" for i in range(VOCAB)])
+    writer.add_token_merges([])
 
 
 def write_model(

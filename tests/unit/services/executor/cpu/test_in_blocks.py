@@ -8,8 +8,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from support.executor.plan_maker import PlanMaker, Row
-from support.executor.tiny_gguf import write_gguf
+from support.executor.tiny_gguf import tiny_vocabulary, write_gguf, write_model
 from support.executor.tiny_models import VOCAB
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kernels.cpu_jit
 from services.executor.checkpoint.gguf import load_gguf
@@ -44,13 +45,16 @@ def engine(path: Path, dtype: str, **options: object) -> TorchBackend:
     return build(TorchOptions(model_path=path, **given))
 
 
-def logits(backend: TorchBackend, counts: tuple[int, ...] = (TOKENS,)) -> torch.Tensor:
-    """Of each token of a prompt in chunks of these sizes, and of a decode."""
+def logits(backend: TorchBackend, counts: tuple[int, ...] = (TOKENS,), company: int = 0) -> torch.Tensor:
+    """After each chunk of a prompt in chunks of these sizes, and after a decode, beside so many tokens of
+    another prompt."""
     maker = PlanMaker(backend)
     maker.open(0, [7 * i % VOCAB for i in range(sum(counts) + 1)])
+    maker.open(1, [11 * i % VOCAB for i in range(100)])
     found, start = [], 0
-    for count in (*counts, 1):
-        pending = backend.forward(maker.plan([Row(0, start, count, feeds=(0,))]))
+    for step, count in enumerate((*counts, 1)):
+        beside = [Row(1, step * company, company)] if company else []
+        pending = backend.forward(maker.plan([Row(0, start, count, feeds=(0,)), *beside]))
         assert pending.logits is not None
         found.append(pending.logits.clone())
         backend.sample(pending)
@@ -77,6 +81,23 @@ def test_all_layers_in_one_call_give_the_bits_of_single_calls(tmp_path: Path) ->
     backend.reset()
     backend._model._at_once = None
     assert together.equal(logits(backend))
+
+
+@pytest.mark.parametrize("counts", [(TOKENS - 7, 7), (1, 1, 1, TOKENS - 3)])
+def test_bits_depend_neither_on_chunks_nor_on_company(tmp_path: Path, counts: tuple[int, ...]) -> None:
+    """So a request that was interrupted goes on with the same tokens."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
+    types = dict.fromkeys(("_q.weight", "_v.weight", "_gate.weight"), Kind.Q4_1)
+    types |= dict.fromkeys(("_k.weight", "_output.weight", "_up.weight", "_down.weight"), Kind.Q4_0)
+    types |= dict.fromkeys(("embd.weight", "output.weight"), Kind.Q8_0)
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(config).float().eval()
+    path = write_model(model, tmp_path / "all.gguf", tiny_vocabulary, types=types)
+    backend = engine(path, "packed")
+    whole = logits(backend)
+    backend.reset()
+    assert whole[-1].equal(logits(backend, counts, company=9)[-1])
 
 
 def test_deterministic_bits_do_not_depend_on_chunks(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""Measures steps of the CPU engine by dtype, in turn in one process: no scheduler, no messages.
+
+    python -m loadtest.cpu_steps f32 bf16 int8 packed --out cpu_steps.json
+
+Decode steps of 1, 8 and 32 sequences of 100 to 150 tokens, and one prompt of 512 tokens: ms from the plan to
+the token. With NUMBA_CPU_NAME=haswell, NUMBA_CPU_FEATURES=+avx2,+fma,+f16c and ONEDNN_MAX_CPU_ISA=AVX2 a wider
+machine computes with the instructions of AVX2 machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+from loadtest.driver import Driver
+from loadtest.eval.engines import Arm
+from loadtest.fleet import cpu_name
+from services.executor.engine import Backend
+
+ROWS = (1, 8, 32)
+BEFORE, ROOM, PROMPT = 100, 160, 512
+CONTEXT = 1024  # gives blocks enough for the most rows
+LIMITED_BY = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "ONEDNN_MAX_CPU_ISA")
+
+
+class Steps:
+    """Decode steps of some sequences of one engine."""
+
+    def __init__(self, engine: Backend, rows: int) -> None:
+        self._driver, self._rows = Driver(engine), rows
+        self._at = BEFORE
+        for slot in range(rows):
+            opened, blocks = self._driver.open(slot, ROOM, ROOM)
+            plan = self._driver.plan([(opened, 0, BEFORE, False)], {opened: blocks}, samples=False)
+            self._driver.run([plan])
+
+    def next_ms(self) -> float:
+        """The time of one step."""
+        rows = [(slot, self._at, 1, False) for slot in range(self._rows)]
+        self._at = BEFORE if self._at + 2 > ROOM else self._at + 1
+        return timed_ms(self._driver, rows, {})
+
+    def close(self) -> None:
+        self._driver.close()
+
+
+def timed_ms(driver: Driver, rows: list[tuple[int, int, int, bool]], tables: dict[int, list[int]]) -> float:
+    plan = driver.plan(rows, tables)
+    began = time.perf_counter()
+    driver.run([plan])
+    return (time.perf_counter() - began) * 1e3
+
+
+def prompt_ms(engine: Backend) -> float:
+    """The time of a prompt in one step."""
+    driver = Driver(engine)
+    slot, blocks = driver.open(0, PROMPT + 8, PROMPT + 8)
+    took = timed_ms(driver, [(slot, 0, PROMPT, False)], {slot: blocks})
+    driver.close()
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("engines", nargs="+", help="as for `headrace eval kl`: DTYPE,SETTING=VALUE,...")
+    parser.add_argument("--model", default="", help="default: the setting")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    slots = f",slots={max(ROWS)}"
+    engines = {name: Arm.read(name + slots).build(given.model, CONTEXT) for name in given.engines}
+    found: dict[str, dict[str, list[float]]] = {}
+    for rows in ROWS:
+        steps = {name: Steps(engine, rows) for name, engine in engines.items()}
+        taken: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(given.rounds):
+            for name, each in steps.items():
+                taken[name].append(each.next_ms())
+        for each in steps.values():
+            each.close()
+        found[f"{rows} rows"] = taken
+    taken = {name: [] for name in engines}
+    for _ in range(max(5, given.rounds // 5)):
+        for name, engine in engines.items():
+            taken[name].append(prompt_ms(engine))
+    found[f"prompt of {PROMPT}"] = taken
+    for what, of_engines in found.items():
+        shown = (f"{name} {statistics.median(ms):.2f}" for name, ms in of_engines.items())
+        print(f"{what}, ms: {'  '.join(shown)}")
+    if given.out:
+        limited = {name: os.environ[name] for name in LIMITED_BY if name in os.environ}
+        about = {"cpu": cpu_name(), "load": os.getloadavg(), "limited": limited}
+        given.out.write_text(json.dumps({**about, "ms": found}))
+
+
+if __name__ == "__main__":
+    main()
