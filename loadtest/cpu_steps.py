@@ -3,8 +3,8 @@
     python -m loadtest.cpu_steps f32 bf16 int8 packed --out cpu_steps.json
 
 Decode steps of 1, 8 and 32 sequences of 100 to 150 tokens, and one prompt of 512 tokens: ms from the plan to
-the token. With NUMBA_CPU_NAME=haswell, NUMBA_CPU_FEATURES=+avx2,+fma,+f16c and ONEDNN_MAX_CPU_ISA=AVX2 a wider
-machine computes with the instructions of AVX2 machines.
+the token. A wider machine computes with the instructions of AVX2 machines where NUMBA_CPU_NAME=haswell,
+NUMBA_CPU_FEATURES=+avx2,+fma,+f16c and ONEDNN_MAX_CPU_ISA=AVX2 are set.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Format:
 
     @property
     def bytes(self) -> int:
-        """Of a block of a panel."""
+        """The size of a block of a panel."""
         scales = 0 if self.by_row else BLOCK // self.columns + self.minimum
         return PANEL * (BLOCK * self.bits // 8 + 2 * scales)
 

@@ -150,12 +150,12 @@ class InBlocks:
         return [blocks_of(raw, kind) for raw, kind in self.matrices]
 
     def rows(self, order: Tensor) -> InBlocks:
-        """See Stored. Of one matrix."""
+        """See Stored. There must be one matrix."""
         ((raw, kind),) = self.matrices
         return replace(self, matrices=((raw[order.numpy()], kind),))
 
     def cut(self, cut: Cut) -> InBlocks:
-        """See Stored. Of one matrix. Raises SetupError for columns within a block."""
+        """See Stored. There must be one matrix. Raises SetupError for columns within a block."""
         ((raw, kind),) = self.matrices
         if cut.dim == 0:
             return replace(self, matrices=((raw[cut.begin : cut.end], kind),))

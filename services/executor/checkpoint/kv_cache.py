@@ -259,7 +259,7 @@ def fingerprint(
 
 
 def size_bytes(weights: Weights) -> int:
-    """Of a model in memory. A tied head counts once."""
+    """The size of a model in memory. A tied head counts once."""
     of_layers = (stored for layer in weights.layers for stored in layer.values())
     stored = {id(each): each for each in (weights.embedding, weights.head, *of_layers)}
     return weights.norm.nbytes + sum(each.data.nbytes for each in stored.values())
