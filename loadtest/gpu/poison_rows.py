@@ -251,7 +251,7 @@ def small_engine(device: str, *, deterministic: bool) -> Backend:
             from services.executor.cpu.engine import build as build_cpu
 
             backend: Any = build_cpu(options)
-            embedding = backend._model._embedding
+            embedding = backend._model._embedding.values
         else:
             from services.executor.cuda.engine import build
 

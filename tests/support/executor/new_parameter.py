@@ -16,6 +16,7 @@ from support.executor.empty_plans import plan
 from support.executor.gpu_side import DEVICE
 from support.executor.plan_maker import PlanMaker, Row
 
+from services.executor.checkpoint.families import FAMILIES
 from services.executor.checkpoint.known_keys import check_hf
 from services.executor.cpu.engine import TorchOptions, build
 from services.executor.cuda.engine import DeviceSampling
@@ -65,7 +66,7 @@ def check_requests() -> None:
         responses.read({"input": "x", "max_gap": -1})
     with pytest.raises(BadRequest, match="max_gap"):
         read_ollama({"messages": turn, "options": {"max_gap": 101}}, OllamaChatRequest)
-    check_hf(SHAPE, "llama")
+    check_hf(SHAPE, "llama", FAMILIES["llama"])
 
 
 def check_samplers() -> None:
