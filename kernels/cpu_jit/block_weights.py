@@ -13,8 +13,8 @@ where a block of `x` is `a * x8` with x8 in int8, quantised at the call. So each
 
 The matrix is in panels of PANEL rows. A panel has its blocks one after the other (block_microkernel.py), and
 its own format: so matrices of several formats can be joined, and all layers of a mixed file run in one
-launch. Scales are float16: those of K-quants, products of two numbers, are rounded to it (2^-11, far below
-the step of 4 bits).
+launch. The kernel of a format is compiled when its first matrix is packed. Scales are float16: those of
+K-quants, products of two numbers, are rounded to it (2^-11, far below the step of 4 bits).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from kernels.cpu_jit.block_microkernel import (
 )
 from kernels.cpu_jit.llvm_intrinsics import (
     bf16_at,
+    call_with,
     f32_at,
     fast,
     fetch_add,
@@ -54,7 +55,7 @@ from kernels.cpu_jit.llvm_intrinsics import (
 )
 from kernels.cpu_jit.thread_team import Call, Kernel, Number
 
-FORMATS = (  # by their numbers in a table of panels
+FORMATS = (
     Format(4, 8),
     Format(4, minimum=True),
     Format(8, 128),
@@ -68,76 +69,132 @@ _MOST, _ZERO = np.float32(127), np.float32(0)
 _HALF = BLOCK // 2
 
 
-def _rows_by(format_: Format) -> Any:
-    """All rows of `x` by a panel of one format."""
+def _by_a_panel(format_: Format) -> Any:
     six, four, two, one = (tile(rows, format_) for rows in (6, 4, 2, 1))
 
     @fast
-    def multiply(x: Any, facts: Any, rows: int, blocks: int, panel: Any, out: Any, height: int) -> None:
+    def multiply(p: Any, panel: Any, out: Any) -> None:
+        """All rows of `x` by a panel. `p`: the numbers of the call; `panel`: a row of the table."""
+        rows, blocks, height, numbers = p[6], p[7] // BLOCK, p[8], i8_at(panel[0])
         row = 0
         while row < rows:
-            at, goal = offset_by(x, row * blocks * BLOCK), offset_by(out, row * height)
-            of_x = offset_by(facts, row * blocks * FACTS)
+            at, goal = offset_by(i8_at(p[1]), row * blocks * BLOCK), offset_by(out, row * height)
+            of_x = offset_by(i32_at(p[2]), row * blocks * FACTS)
             if row + 6 <= rows:
-                six(at, of_x, blocks, panel, goal, height)
+                six(at, of_x, blocks, numbers, goal, height)
                 row += 6
             elif row + 4 <= rows:
-                four(at, of_x, blocks, panel, goal, height)
+                four(at, of_x, blocks, numbers, goal, height)
                 row += 4
             elif row + 2 <= rows:
-                two(at, of_x, blocks, panel, goal, height)
+                two(at, of_x, blocks, numbers, goal, height)
                 row += 2
             else:
-                one(at, of_x, blocks, panel, goal, height)
+                one(at, of_x, blocks, numbers, goal, height)
                 row += 1
 
     return multiply
 
 
-_nibbles, _nibbles_minimum, _bytes, _bytes_minimum, _bytes_16, _int8 = (_rows_by(each) for each in FORMATS)
+_nibbles, _nibbles_minimum, _bytes, _bytes_minimum, _bytes_16, _int8 = map(_by_a_panel, FORMATS)
 
 
 @fast
-def _multiply(
-    x: Any,
-    facts: Any,
-    table: Any,
-    panels: int,
-    out: Any,
-    rows: int,
-    width: int,
-    height: int,
-    p: Any,
-) -> None:
-    blocks = width // BLOCK
+def _bf16(p: Any, panel: Any) -> Any:
+    return offset_by(bf16_at(p[5]), panel[2])
+
+
+@fast
+def _f32(p: Any, panel: Any) -> Any:
+    return offset_by(f32_at(p[5]), panel[2])
+
+
+# Each is a function with a name of its own, by which Numba finds its machine code in the cache.
+def _nibbles_bf16(p: Any, panel: Any) -> None:
+    _nibbles(p, panel, _bf16(p, panel))
+
+
+def _nibbles_f32(p: Any, panel: Any) -> None:
+    _nibbles(p, panel, _f32(p, panel))
+
+
+def _nibbles_minimum_bf16(p: Any, panel: Any) -> None:
+    _nibbles_minimum(p, panel, _bf16(p, panel))
+
+
+def _nibbles_minimum_f32(p: Any, panel: Any) -> None:
+    _nibbles_minimum(p, panel, _f32(p, panel))
+
+
+def _bytes_bf16(p: Any, panel: Any) -> None:
+    _bytes(p, panel, _bf16(p, panel))
+
+
+def _bytes_f32(p: Any, panel: Any) -> None:
+    _bytes(p, panel, _f32(p, panel))
+
+
+def _bytes_minimum_bf16(p: Any, panel: Any) -> None:
+    _bytes_minimum(p, panel, _bf16(p, panel))
+
+
+def _bytes_minimum_f32(p: Any, panel: Any) -> None:
+    _bytes_minimum(p, panel, _f32(p, panel))
+
+
+def _bytes_16_bf16(p: Any, panel: Any) -> None:
+    _bytes_16(p, panel, _bf16(p, panel))
+
+
+def _bytes_16_f32(p: Any, panel: Any) -> None:
+    _bytes_16(p, panel, _f32(p, panel))
+
+
+def _int8_bf16(p: Any, panel: Any) -> None:
+    _int8(p, panel, _bf16(p, panel))
+
+
+def _int8_f32(p: Any, panel: Any) -> None:
+    _int8(p, panel, _f32(p, panel))
+
+
+_PANELS = {  # kernels of a panel, by the dtype of results
+    torch.bfloat16: [
+        Kernel(each, 2)
+        for each in (
+            _nibbles_bf16,
+            _nibbles_minimum_bf16,
+            _bytes_bf16,
+            _bytes_minimum_bf16,
+            _bytes_16_bf16,
+            _int8_bf16,
+        )
+    ],
+    torch.float32: [
+        Kernel(each, 2)
+        for each in (
+            _nibbles_f32,
+            _nibbles_minimum_f32,
+            _bytes_f32,
+            _bytes_minimum_f32,
+            _bytes_16_f32,
+            _int8_f32,
+        )
+    ],
+}
+
+
+def _all_panels(p: Any) -> None:
+    table = i64_at(p[3])
     while True:
         number = fetch_add(p)
-        if number >= panels:
+        if number >= p[4]:
             return
-        panel, kind = i8_at(table[3 * number]), table[3 * number + 1]
-        to = offset_by(out, table[3 * number + 2])
-        if kind == 0:
-            _nibbles(x, facts, rows, blocks, panel, to, height)
-        elif kind == 1:
-            _nibbles_minimum(x, facts, rows, blocks, panel, to, height)
-        elif kind == 2:
-            _bytes(x, facts, rows, blocks, panel, to, height)
-        elif kind == 3:
-            _bytes_minimum(x, facts, rows, blocks, panel, to, height)
-        elif kind == 4:
-            _bytes_16(x, facts, rows, blocks, panel, to, height)
-        else:
-            _int8(x, facts, rows, blocks, panel, to, height)
+        panel = offset_by(table, 3 * number)
+        call_with(panel[1], p, panel)
 
 
-def _to_bf16(p: Any) -> None:
-    x, facts, table = i8_at(p[1]), i32_at(p[2]), i64_at(p[3])
-    _multiply(x, facts, table, p[4], bf16_at(p[5]), p[6], p[7], p[8], p)
-
-
-def _to_f32(p: Any) -> None:
-    x, facts, table = i8_at(p[1]), i32_at(p[2]), i64_at(p[3])
-    _multiply(x, facts, table, p[4], f32_at(p[5]), p[6], p[7], p[8], p)
+_MULTIPLY = Kernel(_all_panels)
 
 
 @fast
@@ -176,7 +233,6 @@ def _of_f32(p: Any) -> None:
 
 
 _QUANTISE = {torch.bfloat16: Kernel(_of_bf16), torch.float32: Kernel(_of_f32)}  # by dtype of `x`
-_MULTIPLY = {torch.bfloat16: Kernel(_to_bf16), torch.float32: Kernel(_to_f32)}  # by dtype of the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +258,15 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
-    """A packed matrix `[height, in]`; see PackedMatrix. `table` `[panels, 3]`: the address of each panel, the
-    number of its format, its first row. `segments`: the memory of each matrix, `[panels,
-    bytes]`."""
+    """A packed matrix `[height, in]`; see PackedMatrix. Results have `dtype`. `table` `[panels, 3]`: the
+    address of each panel, that of its format's kernel, its first row. `segments`: the memory of each matrix,
+    `[panels, bytes]`."""
 
     table: Tensor
     height: int
     segments: tuple[Tensor, ...]
-    formats: tuple[int, ...]  # of the segments, by number
+    formats: tuple[Format, ...]  # of the segments
+    dtype: torch.dtype
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -217,6 +274,7 @@ class BlockMatrix:
 
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
         """See PackedMatrix."""
+        assert out.dtype == self.dtype, "packed for results of another dtype"
         rows, width = x.shape
         blocks = rows * width // BLOCK
         scratch = torch.empty(blocks * (4 * FACTS + BLOCK), dtype=torch.uint8)
@@ -231,7 +289,7 @@ class BlockMatrix:
                 (x.data_ptr(), *quantised, rows, width),
                 scratch,
             ),
-            Call(_MULTIPLY[out.dtype], len(self.table), (*quantised, *to), scratch),
+            Call(_MULTIPLY, len(self.table), (*quantised, *to), scratch),
         )
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -239,7 +297,7 @@ class BlockMatrix:
         (segment,), (kind,) = self.segments, self.formats
         panels = (ids // PANEL).clamp(max=len(segment) - 1)
         lanes = ids - torch.clamp(panels * PANEL, max=self.height - PANEL)
-        return _unpack(segment, FORMATS[kind], panels, lanes)
+        return _unpack(segment, kind, panels, lanes)
 
 
 def can_pack(height: int, width: int) -> bool:
@@ -247,19 +305,20 @@ def can_pack(height: int, width: int) -> bool:
     return height >= PANEL and width % BLOCK == 0 and kernels.cpu_jit.has(*kernels.cpu_jit.BYTES)
 
 
-def pack(matrices: Sequence[Blocks]) -> BlockMatrix:
-    """The matrices, one below the other, in panels. A last panel ends with its matrix: it may repeat rows."""
-    segments, kinds, table, height = [], [], [], 0
+def pack(matrices: Sequence[Blocks], dtype: torch.dtype) -> BlockMatrix:
+    """The matrices, one below the other, in panels, for products that are rounded to `dtype`. A last panel
+    ends with its matrix: it may repeat rows."""
+    segments, table, height = [], [], 0
     for matrix in matrices:
         segment = _panels(matrix)
         starts = range(height, height + len(matrix.numbers), PANEL)
         height += len(matrix.numbers)
-        kind, size = FORMATS.index(matrix.format), segment[0].numel()
+        kernel, size = _PANELS[dtype][FORMATS.index(matrix.format)].address, segment[0].numel()
         for number, start in enumerate(starts):
-            table.append((segment.data_ptr() + number * size, kind, min(start, height - PANEL)))
+            table.append((segment.data_ptr() + number * size, kernel, min(start, height - PANEL)))
         segments.append(segment)
-        kinds.append(kind)
-    return BlockMatrix(torch.tensor(table), height, tuple(segments), tuple(kinds))
+    formats = tuple(matrix.format for matrix in matrices)
+    return BlockMatrix(torch.tensor(table), height, tuple(segments), formats, dtype)
 
 
 def _panels(matrix: Blocks) -> Tensor:

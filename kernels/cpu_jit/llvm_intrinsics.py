@@ -63,6 +63,18 @@ def call_at(typing: Any, address: types.Type, pointer: types.Type) -> Any:
 
 
 @intrinsic
+def call_with(typing: Any, address: types.Type, pointer: types.Type, second: types.Type) -> Any:
+    """Call the function at `address` with two pointers."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [args[1].type, args[2].type])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, pointer, second), generate
+
+
+@intrinsic
 def clock_ns(typing: Any, address: types.Type) -> Any:
     """The monotonic clock in ns, by the `clock_gettime` at `address`."""
 

@@ -64,8 +64,8 @@ def bits_of(value: float) -> int:
     return int.from_bytes(struct.pack("<f", value), "little", signed=True)
 
 
-def _machine_code(body: Callable[[Any], None]) -> Any:
-    signature = types.void(types.CPointer(types.int64))
+def _machine_code(body: Callable[..., None], pointers: int) -> Any:
+    signature = types.void(*[types.CPointer(types.int64)] * pointers)
     if _first_start():
         log.info("compiling kernels for this CPU, once: %s …", body.__module__.rpartition(".")[2])
     try:
@@ -98,8 +98,9 @@ class Kernel:
     numbers and addresses of the call.
     """
 
-    def __init__(self, body: Callable[[Any], None]) -> None:
-        self._body = body
+    def __init__(self, body: Callable[..., None], pointers: int = 1) -> None:
+        """With several `pointers` it is only a function that other kernels call."""
+        self._body, self._pointers = body, pointers
         self._compiling = threading.Lock()
         self._compiled: Any = None  # keeps the machine code
         self._alone: Any = None
@@ -126,7 +127,7 @@ class Kernel:
     def _compile(self) -> None:
         with self._compiling:
             if self._alone is None:
-                self._compiled = _machine_code(self._body)
+                self._compiled = _machine_code(self._body, self._pointers)
                 self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
 

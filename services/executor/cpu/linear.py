@@ -49,7 +49,7 @@ class Products:
         self, dtype: torch.dtype, device: torch.device, *, deterministic: bool, int8: bool = False
     ) -> None:
         """`int8`: keep the weights in int8 with a scale for each row, on a CPU with the instructions."""
-        self._int8 = int8
+        self._dtype, self._int8 = dtype, int8
         self._deterministic = deterministic
         self._on_cpu = device.type == "cpu"
         self._widen = (
@@ -109,7 +109,7 @@ class Products:
             return None
         if not all(can_pack(*each.numbers.shape) for each in matrices):
             return None
-        return PackedProduct(pack(matrices), dtype)
+        return PackedProduct(pack(matrices, dtype or self._dtype), dtype)
 
     def _compiled_product(self, weight: Tensor, dtype: torch.dtype | None) -> Linear | None:
         from kernels.cpu_jit.gemm_few_rows import by_rows

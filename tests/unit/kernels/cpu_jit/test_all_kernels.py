@@ -155,11 +155,12 @@ def test_products_of_bytes(rows: int, height: int) -> None:
     blocks = x.float().view(rows, 3, 32)
     of_x = blocks.abs().amax(2, keepdim=True) / 127
     rounded = (blocks / of_x.clamp(min=1e-30)).round().double() * of_x
-    packed = block_weights.pack([block_weights.in_int8(weight)])
+    stored = [block_weights.in_int8(weight)]
+    packed = block_weights.pack(stored, torch.bfloat16)
     found = packed_weights.multiply(x, packed)
     assert far(found, rounded.view(rows, 96) @ matrix.t()) <= 1
     assert found.equal(torch.cat([packed_weights.multiply(row[None], packed) for row in x]))
-    wide = packed_weights.multiply(x, packed, torch.float32)
+    wide = packed_weights.multiply(x, block_weights.pack(stored, torch.float32), torch.float32)
     assert wide.dtype == torch.float32
     assert wide.bfloat16().equal(found)
 
