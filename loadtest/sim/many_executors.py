@@ -77,26 +77,24 @@ def balance(world: World) -> Figures:
     return {"busiest_to_mean": round(max(busy) * len(busy) / max(sum(busy), 1), 3)}
 
 
-def overload(kind: str, seed: int, seconds: int = OVERLOAD_S) -> Workload:
-    """A tenth more for some seconds than an H200 and one four times slower can do: `documents`, or
-    `questions` without a common prefix."""
-    found = documents(seed, 6.7) if kind == "documents" else shared_prefixes(seed, 66.0, 10**6, 300)
+def overload(seed: int, seconds: int = OVERLOAD_S) -> Workload:
+    """A tenth more documents for some seconds than an H200 and one four times slower can do."""
+    found = documents(seed, 6.7)
     return Workload(tuple(takewhile(lambda asked: asked.arrival_us < seconds * SECOND_US, found)))
 
 
 def of_ideal(world: World) -> Figures:
     """The makespan as a multiple of the ideal one of an `overload` for these two executors."""
     records, setup = world.readers.records, world.setup
-    kind = "documents" if records[0].asked.request.startswith("d") else "questions"
     seconds = 1 + max(record.asked.arrival_us for record in records) // SECOND_US
-    ideal_us = _ideal_us(*setup.machines, replace(setup.limits, policy=Policy()), kind, setup.seed, seconds)
+    ideal_us = _ideal_us(*setup.machines, replace(setup.limits, policy=Policy()), setup.seed, seconds)
     return {"ideal_s": round(ideal_us / 1e6, 3), "of_ideal": round(_makespan_us(world) / ideal_us, 3)}
 
 
 @cache
-def _ideal_us(fast: Machine, slow: Machine, limits: Limits, kind: str, seed: int, seconds: int) -> int:
+def _ideal_us(fast: Machine, slow: Machine, limits: Limits, seed: int, seconds: int) -> int:
     """The makespan of the best split: each executor alone has its share, evenly in time."""
-    requests = overload(kind, seed, seconds).requests
+    requests = overload(seed, seconds).requests
     found = []
     for pm in SHARES_PM:
         to_fast = [(at + 1) * pm // 1_000 > at * pm // 1_000 for at in range(len(requests))]

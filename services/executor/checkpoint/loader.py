@@ -16,7 +16,7 @@ import torch
 import kernels.cpu_jit
 from kernels.attention import FP8
 from services.executor.checkpoint.config import read_shapes
-from services.executor.checkpoint.gguf import has_blocks, load_gguf, stored_gguf
+from services.executor.checkpoint.gguf import load_gguf, stored_gguf
 from services.executor.checkpoint.kv_cache import (
     KvCache,
     allocate,
@@ -229,14 +229,6 @@ def device_of(name: str, rank: int = 0) -> torch.device:
             f"there are {torch.cuda.device_count()} GPUs, too few for rank {rank}: use fewer ranks"
         )
     return torch.device(name, rank) if name == "cuda" and rank else torch.device(name)
-
-
-def best_dtype(path: Path, device: str, ranks: int) -> str:
-    """What a server computes in if no dtype is chosen: `packed` for a GGUF file with blocks, on one CPU rank
-    with the instructions; else `auto`."""
-    if path.suffix != ".gguf" or ranks > 1 or device_of(device).type != "cpu":
-        return "auto"
-    return "packed" if kernels.cpu_jit.has(*kernels.cpu_jit.BYTES) and has_blocks(path) else "auto"
 
 
 def _dtype(name: str, device: torch.device, path: Path) -> torch.dtype:
