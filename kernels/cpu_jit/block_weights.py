@@ -265,7 +265,6 @@ class BlockMatrix:
     table: Tensor
     height: int
     segments: tuple[Tensor, ...]
-    formats: tuple[Format, ...]  # of the segments
     dtype: torch.dtype
 
     @property
@@ -292,13 +291,6 @@ class BlockMatrix:
             Call(_MULTIPLY, len(self.table), (*quantised, *to), scratch),
         )
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """The rows `ids` `[n]`, dequantised: `[n, in]` float32. An embedding reads its tokens so."""
-        (segment,), (kind,) = self.segments, self.formats
-        panels = (ids // PANEL).clamp(max=len(segment) - 1)
-        lanes = ids - torch.clamp(panels * PANEL, max=self.height - PANEL)
-        return _unpack(segment, kind, panels, lanes)
-
 
 def can_pack(height: int, width: int) -> bool:
     """Whether this CPU has the instructions and a matrix `[height, width]` a suitable shape."""
@@ -317,8 +309,7 @@ def pack(matrices: Sequence[Blocks], dtype: torch.dtype) -> BlockMatrix:
         for number, start in enumerate(starts):
             table.append((segment.data_ptr() + number * size, kernel, min(start, height - PANEL)))
         segments.append(segment)
-    formats = tuple(matrix.format for matrix in matrices)
-    return BlockMatrix(torch.tensor(table), height, tuple(segments), formats, dtype)
+    return BlockMatrix(torch.tensor(table), height, tuple(segments), dtype)
 
 
 def _panels(matrix: Blocks) -> Tensor:
@@ -352,23 +343,3 @@ def _by_panel(rows: Tensor) -> Tensor:
     whole, rest = divmod(len(rows), PANEL)
     panels = rows[: whole * PANEL].unflatten(0, (whole, PANEL))
     return torch.cat((panels, rows[-PANEL:][None])) if rest else panels
-
-
-def _unpack(segment: Tensor, kind: Format, panels: Tensor, lanes: Tensor) -> Tensor:
-    """The inverse of `_panels` for some rows, with their values: `[rows, columns]` float32."""
-    size, tail = PANEL * BLOCK * kind.bits // 8, 4 * PANEL * kind.by_row
-    chunks = segment[:, : segment.shape[1] - tail].unflatten(1, (-1, kind.bytes))  # [panels, blocks, bytes]
-    words = chunks[:, :, :size].unflatten(2, (-1, PANEL, 4))  # [panels, blocks, words, PANEL, 4]
-    numbers = words[panels, :, :, lanes].flatten(2)  # [rows, blocks, bytes]
-    if kind.bits == 4:
-        numbers = torch.cat((numbers & 15, numbers >> 4), 2)
-    else:
-        numbers = numbers - (kind.stored_offset & 0xFF)
-    if kind.by_row:
-        scales = segment[:, -tail:].view(torch.float32)[panels, lanes]
-        return Blocks(kind, numbers.flatten(1), scales[:, None]).values()
-    halves = chunks[:, :, size:].view(torch.float16).unflatten(2, (-1, PANEL))
-    scales = halves[panels, :, :, lanes]  # [rows, blocks, scales and minimum]
-    minima = scales[..., -1] if kind.minimum else None
-    own = scales[..., : BLOCK // kind.columns]
-    return Blocks(kind, numbers.flatten(1), own.flatten(1), minima).values()

@@ -89,14 +89,6 @@ def test_a_row_of_zeros() -> None:
     assert not multiply(torch.zeros(2, COLUMNS), packed).any()
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
-@pytest.mark.parametrize("rows", [PANEL, 100, 513])
-def test_rows_are_read_back(kind: Format, rows: int) -> None:
-    matrix = random_blocks(kind, rows)
-    ids = torch.randperm(rows)
-    assert torch.equal(pack([matrix], torch.float32).rows(ids), matrix.values()[ids])
-
-
 @pytest.mark.skipif(not VNNI, reason="this machine's own kernels are those of AVX2")
 def test_as_on_an_avx2_machine() -> None:
     """The kernels of an AVX2 machine, compiled and run here."""
