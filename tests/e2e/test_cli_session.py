@@ -93,8 +93,8 @@ def test_status_names_every_service(up: Up) -> None:
     assert {s["state"] for s in services.values()} == {"ready"}
     up.env["HEADRACE_LINKS"] = "Jaeger=http://j:1/?a=b,Wiki=https://w"
     assert up.run("status").stdout.splitlines()[-2:] == ["Jaeger: http://j:1/?a=b", "Wiki: https://w"]
-    other = up.run("status", "--fleet", "other")
-    assert other.stderr.startswith("error (unavailable): ")
+    other = up.run("status", "--fleet", "other", "--nats-url", up.nats_url)
+    assert other.stderr.startswith("error (unavailable): no service of fleet 'other' answers")
 
 
 def test_status_of_one_service_has_every_fact(up: Up) -> None:
