@@ -466,7 +466,7 @@ async def test_tenants_have_accounts_at_either_side(
                 break
             except nats.errors.NoRespondersError:
                 await asyncio.sleep(0.02)
-    await acme.publish("headrace.v1.generate.acme.m", b"left", reply=f"{prefix}.nobody.1")
+    await acme.publish("headrace.v1.generate.acme.m", b"left", reply=f"{prefix}.gone.1")
     await asyncio.wait_for(gone.wait(), 20)
     await acme.close()
     await tokenizer.drain()

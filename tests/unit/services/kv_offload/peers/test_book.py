@@ -133,7 +133,7 @@ def test_a_lookup_asks_all_peers_and_is_answered_as_one_of_l2(pair: Pair) -> Non
     assert pair.look_up(1, 2, 30) == [[2, 2, 0]]
     assert pair.a.state.counters.hits_peer == 2
     assert pair.look_up(1, 2) == [[2, 2]], "it is known now"
-    assert pair.a.now_us == pair.b.now_us == SECOND, "nobody has waited"
+    assert pair.a.now_us == pair.b.now_us == SECOND, "a peer has waited"
     pair.assert_idle()
 
 
