@@ -1,18 +1,21 @@
-"""The microkernels of block_weights.py: a few rows of `x` in int8 by a panel of a matrix in 4 or 8 bits.
+"""The microkernels of block_weights.py: a few rows of `x` in integers by a panel of a matrix in 4 or 8 bits.
 
-A register has a word of four columns for each of LANES rows of the matrix, so its product with four
-broadcast numbers of `x` needs no shuffle. With VNNI an instruction multiplies unsigned by signed bytes and
-adds up in int32. AVX2 adds up pairs in int16, which saturates: sums of 4 bits stay below it over a block (8 *
-2 * 15 * 127 = 30,480), and so do pairs of 8 bits (2 * 128 * 127 = 32,512), which become int32 at once.
+A register has a word of four columns for each of LANES rows of the matrix, so its product with broadcast
+numbers of `x` needs no shuffle. With VNNI an instruction multiplies unsigned by signed bytes and adds up in
+int32. Numbers of `x` in 16 bits are two bytes there, and the block is multiplied twice: first with the upper
+bytes, whose sums are shifted by 8 bits, then with the lower ones. AVX2 multiplies pairs in int16 and adds
+them up in int32; there the two bytes of a word that are a pair are the even or the odd ones, so the numbers
+of `x` lie in that order.
 
-The sums of a block are exact integers; they become float32 block by block in one order, so that the bits of a
-row do not depend on the tile that it is in.
+The sums of a block are exact integers, below 32 * 255 * 2^15 = 2^28; they become float32 block by block in
+one order, so that the bits of a row do not depend on the tile that it is in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import llvmlite.ir as ir
@@ -33,10 +36,12 @@ BLOCK = 32  # columns with a scale of `x`
 SCALE, SHIFT, START_8, START_128, HALVES, FACTS = 0, 1, 2, 3, 4, 6
 _STARTS = {8: START_8, 128: START_128}
 
+_HALF = BLOCK // 2
+
 _I8, _I16, _I32, _I64, _F32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
 _WORDS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _SCALES = ir.VectorType(ir.HalfType(), LANES)
-_BYTES, _SHORTS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I16, 2 * LANES)
+_SHORTS = ir.VectorType(_I16, 2 * LANES)
 _FMA = f"llvm.fma.v{LANES}f32"
 
 
@@ -61,8 +66,19 @@ class Format:
         return PANEL * (BLOCK * self.bits // 8 + 2 * scales)
 
     @property
+    def terms(self) -> int:
+        """Bytes of a number of `x`: one changes near ties of tokens, so only weights that are rounded to
+        int8 here have one."""
+        return 1 if self.by_row else 2
+
+    @property
+    def x_bytes(self) -> int:
+        """The size of a block of `x`."""
+        return BLOCK * (self.terms if VNNI else 2)
+
+    @property
     def stored_offset(self) -> int:
-        """What is added to a number before it is stored. AVX2 multiplies signed bytes; VNNI needs unsigned
+        """What is added to a number before it is stored. AVX2 widens signed bytes; VNNI needs unsigned
         ones."""
         return 0 if self.bits == 4 or VNNI else -self.offset
 
@@ -70,31 +86,68 @@ class Format:
 _Tile = list[list[Any]]  # by row of `x` and part of the panel, registers
 
 
-def tile(rows: int, format_: Format) -> Any:
-    """See the function in it."""
+def tile(rows: int, format_: Format, *, unpacked: bool = False) -> Any:
+    """See the function in it. `unpacked`, on AVX2: the numbers of the panel are at `wide`, by `unpack`."""
 
     @intrinsic
-    def multiply(typing: Any, x: Any, facts: Any, blocks: Any, panel: Any, out: Any, height: Any) -> Any:
-        """Store the product of `rows` int8 rows of `blocks` blocks at `x` with a panel to `out`, float32 or
+    def multiply(typing: Any, x: Any, facts: Any, blocks: Any, panel: Any, out: Any, height: Any, wide: Any) -> Any:
+        """Store the product of `rows` rows of `blocks` blocks at `x` with a panel to `out`, float32 or
         bfloat16, with rows `height` apart. `facts`: FACTS words of each block of `x`."""
-        signature = types.void(x, facts, blocks, panel, out, height)
-        return signature, _generator(rows, format_, out.dtype)
+        signature = types.void(x, facts, blocks, panel, out, height, wide)
+        return signature, _generator(rows, format_, out.dtype, unpacked=unpacked)
 
     return multiply
 
 
-def _generator(rows: int, kind: Format, stored: Any) -> Callable[..., Any]:
+WIDE_BYTES = 2 * BLOCK * PANEL  # of a block of an unpacked panel
+
+
+def unpack(format_: Format) -> Any:
+    """See the function in it."""
+
+    @intrinsic
+    def widen(typing: Any, blocks: Any, panel: Any, wide: Any) -> Any:
+        """Store the numbers of `blocks` blocks of a panel as int16 at `wide`, on AVX2: many rows of `x`
+        read them there."""
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            blocks, panel, wide = args
+
+            def store(block: Any, sums: list[Any]) -> list[Any]:
+                chunk = builder.gep(panel, [builder.mul(block, _index(format_.bytes))])
+                to = builder.gep(wide, [builder.mul(block, _index(WIDE_BYTES))])
+                for column, odd, part in product(range(0, BLOCK, 4), range(2), range(PARTS)):
+                    found = _shorts(builder, format_, chunk, column, odd, part)
+                    at = builder.gep(to, [_index(_place(column, odd, part))])
+                    builder.store(found, builder.bitcast(at, _SHORTS.as_pointer()), align=1)
+                return sums
+
+            loop(builder, blocks, [], store)
+            return context.get_dummy_value()
+
+        return types.void(blocks, panel, wide), generate
+
+    return widen
+
+
+def _place(column: int, odd: int, part: int) -> int:
+    """Where an unpacked block has the columns `column + odd` and `column + odd + 2`."""
+    return 2 * PANEL * (column + 2 * odd) + part * 4 * LANES
+
+
+def _generator(rows: int, kind: Format, stored: Any, *, unpacked: bool) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        x, facts, blocks, panel, out, height = args
+        x, facts, blocks, panel, out, height, wide = args
 
         def add(block: Any, sums: list[Any]) -> list[Any]:
             chunk = builder.gep(panel, [builder.mul(block, _index(kind.bytes))])
             places = [builder.add(builder.mul(blocks, _index(row)), block) for row in range(rows)]
             of_x = [builder.gep(facts, [builder.mul(place, _index(FACTS))]) for place in places]
-            lines = [builder.gep(x, [builder.mul(place, _index(BLOCK))]) for place in places]
+            lines = [builder.gep(x, [builder.mul(place, _index(kind.x_bytes))]) for place in places]
+            apart = builder.gep(wide, [builder.mul(block, _index(WIDE_BYTES))]) if unpacked else None
             at = BLOCK * PANEL * kind.bits // 8
             for first in range(0, BLOCK, kind.columns):
-                whole = _integers(builder, kind, lines, of_x, chunk, first)
+                whole = _integers(builder, kind, lines, of_x, chunk, first, apart)
                 factors = None if kind.by_row else _scales(builder, chunk, at)
                 at += 2 * PANEL
                 sums = _scaled(builder, sums, whole, of_x, factors)
@@ -136,77 +189,104 @@ def _scaled(
 
 
 def _integers(
-    builder: ir.IRBuilder, kind: Format, lines: list[Any], of_x: list[Any], chunk: Any, first: int
+    builder: ir.IRBuilder,
+    kind: Format,
+    lines: list[Any],
+    of_x: list[Any],
+    chunk: Any,
+    first: int,
+    wide: Any = None,
 ) -> _Tile:
     """The sums of products of the columns from `first` on that share a scale, by row and part."""
-    add = _Vnni(builder) if VNNI else _Avx2(builder, kind.bits)
     starts: list[Any] = [ir.Constant(_WORDS, None)] * len(lines)
     if offset := kind.offset + kind.stored_offset:
         fact = _STARTS[offset] if kind.columns == BLOCK else HALVES + first // kind.columns
         starts = [_broadcast(builder, _load(builder, each, fact, _I32)) for each in of_x]
-    found = [[add.start(start) for _ in range(PARTS)] for start in starts]
-    for column in range(first, first + kind.columns, 4):
-        matrix = [_numbers(builder, kind, chunk, column, part) for part in range(PARTS)]
-        for row, line in enumerate(lines):
-            four = _broadcast(builder, _load(builder, line, column, _I32))
-            found[row] = [add(old, read, four) for old, read in zip(found[row], matrix, strict=True)]
-    return [[add.end(each, start) for each in own] for own, start in zip(found, starts, strict=True)]
+    columns = [*range(first, first + kind.columns, 4)]
+    if kind.bits == 4:  # the halves of a byte one after the other
+        columns.sort(key=lambda column: column % _HALF)
+    if not VNNI:
+        return _by_pairs(builder, kind, lines, starts, chunk, first, wide)
+    found = [[ir.Constant(_WORDS, None)] * PARTS for _ in lines]
+    for term in range(kind.terms):
+        if term:
+            found = [[builder.shl(each, ir.Constant(_WORDS, [8] * LANES)) for each in own] for own in found]
+        if term + 1 == kind.terms:
+            found = [
+                [builder.add(each, start) for each in own] for own, start in zip(found, starts, strict=True)
+            ]
+        for column in columns:
+            matrix = [_numbers(builder, kind, chunk, column, part) for part in range(PARTS)]
+            for row, line in enumerate(lines):
+                four = _broadcast(builder, _load(builder, line, term * BLOCK + column, _I32))
+                # A word is four bytes: the signature before LLVM 22, which still accepts it.
+                name = "llvm.x86.avx512.vpdpbusd.512"
+                found[row] = [
+                    call(builder, name, _WORDS, old, read, four)
+                    for old, read in zip(found[row], matrix, strict=True)
+                ]
+    return found
+
+
+def _by_pairs(
+    builder: ir.IRBuilder,
+    kind: Format,
+    lines: list[Any],
+    starts: list[Any],
+    chunk: Any,
+    first: int,
+    wide: Any,
+) -> _Tile:
+    """See _integers: on AVX2. A loop, since LLVM would order unrolled steps part by part, and keep all
+    numbers of `x` on the stack."""
+
+    def add(step: Any, sums: list[Any]) -> list[Any]:
+        source, stride = (chunk, 4 * PANEL) if wide is None else (wide, 8 * PANEL)
+        word = builder.gep(source, [builder.mul(step, _index(stride))])
+        of_x = [builder.gep(line, [builder.mul(step, _index(8))]) for line in lines]
+        found = list(sums)
+        for column in range(first, first + kind.columns, _HALF):
+            for odd in range(2):
+                matrix = [
+                    _shorts(builder, kind, word, column, odd, part)
+                    if wide is None
+                    else _load(builder, word, _place(column, odd, part), _SHORTS)
+                    for part in range(PARTS)
+                ]
+                for row, at in enumerate(of_x):
+                    two = _broadcast(builder, _load(builder, at, 2 * column + 4 * odd, _I32))
+                    for part, read in enumerate(matrix):
+                        pairs = builder.bitcast(two, _SHORTS)
+                        pairs = call(builder, "llvm.x86.avx2.pmadd.wd", _WORDS, read, pairs)
+                        found[row * PARTS + part] = builder.add(found[row * PARTS + part], pairs)
+        return found
+
+    before = [start for start in starts for _ in range(PARTS)]
+    found = loop(builder, _index(_HALF // 4), before, add)
+    return [found[row * PARTS : (row + 1) * PARTS] for row in range(len(lines))]
 
 
 def _numbers(builder: ir.IRBuilder, kind: Format, chunk: Any, column: int, part: int) -> Any:
-    """Four columns of the matrix from `column` on, in the words of a register."""
+    """Four columns of the matrix from `column` on, as bytes in the words of a register."""
     if kind.bits == 8:
         return _load(builder, chunk, column * PANEL + part * 4 * LANES, _WORDS)
-    words = _load(builder, chunk, (column % 16) * PANEL + part * 4 * LANES, _WORDS)
-    if column >= 16:  # the upper halves of the bytes
+    words = _load(builder, chunk, (column % _HALF) * PANEL + part * 4 * LANES, _WORDS)
+    if column >= _HALF:  # the upper halves of the bytes
         words = builder.lshr(words, ir.Constant(_WORDS, [4] * LANES))
     return builder.and_(words, ir.Constant(_WORDS, [0x0F0F0F0F] * LANES))
 
 
-class _Vnni:
-    """Adds up in int32."""
-
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        self._builder = builder
-
-    def start(self, start: Any) -> Any:
-        return start
-
-    def __call__(self, old: Any, matrix: Any, four: Any) -> Any:
-        # A word is four bytes: the signature before LLVM 22, which still accepts it.
-        return call(self._builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, old, matrix, four)
-
-    def end(self, sums: Any, start: Any) -> Any:
-        return sums
-
-
-class _Avx2:
-    """Adds up pairs in int16, and these in int32: at the end for 4 bits, at once for 8 bits, whose numbers
-    are signed: their absolute values are multiplied with `x` times their signs."""
-
-    def __init__(self, builder: ir.IRBuilder, bits: int) -> None:
-        self._builder, self._bits = builder, bits
-
-    def start(self, start: Any) -> Any:
-        return ir.Constant(_SHORTS if self._bits == 4 else _WORDS, None)
-
-    def __call__(self, old: Any, matrix: Any, four: Any) -> Any:
-        builder = self._builder
-        unsigned, signed = builder.bitcast(matrix, _BYTES), builder.bitcast(four, _BYTES)
-        if self._bits == 8:
-            sign = "llvm.x86.avx2.psign.b"
-            signed = call(builder, sign, _BYTES, signed, unsigned)
-            unsigned = call(builder, sign, _BYTES, unsigned, unsigned)
-        pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, unsigned, signed)
-        return builder.add(old, pairs if self._bits == 4 else self._wide(pairs))
-
-    def end(self, sums: Any, start: Any) -> Any:
-        wide = self._wide(sums) if self._bits == 4 else sums
-        return self._builder.add(wide, start)
-
-    def _wide(self, pairs: Any) -> Any:
-        ones = ir.Constant(_SHORTS, [1] * (2 * LANES))
-        return call(self._builder, "llvm.x86.avx2.pmadd.wd", _WORDS, pairs, ones)
+def _shorts(builder: ir.IRBuilder, kind: Format, chunk: Any, column: int, odd: int, part: int) -> Any:
+    """The columns `column + odd` and `column + odd + 2` of the matrix, as int16 in the words of a
+    register."""
+    place = column if kind.bits == 8 else column % _HALF
+    pairs = builder.bitcast(_load(builder, chunk, place * PANEL + part * 4 * LANES, _WORDS), _SHORTS)
+    if kind.bits == 8:
+        by = ir.Constant(_SHORTS, [8] * (2 * LANES))
+        return builder.ashr(pairs if odd else builder.shl(pairs, by), by)
+    shift = 8 * odd + 4 * (column >= _HALF)
+    pairs = builder.lshr(pairs, ir.Constant(_SHORTS, [shift] * (2 * LANES)))
+    return builder.and_(pairs, ir.Constant(_SHORTS, [15] * (2 * LANES)))
 
 
 def _scales(builder: ir.IRBuilder, chunk: Any, at: int) -> list[Any]:

@@ -4,9 +4,11 @@ AVX2.
 A block is 32 columns of a row, with a scale and, in some formats, a minimum:
 
     value = scale * (number - offset) + minimum
-    y = sum over blocks of  scale * a * (sum of (number - offset) * x8)  +  minimum * a * (sum of x8)
+    y = sum over blocks of  scale * a * (sum of (number - offset) * xi)  +  minimum * a * (sum of xi)
 
-where a block of `x` is `a * x8` with x8 in int8, quantised at the call. So each product of bytes is exact.
+where a block of `x` is `a * xi` with integers xi, quantised at the call. So each product is exact. xi has 16
+bits, but 8 with weights in int8: 8 bits change which of two near tokens is likelier, and few rows take the
+time to read the weights in any case.
 
     stored in 4 bits   Q4_0, Q4_1, Q4_K
     stored in 8 bits   Q5_0, Q5_1, Q5_K, Q6_K (16 columns a scale), Q8_0, and int8 (a scale for all columns)
@@ -37,8 +39,11 @@ from kernels.cpu_jit.block_microkernel import (
     SHIFT,
     START_8,
     START_128,
+    VNNI,
+    WIDE_BYTES,
     Format,
     tile,
+    unpack,
 )
 from kernels.cpu_jit.llvm_intrinsics import (
     bf16_at,
@@ -47,9 +52,11 @@ from kernels.cpu_jit.llvm_intrinsics import (
     fast,
     fetch_add,
     i8_at,
+    i16_at,
     i32_at,
     i64_at,
     nearest,
+    on_stack,
     offset_by,
     widen,
 )
@@ -64,34 +71,66 @@ FORMATS = (
     Format(8, 128, by_row=True),
 )
 INT8 = FORMATS[5]
+_TILE = 6 if VNNI else 3  # rows of `x`: their sums fill the registers
+# On AVX2 numbers become int16, which costs half as much as a tile's products: from _MANY rows on, a panel of
+# up to 4,096 columns is unpacked once, to 128 KiB on the stack (the second cache holds them).
+_MANY, _UNPACKED_BLOCKS = 12, 128
 _QUANTISED_ROWS = 4  # of `x` in a piece of work
-_MOST, _ZERO = np.float32(127), np.float32(0)
+# The largest number of `x`, by terms: the upper and the lower byte of 32,639 are 127, as signed ones.
+_MOST = (np.float32(127), np.float32(127 * 256 + 127))
+_LEAST, _ZERO = np.float32(1e-30), np.float32(0)  # a block of smaller numbers becomes zeros
 _HALF = BLOCK // 2
 
 
 def _by_a_panel(format_: Format) -> Any:
-    six, four, two, one = (tile(rows, format_) for rows in (6, 4, 2, 1))
+    most, four, two, one = (tile(rows, format_) for rows in (_TILE, min(4, _TILE), 2, 1))
+    size, whole_tiles = format_.x_bytes, _by_an_unpacked_panel(format_)
 
     @fast
     def multiply(p: Any, panel: Any, out: Any) -> None:
         """All rows of `x` by a panel. `p`: the numbers of the call; `panel`: a row of the table."""
         rows, blocks, height, numbers = p[6], p[7] // BLOCK, p[8], i8_at(panel[0])
-        row = 0
+        row = whole_tiles(p, panel, out)
         while row < rows:
-            at, goal = offset_by(i8_at(p[1]), row * blocks * BLOCK), offset_by(out, row * height)
+            at, goal = offset_by(i8_at(p[1]), row * blocks * size), offset_by(out, row * height)
             of_x = offset_by(i32_at(p[2]), row * blocks * FACTS)
-            if row + 6 <= rows:
-                six(at, of_x, blocks, numbers, goal, height)
-                row += 6
-            elif row + 4 <= rows:
-                four(at, of_x, blocks, numbers, goal, height)
+            if row + _TILE <= rows:
+                most(at, of_x, blocks, numbers, goal, height, numbers)
+                row += _TILE
+            elif _TILE > 4 and row + 4 <= rows:
+                four(at, of_x, blocks, numbers, goal, height, numbers)
                 row += 4
             elif row + 2 <= rows:
-                two(at, of_x, blocks, numbers, goal, height)
+                two(at, of_x, blocks, numbers, goal, height, numbers)
                 row += 2
             else:
-                one(at, of_x, blocks, numbers, goal, height)
+                one(at, of_x, blocks, numbers, goal, height, numbers)
                 row += 1
+
+    return multiply
+
+
+def _by_an_unpacked_panel(format_: Format) -> Any:
+    """A function for the first rows of `x`, if they are many; it returns their number."""
+    if VNNI:  # tiles have rows enough to unpack in registers
+        return fast(lambda p, panel, out: 0)
+    widen, some, size = unpack(format_), tile(_TILE, format_, unpacked=True), format_.x_bytes
+    scratch = on_stack(_UNPACKED_BLOCKS * WIDE_BYTES)
+
+    @fast
+    def multiply(p: Any, panel: Any, out: Any) -> Any:
+        rows, blocks, height, numbers = p[6], p[7] // BLOCK, p[8], i8_at(panel[0])
+        row = 0
+        if rows < _MANY or blocks > _UNPACKED_BLOCKS:
+            return row
+        wide = scratch()
+        widen(blocks, numbers, wide)
+        while row + _TILE <= rows:
+            at, goal = offset_by(i8_at(p[1]), row * blocks * size), offset_by(out, row * height)
+            of_x = offset_by(i32_at(p[2]), row * blocks * FACTS)
+            some(at, of_x, blocks, numbers, goal, height, wide)
+            row += _TILE
+        return row
 
     return multiply
 
@@ -198,38 +237,57 @@ _MULTIPLY = Kernel(_all_panels)
 
 
 @fast
-def _quantise(x: Any, out: Any, facts: Any, sums: Any, rows: int, width: int, p: Any) -> None:
-    """`facts` and `sums` are the same memory, as float32 and int32."""
-    blocks = width // BLOCK
+def _quantise(x: Any, out: Any, facts: Any, sums: Any, rows: int, width: int, terms: int, p: Any) -> None:
+    """`facts` and `sums` are the same memory, as float32 and int32; `out` is bytes."""
+    blocks, limit = width // BLOCK, _MOST[terms - 1]
     while True:
         first = fetch_add(p) * _QUANTISED_ROWS * blocks
         if first >= rows * blocks:
             return
         for block in range(first, min(first + _QUANTISED_ROWS * blocks, rows * blocks)):
-            at, most, whole = block * BLOCK, _ZERO, 0
+            most = _ZERO
             for i in range(BLOCK):
-                most = max(most, abs(widen(x[at + i])))
-            inverse = _MOST / most if most > _ZERO else _ZERO
-            for i in range(BLOCK):
-                number = nearest(widen(x[at + i]) * inverse)
-                out[at + i] = number
-                whole += number
-            half = 0
-            for i in range(_HALF):
-                half += out[at + i]
-            own = block * FACTS
-            sums[own + HALVES], sums[own + HALVES + 1] = -128 * half, 128 * (half - whole)
+                most = max(most, abs(widen(x[block * BLOCK + i])))
+            inverse = limit / most if most > _LEAST else _ZERO
+            half = _numbers(x, out, block, 0, inverse, terms)
+            rest = _numbers(x, out, block, _HALF, inverse, terms)
+            own, whole = block * FACTS, half + rest
+            sums[own + HALVES], sums[own + HALVES + 1] = -128 * half, -128 * rest
             sums[own + START_8], sums[own + START_128] = -8 * whole, -128 * whole
-            scale = most / _MOST
+            scale = most / limit
             facts[own + SCALE], facts[own + SHIFT] = scale, scale * np.float32(whole)
 
 
+@fast
+def _numbers(x: Any, out: Any, block: int, start: int, inverse: Any, terms: int) -> Any:
+    """Stores half a block from `start` on, in the order of the microkernel; returns the sum."""
+    at, total = block * BLOCK + start, np.int32(0)
+    if not VNNI:
+        to = offset_by(i16_at(out), at)
+        for i in range(0, _HALF, 4):
+            for j in range(4):
+                number = nearest(widen(x[at + i + j]) * inverse)
+                to[i + (j >> 1) + 2 * (j & 1)] = number
+                total += number
+        return total
+    to = offset_by(i8_at(out), block * BLOCK * terms + start)
+    for i in range(_HALF):
+        number = nearest(widen(x[at + i]) * inverse)
+        total += number
+        if terms == 2:
+            upper = (number + 128) >> 8
+            to[i], to[BLOCK + i] = upper, number - (upper << 8)
+        else:
+            to[i] = number
+    return total
+
+
 def _of_bf16(p: Any) -> None:
-    _quantise(bf16_at(p[1]), i8_at(p[2]), f32_at(p[3]), i32_at(p[3]), p[4], p[5], p)
+    _quantise(bf16_at(p[1]), p[2], f32_at(p[3]), i32_at(p[3]), p[4], p[5], p[6], p)
 
 
 def _of_f32(p: Any) -> None:
-    _quantise(f32_at(p[1]), i8_at(p[2]), f32_at(p[3]), i32_at(p[3]), p[4], p[5], p)
+    _quantise(f32_at(p[1]), p[2], f32_at(p[3]), i32_at(p[3]), p[4], p[5], p[6], p)
 
 
 _QUANTISE = {torch.bfloat16: Kernel(_of_bf16), torch.float32: Kernel(_of_f32)}  # by dtype of `x`
@@ -266,6 +324,8 @@ class BlockMatrix:
     height: int
     segments: tuple[Tensor, ...]
     dtype: torch.dtype
+    terms: int
+    x_bytes: int
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -276,7 +336,7 @@ class BlockMatrix:
         assert out.dtype == self.dtype, "packed for results of another dtype"
         rows, width = x.shape
         blocks = rows * width // BLOCK
-        scratch = torch.empty(blocks * (4 * FACTS + BLOCK), dtype=torch.uint8)
+        scratch = torch.empty(blocks * (4 * FACTS + self.x_bytes), dtype=torch.uint8)
         facts = scratch.data_ptr()
         quantised = (facts + 4 * FACTS * blocks, facts)
         (table,) = parts
@@ -285,7 +345,7 @@ class BlockMatrix:
             Call(
                 _QUANTISE[x.dtype],
                 -(-rows // _QUANTISED_ROWS),
-                (x.data_ptr(), *quantised, rows, width),
+                (x.data_ptr(), *quantised, rows, width, self.terms),
                 scratch,
             ),
             Call(_MULTIPLY, len(self.table), (*quantised, *to), scratch),
@@ -301,15 +361,16 @@ def pack(matrices: Sequence[Blocks], dtype: torch.dtype) -> BlockMatrix:
     """The matrices, one below the other, in panels, for products that are rounded to `dtype`. A last panel
     ends with its matrix: it may repeat rows."""
     segments, table, height = [], [], 0
+    ((terms, size),) = {(each.format.terms, each.format.x_bytes) for each in matrices}
     for matrix in matrices:
         segment = _panels(matrix)
         starts = range(height, height + len(matrix.numbers), PANEL)
         height += len(matrix.numbers)
-        kernel, size = _PANELS[dtype][FORMATS.index(matrix.format)].address, segment[0].numel()
+        kernel, step = _PANELS[dtype][FORMATS.index(matrix.format)].address, segment[0].numel()
         for number, start in enumerate(starts):
-            table.append((segment.data_ptr() + number * size, kernel, min(start, height - PANEL)))
+            table.append((segment.data_ptr() + number * step, kernel, min(start, height - PANEL)))
         segments.append(segment)
-    return BlockMatrix(torch.tensor(table), height, tuple(segments), dtype)
+    return BlockMatrix(torch.tensor(table), height, tuple(segments), dtype, terms, size)
 
 
 def _panels(matrix: Blocks) -> Tensor:

@@ -35,6 +35,7 @@ def _pointer(element: types.Type, code: ir.Type) -> Any:
 
 bf16_at = _pointer(types.uint16, _I16)  # address -> pointer
 i8_at = _pointer(types.int8, ir.IntType(8))
+i16_at = _pointer(types.int16, _I16)
 i32_at = _pointer(types.int32, _I32)
 f32_at = _pointer(types.float32, _F32)
 i64_at = _pointer(types.int64, _I64)
@@ -48,6 +49,20 @@ def offset_by(typing: Any, pointer: types.Type, count: types.Type) -> Any:
         return builder.gep(args[0], [args[1]])
 
     return pointer(pointer, types.int64), generate
+
+
+def on_stack(size: int) -> Any:
+    """A function that returns a pointer to `size` bytes, which live until its caller returns."""
+
+    @intrinsic
+    def memory(typing: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            with builder.goto_entry_block():  # not by cgutils, which would store zeros
+                return builder.alloca(ir.IntType(8), ir.Constant(_I64, size))
+
+        return types.CPointer(types.int8)(), generate
+
+    return memory
 
 
 @intrinsic

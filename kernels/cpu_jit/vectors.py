@@ -135,16 +135,17 @@ def loop(builder: ir.IRBuilder, count: Any, before: list[Any], body: Any) -> lis
     index = builder.phi(_I64)
     sums = [builder.phi(each.type) for each in before]
     found = body(index, sums)
+    end = builder.block  # another one behind a loop in the body
     following = builder.add(index, ir.Constant(_I64, 1))
     builder.cbranch(builder.icmp_signed("<", following, count), inside, behind)
     index.add_incoming(zero, entry)
-    index.add_incoming(following, inside)
-    for each, start, end in zip(sums, before, found, strict=True):
+    index.add_incoming(following, end)
+    for each, start, after in zip(sums, before, found, strict=True):
         each.add_incoming(start, entry)
-        each.add_incoming(end, inside)
+        each.add_incoming(after, end)
     builder.position_at_end(behind)
     last = [builder.phi(each.type) for each in before]
-    for each, start, end in zip(last, before, found, strict=True):
+    for each, start, after in zip(last, before, found, strict=True):
         each.add_incoming(start, entry)
-        each.add_incoming(end, inside)
+        each.add_incoming(after, end)
     return last

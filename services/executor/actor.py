@@ -420,7 +420,7 @@ def _wanted_digest(settings: Settings) -> str:
 def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
     device, ranks = settings.device_and_ranks
     try:
-        from services.executor.checkpoint.loader import TorchOptions, check_digest, device_of
+        from services.executor.checkpoint.loader import TorchOptions, best_dtype, check_digest, device_of
 
         build: Callable[[TorchOptions], Backend]
         if on_gpu := device_of(device).type == "cuda":
@@ -437,6 +437,9 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
     log.info("loading %s …", files.name)
     slots = settings.slots or (CUDA_SLOTS if on_gpu else TORCH_SLOTS)
     dtype, _, kv_dtype = settings.dtype.partition("/")
+    if dtype == "auto" and settings.backend != "dummy":
+        dtype, why = best_dtype(files.path, device, ranks)
+        log.info("dtype %s: %s", dtype, why)
     options = TorchOptions(
         model_path=files.path,
         model_name=served_names(settings)[0],

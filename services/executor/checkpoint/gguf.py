@@ -8,6 +8,7 @@ conversion/llama.py, convert_hf_to_gguf.py).
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,6 +81,16 @@ def load_gguf(
 
     shard = shard_of(shapes)
     return shard.shapes, assemble(shard, find, dtype, device)
+
+
+def has_blocks(path: Path) -> bool:
+    """Whether most weights of a file are in blocks that kernels multiply with. Raises SetupError on a damaged
+    file."""
+    from services.executor.checkpoint.gguf_blocks import stays_in_blocks
+
+    tensors = GgufTensors(path)
+    sizes = [(math.prod(tensors.shape(name)), stays_in_blocks(tensors.type(name))) for name in tensors.names]
+    return sum(size for size, stays in sizes if stays) * 2 > sum(size for size, _ in sizes)
 
 
 def stored_gguf(path: Path) -> tuple[Shapes, Iterator[StoredTensor]]:

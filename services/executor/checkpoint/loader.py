@@ -16,7 +16,7 @@ import torch
 import kernels.cpu_jit
 from kernels.attention import FP8
 from services.executor.checkpoint.config import read_shapes
-from services.executor.checkpoint.gguf import load_gguf, stored_gguf
+from services.executor.checkpoint.gguf import has_blocks, load_gguf, stored_gguf
 from services.executor.checkpoint.kv_cache import (
     KvCache,
     allocate,
@@ -47,7 +47,8 @@ _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-_KEPT = ("int8", "packed")  # bf16 with products in int8; packed: the weights in the blocks of their file
+# int8: products with weights in int8; packed: in the blocks of their file. What is between the products.
+_KEPT = {"int8": torch.bfloat16, "packed": torch.float32}
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
 
 
@@ -58,7 +59,7 @@ class TorchOptions:
     model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
-    dtype: str = "auto"  # bf16, f32, int8, packed; auto: f32 on a CPU, bf16 on a GPU
+    dtype: str = "auto"  # bf16, f32, int8, packed; auto: f32 on a CPU, bf16 on a GPU (a server: best_dtype)
     kv_dtype: str = "auto"  # fp8; auto: the model's dtype
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
@@ -173,7 +174,7 @@ def check_digest(options: TorchOptions, wanted: str) -> None:
     if own == wanted:
         return
     for computed, kv, mode in product((*_DTYPES, *_KEPT), ("", "/fp8"), (False, True)):
-        kept = kv.removeprefix("/") or ("bf16" if computed in _KEPT else computed)
+        kept = kv.removeprefix("/") or _NAMES[{**_DTYPES, **_KEPT}[computed]]
         if model_digest(replace(options, deterministic=mode), computed, kept) == wanted:
             flags = f"--dtype {computed}{kv} --{'' if mode else 'no-'}deterministic"
             raise SetupError(f"the executors that serve this model compute otherwise: start with {flags}")
@@ -231,6 +232,22 @@ def device_of(name: str, rank: int = 0) -> torch.device:
     return torch.device(name, rank) if name == "cuda" and rank else torch.device(name)
 
 
+def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
+    """What a server computes in if no dtype is chosen, and why: `packed` for a GGUF file whose weights are
+    mostly in blocks, on one CPU rank with the instructions; else `f32`, or `bf16` on a GPU."""
+    if device_of(device).type != "cpu":
+        return "bf16", "on a GPU"
+    if path.suffix != ".gguf":
+        return "f32", "no GGUF file: int8 and bf16 are faster, with other near ties"
+    if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
+        return "f32", "this CPU has no AVX2 with F16C, or Numba is missing"
+    if ranks > 1:
+        return "f32", "several ranks share the layers, and cuts may fall within a block"
+    if not has_blocks(path):
+        return "f32", "few weights of the file are in blocks of 4 to 8 bits"
+    return "packed", "the weights stay in the file's blocks: the answers of f32, sooner"
+
+
 def _dtype(name: str, device: torch.device, path: Path) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -241,7 +258,7 @@ def _dtype(name: str, device: torch.device, path: Path) -> torch.dtype:
             raise SetupError(f"dtype {name} needs a CPU with AVX2 and F16C, and Numba; use bf16")
         if name == "packed" and path.suffix != ".gguf":
             raise SetupError("dtype packed is for GGUF files; use int8, bf16 or f32")
-        return torch.bfloat16
+        return _KEPT[name]
     if name not in _DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join((*_DTYPES, *_KEPT))}")
     return _DTYPES[name]

@@ -54,8 +54,8 @@ def doctor(loaded: Loaded) -> int:
 def examine(loaded: Loaded) -> Iterator[Finding]:
     """Run every check."""
     checks: tuple[Callable[[Loaded], Iterator[Finding]], ...] = (
-        _python, _packages, _uvloop, _torch, _grammars, _server_binary, _model, _shared_memory, _variables,
-        _connection,
+        _python, _packages, _uvloop, _torch, _grammars, _server_binary, _model, _dtype, _shared_memory,
+        _variables, _connection,
     )  # fmt: skip
     for check in checks:
         yield from check(loaded)
@@ -127,6 +127,22 @@ def _model(loaded: Loaded) -> Iterator[Finding]:
         yield Finding("ok", f"model {files.name} in {files.path}, checksum right")
     else:
         yield Finding("fail", f"{files.path} is damaged", f"`headrace pull {entry.name}` fetches it again")
+
+
+def _dtype(loaded: Loaded) -> Iterator[Finding]:
+    """What `--dtype auto` is with this model on this machine."""
+    settings = loaded.settings
+    dtype = settings.dtype.partition("/")[0]
+    if dtype != "auto" or settings.backend in ("sim", "dummy") or importlib.util.find_spec("torch") is None:
+        return
+    from services.executor.checkpoint.loader import best_dtype
+
+    device, ranks = settings.device_and_ranks
+    try:
+        found, why = best_dtype(resolve(settings.model, settings.cache_dir).path, device, ranks)
+    except SetupError:
+        return  # `_model` says it
+    yield Finding("ok", f"dtype {found}: {why}")
 
 
 def _shared_memory(_: Loaded) -> Iterator[Finding]:

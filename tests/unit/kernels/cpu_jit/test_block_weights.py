@@ -43,11 +43,18 @@ def in_int8(x: Tensor, matrix: BlockMatrix) -> Tensor:
     quantise.run()
     assert quantise.scratch is not None
     blocks = x.numel() // 32
-    facts, numbers = quantise.scratch.split([4 * FACTS * blocks, 32 * blocks])
+    facts, numbers = quantise.scratch.split([4 * FACTS * blocks, matrix.x_bytes * blocks])
     scales = facts.view(torch.float32).view(blocks, FACTS)[:, SCALE].double()
-    numbers = numbers.view(torch.int8).double().view(blocks, 32)
-    found = (numbers * scales[:, None]).view(x.shape)
+    if not VNNI:  # even before odd ones
+        numbers = numbers.view(torch.int16).view(blocks, 8, 2, 2).transpose(2, 3).double()
+    elif matrix.terms == 2:
+        numbers = numbers.view(torch.int8).view(blocks, 2, 32).double()
+        numbers = 256 * numbers[:, 0] + numbers[:, 1]
+    found = (numbers.view(torch.int8).double() if numbers.dtype == torch.uint8 else numbers).reshape(blocks, 32)
+    found = (found * scales[:, None]).view(x.shape)
     assert ((found - x.double()).view(blocks, 32).abs() <= 0.51 * scales[:, None]).all()
+    bits = 8 * matrix.terms - 1
+    assert (scales <= 1.01 * x.double().view(blocks, 32).abs().amax(1) / (2**bits - 2**(bits - 7))).all()
     return found
 
 
@@ -56,7 +63,7 @@ def in_int8(x: Tensor, matrix: BlockMatrix) -> Tensor:
 def test_a_product_is_that_of_float64(kind: Format, rows: int) -> None:
     """Joined matrices of two formats and a height that is no multiple of a panel."""
     torch.manual_seed(rows)
-    matrices = [random_blocks(kind, 100), random_blocks(FORMATS[2], 64)]
+    matrices = [random_blocks(kind, 100), random_blocks(kind if kind.by_row else FORMATS[2], 64)]
     packed, rounded = pack(matrices, torch.float32), pack(matrices, torch.bfloat16)
     values = torch.cat([each.values() for each in matrices]).double()
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,5 @@
-"""The default model gives the reference ids of transformers, alone, in a batch, and run ahead."""
+"""The default model gives the reference ids of transformers, alone, in a batch, and run ahead: in float32 and with
+weights in the blocks of the file, which is the default. The first prompt asks for the capital of France."""
 
 from __future__ import annotations
 
@@ -6,15 +7,18 @@ import pytest
 from support.default_model import default_engine, greedy_cases
 from support.executor.plan_maker import GREEDY, PlanMaker, Row
 
+import kernels.cpu_jit
 from services.executor.cpu.engine import TorchBackend
 from shared.messages import ints
 
 STOP = ints([2])
 
 
-@pytest.fixture(scope="module")
-def backend() -> TorchBackend:
-    return default_engine()
+@pytest.fixture(scope="module", params=["f32", "packed"])
+def backend(request: pytest.FixtureRequest) -> TorchBackend:
+    if request.param == "packed" and not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
+        pytest.skip("no AVX2")
+    return default_engine(dtype=request.param)
 
 
 def test_five_prompts_in_one_batch_with_chunks_and_early_ends(backend: TorchBackend) -> None:

@@ -67,17 +67,17 @@ def test_logits_are_those_of_the_dequantised_file(tmp_path: Path) -> None:
     packed, plain = engine(path, "packed"), engine(path, "f32")
     wanted = logits(plain).double().log_softmax(-1)
     found = logits(packed).double().log_softmax(-1)
-    assert ((wanted.exp() * (wanted - found)).sum(-1) < 0.02).all()
+    assert ((wanted.exp() * (wanted - found)).sum(-1) < 1e-6).all()
     assert not found.equal(wanted)
-    assert packed.info.dtype == "packed/bf16"
+    assert packed.info.dtype == "packed/f32"
     assert packed.info.fingerprint != engine(path, "bf16").info.fingerprint
-    assert packed.info.memory_bytes < engine(path, "bf16").info.memory_bytes
+    assert packed.info.memory_bytes < plain.info.memory_bytes
 
 
 def test_all_layers_in_one_call_give_the_bits_of_single_calls(tmp_path: Path) -> None:
     backend = engine(file_of(tmp_path), "packed")
     together = logits(backend)
-    assert backend._model._at_once is not None or not kernels.cpu_jit.has("avx512bf16")  # for `ffn_down`
+    assert backend._model._at_once is not None or not kernels.cpu_jit.has("avx512f")  # for `ffn_down`
     backend.reset()
     backend._model._at_once = None
     assert together.equal(logits(backend))
