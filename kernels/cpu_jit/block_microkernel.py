@@ -90,7 +90,9 @@ def tile(rows: int, format_: Format, *, unpacked: bool = False) -> Any:
     """See the function in it. `unpacked`, on AVX2: the numbers of the panel are at `wide`, by `unpack`."""
 
     @intrinsic
-    def multiply(typing: Any, x: Any, facts: Any, blocks: Any, panel: Any, out: Any, height: Any, wide: Any) -> Any:
+    def multiply(
+        typing: Any, x: Any, facts: Any, blocks: Any, panel: Any, out: Any, height: Any, wide: Any
+    ) -> Any:
         """Store the product of `rows` rows of `blocks` blocks at `x` with a panel to `out`, float32 or
         bfloat16, with rows `height` apart. `facts`: FACTS words of each block of `x`."""
         signature = types.void(x, facts, blocks, panel, out, height, wide)

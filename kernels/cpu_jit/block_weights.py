@@ -56,8 +56,8 @@ from kernels.cpu_jit.llvm_intrinsics import (
     i32_at,
     i64_at,
     nearest,
-    on_stack,
     offset_by,
+    on_stack,
     widen,
 )
 from kernels.cpu_jit.thread_team import Call, Kernel, Number

@@ -46,15 +46,14 @@ def in_int8(x: Tensor, matrix: BlockMatrix) -> Tensor:
     facts, numbers = quantise.scratch.split([4 * FACTS * blocks, matrix.x_bytes * blocks])
     scales = facts.view(torch.float32).view(blocks, FACTS)[:, SCALE].double()
     if not VNNI:  # even before odd ones
-        numbers = numbers.view(torch.int16).view(blocks, 8, 2, 2).transpose(2, 3).double()
-    elif matrix.terms == 2:
-        numbers = numbers.view(torch.int8).view(blocks, 2, 32).double()
-        numbers = 256 * numbers[:, 0] + numbers[:, 1]
-    found = (numbers.view(torch.int8).double() if numbers.dtype == torch.uint8 else numbers).reshape(blocks, 32)
-    found = (found * scales[:, None]).view(x.shape)
+        found = numbers.view(torch.int16).view(blocks, 8, 2, 2).transpose(2, 3).double()
+    else:
+        upper, *lower = numbers.view(torch.int8).view(blocks, matrix.terms, 32).double().unbind(1)
+        found = 256 * upper + lower[0] if lower else upper
+    found = (found.reshape(blocks, 32) * scales[:, None]).view(x.shape)
     assert ((found - x.double()).view(blocks, 32).abs() <= 0.51 * scales[:, None]).all()
-    bits = 8 * matrix.terms - 1
-    assert (scales <= 1.01 * x.double().view(blocks, 32).abs().amax(1) / (2**bits - 2**(bits - 7))).all()
+    largest_number = 127 * 257 if matrix.terms == 2 else 127
+    assert (scales <= 1.01 * x.double().view(blocks, 32).abs().amax(1) / largest_number).all()
     return found
 
 

@@ -1,5 +1,5 @@
-"""The default model gives the reference ids of transformers, alone, in a batch, and run ahead: in float32 and with
-weights in the blocks of the file, which is the default. The first prompt asks for the capital of France."""
+"""The default model gives the reference ids of transformers, alone, in a batch, and run ahead: in float32
+and with weights in the blocks of the file, the default. The first prompt asks for the capital of France."""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.default_model import model_path
+from support.executor.tiny_gguf import write_gguf
 from torch import Tensor
 
 import kernels.cpu_jit
 from kernels.cpu_jit.gemm_few_rows import by_rows
-from services.executor.checkpoint.loader import _dtype
+from services.executor.checkpoint.loader import _dtype, best_dtype
 from shared.errors import SetupError
 
 
@@ -48,3 +50,20 @@ def test_a_machine_without_the_instructions_is_told_what_works(
 def test_only_a_gguf_file_has_blocks() -> None:
     with pytest.raises(SetupError, match="packed is for GGUF files; use int8"):
         _dtype("packed", torch.device("cpu"), Path("folder"))
+
+
+def test_a_server_without_a_dtype_computes_with_the_blocks_of_its_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted = "packed" if kernels.cpu_jit.has(*kernels.cpu_jit.BYTES) else "f32"
+    assert best_dtype(model_path(), "cpu", 1)[0] == wanted
+    assert best_dtype(tmp_path, "cpu", 1)[0] == "f32"
+    monkeypatch.setattr(kernels.cpu_jit, "has", lambda *wanted: True)
+    assert best_dtype(model_path(), "cpu", 2) == (
+        "f32",
+        "several ranks share the layers, and cuts may fall within a block",
+    )
+    plain = write_gguf("llama", tmp_path / "plain.gguf")
+    assert best_dtype(plain, "cpu", 1) == ("f32", "few weights of the file are in blocks of 4 to 8 bits")
+    monkeypatch.setattr(kernels.cpu_jit, "has", lambda *wanted: False)
+    assert "no AVX2" in best_dtype(model_path(), "cpu", 1)[1]
