@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from loadtest.driver import Driver
@@ -28,14 +29,14 @@ CONTEXT = 1024  # gives blocks enough for the most rows
 LIMITED_BY = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "ONEDNN_MAX_CPU_ISA")
 
 
-_clock = time.perf_counter
+Clock = Callable[[], float]  # s
 
 
 class Steps:
     """Decode steps of some sequences of one engine."""
 
-    def __init__(self, engine: Backend, rows: int) -> None:
-        self._driver, self._rows = Driver(engine), rows
+    def __init__(self, engine: Backend, rows: int, clock: Clock) -> None:
+        self._driver, self._rows, self._clock = Driver(engine), rows, clock
         self._at = BEFORE
         for slot in range(rows):
             opened, blocks = self._driver.open(slot, ROOM, ROOM)
@@ -46,24 +47,26 @@ class Steps:
         """The time of one step."""
         rows = [(slot, self._at, 1, False) for slot in range(self._rows)]
         self._at = BEFORE if self._at + 2 > ROOM else self._at + 1
-        return timed_ms(self._driver, rows, {})
+        return timed_ms(self._driver, rows, {}, self._clock)
 
     def close(self) -> None:
         self._driver.close()
 
 
-def timed_ms(driver: Driver, rows: list[tuple[int, int, int, bool]], tables: dict[int, list[int]]) -> float:
+def timed_ms(
+    driver: Driver, rows: list[tuple[int, int, int, bool]], tables: dict[int, list[int]], clock: Clock
+) -> float:
     plan = driver.plan(rows, tables)
-    began = _clock()
+    began = clock()
     driver.run([plan])
-    return (_clock() - began) * 1e3
+    return (clock() - began) * 1e3
 
 
-def prompt_ms(engine: Backend) -> float:
+def prompt_ms(engine: Backend, clock: Clock) -> float:
     """The time of a prompt in one step."""
     driver = Driver(engine)
     slot, blocks = driver.open(0, PROMPT + 8, PROMPT + 8)
-    took = timed_ms(driver, [(slot, 0, PROMPT, False)], {slot: blocks})
+    took = timed_ms(driver, [(slot, 0, PROMPT, False)], {slot: blocks}, clock)
     driver.close()
     return took
 
@@ -76,14 +79,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cpu-time", action="store_true")
     given = parser.parse_args()
-    if given.cpu_time:
-        global _clock
-        _clock = time.process_time
+    clock = time.process_time if given.cpu_time else time.perf_counter
     slots = f",slots={max(ROWS)}"
     engines = {name: Arm.read(name + slots).build(given.model, CONTEXT) for name in given.engines}
     found: dict[str, dict[str, list[float]]] = {}
     for rows in ROWS:
-        steps = {name: Steps(engine, rows) for name, engine in engines.items()}
+        steps = {name: Steps(engine, rows, clock) for name, engine in engines.items()}
         taken: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(given.rounds):
             for name, each in steps.items():
@@ -94,7 +95,7 @@ def main() -> None:
     taken = {name: [] for name in engines}
     for _ in range(max(5, given.rounds // 5)):
         for name, engine in engines.items():
-            taken[name].append(prompt_ms(engine))
+            taken[name].append(prompt_ms(engine, clock))
     found[f"prompt of {PROMPT}"] = taken
     for what, of_engines in found.items():
         shown = (f"{name} {statistics.median(ms):.2f}" for name, ms in of_engines.items())

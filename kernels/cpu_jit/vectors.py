@@ -135,7 +135,7 @@ def loop(builder: ir.IRBuilder, count: Any, before: list[Any], body: Any) -> lis
     index = builder.phi(_I64)
     sums = [builder.phi(each.type) for each in before]
     found = body(index, sums)
-    end = builder.block  # another one behind a loop in the body
+    end = builder.block  # another block if the body has a loop
     following = builder.add(index, ir.Constant(_I64, 1))
     builder.cbranch(builder.icmp_signed("<", following, count), inside, behind)
     index.add_incoming(zero, entry)

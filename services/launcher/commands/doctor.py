@@ -141,7 +141,7 @@ def _dtype(loaded: Loaded) -> Iterator[Finding]:
     try:
         found, why = best_dtype(resolve(settings.model, settings.cache_dir).path, device, ranks)
     except SetupError:
-        return  # `_model` says it
+        return  # `_model` reports it
     yield Finding("ok", f"dtype {found}: {why}")
 
 
