@@ -87,14 +87,83 @@ def _widen(pairs: tl.tensor, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -> 
 
 
 @triton.jit
-def _as_float16(even: tl.tensor, odd: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Rows of queries over a power of two of each row, which is returned, too: all are below 2 then."""
-    even, odd = even.to(tl.float32), odd.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
-    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
-    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    up = (exponent << 23).to(tl.float32, bitcast=True)
-    return (even * down).to(tl.float16), (odd * down).to(tl.float16), up
+def _queries(
+    at: tl.tensor, inside: tl.tensor, scale: tl.tensor, PAIRED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The rows at pointers `at` and the scale of their scores. If PAIRED the even and the odd dims, `at` has
+    the even: in float16 over a power of two of each row, so that all are below 2."""
+    even = tl.load(at, mask=inside, other=0.0)
+    odd, scales = even, tl.full([even.shape[0]], scale, tl.float32)
+    if PAIRED:
+        odd = tl.load(at + 1, mask=inside, other=0.0)
+        if even.dtype != tl.float32:
+            even, odd = even.to(tl.float32), odd.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
+            exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+            down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+            even, odd = (even * down).to(tl.float16), (odd * down).to(tl.float16)
+            scales *= (exponent << 23).to(tl.float32, bitcast=True)
+    return even, odd, scales
+
+
+@triton.jit
+def _scores(
+    q: tl.tensor,
+    q_odd: tl.tensor,
+    k: tl.tensor,
+    PRECISION: tl.constexpr,
+    PAIRED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> tl.tensor:
+    if PAIRED:
+        even, odd = _widen(k, q.dtype, INTERPRETED)
+        scores = tl.dot(q, tl.trans(even), input_precision=PRECISION)
+        scores = tl.dot(q_odd, tl.trans(odd), scores, input_precision=PRECISION)
+    else:
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    return scores
+
+
+@triton.jit
+def _seen(
+    acc: tl.tensor,
+    acc_odd: tl.tensor,
+    shrink: tl.tensor,
+    weights: tl.tensor,
+    v: tl.tensor,
+    PRECISION: tl.constexpr,
+    PAIRED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    acc *= shrink[:, None]
+    if PAIRED:
+        even, odd = _widen(v, weights.dtype, INTERPRETED)
+        acc += tl.dot(weights, even, input_precision=PRECISION)
+        acc_odd = acc_odd * shrink[:, None] + tl.dot(weights, odd, input_precision=PRECISION)
+    else:
+        acc += tl.dot(weights, v.to(weights.dtype), input_precision=PRECISION)
+    return acc, acc_odd
+
+
+@triton.jit
+def _places(
+    table: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    block_stride: tl.tensor,
+    BLOCK_TOKENS: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+) -> tl.tensor:
+    block = tl.load(table + at // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
+    return block * block_stride + (at % BLOCK_TOKENS) * TOKEN_STRIDE
+
+
+@triton.jit
+def _ahead(first: tl.tensor, VALUES: tl.constexpr, UNITS: tl.constexpr) -> None:
+    """Prefetch the keys that begin at `first` `[tokens]`, and their values, VALUES units after them."""
+    line = first[:, None] + (tl.arange(0, (UNITS + 63) // 64) * 64)[None, :]
+    prefetch(line)
+    prefetch(line + VALUES)
 
 
 @triton.jit(do_not_specialize=["rows", "table_blocks", "layer"])
@@ -130,7 +199,7 @@ def _attend(
     INTERPRETED: tl.constexpr,
 ) -> None:
     begin(CHAINED)
-    EACH: tl.constexpr = 2 if PAIRED else 1  # numbers in a unit of KV
+    EACH: tl.constexpr = 2 if PAIRED else 1
     UNITS: tl.constexpr = DIM // EACH
     UNITS_PAD: tl.constexpr = DIM_PAD // EACH
     head, worker = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
@@ -139,26 +208,22 @@ def _attend(
     own = worker * each
     stop = tl.minimum(own + each, total)
     row = tl.load(first_rows + worker)
-    g, d, n = tl.arange(0, GROUP_PAD), tl.arange(0, UNITS_PAD), tl.arange(0, TILE)
-    all_d = tl.arange(0, DIM_PAD)
+    g, n = tl.arange(0, GROUP_PAD), tl.arange(0, TILE)
+    d, all_d = tl.arange(0, UNITS_PAD), tl.arange(0, DIM_PAD)
     heads = head * GROUP + g
     in_query = (g < GROUP)[:, None] & (d < UNITS)[None, :]
     in_out = (g < GROUP)[:, None] & (all_d < DIM)[None, :]
     token_stride: tl.constexpr = KV_HEADS * UNITS
-    keys = kv + layer * (2 * BLOCK_TOKENS * token_stride) + head * UNITS + d[None, :]
-    values = keys + BLOCK_TOKENS * token_stride
+    plane = kv + layer * (2 * BLOCK_TOKENS * token_stride) + head * UNITS
+    keys, values = plane + d[None, :], plane + BLOCK_TOKENS * token_stride + d[None, :]
     some = tl.minimum(row, rows - 1)
     length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some)
     if CHAINED:  # noqa: SIM102 - one is known when this is compiled, the other not
         if own < stop:  # the first tile is fetched while the kernels before compute the newest token
             at = (own - row_end + (length + TILE - 1) // TILE) * TILE + n
             table = tables + slot.to(tl.int64) * table_blocks
-            block = tl.load(table + at // BLOCK_TOKENS, mask=at < length, other=0).to(tl.int64)
-            line = tl.arange(0, (UNITS_PAD + 63) // 64) * 64
-            token = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None] + line[None, :]
-            token += layer * (2 * BLOCK_TOKENS * token_stride) + head * UNITS
-            prefetch(kv + token)
-            prefetch(kv + BLOCK_TOKENS * token_stride + token)
+            token = _places(table, at, at < length, block_stride, BLOCK_TOKENS, token_stride)
+            _ahead(plane + token, BLOCK_TOKENS * token_stride, UNITS_PAD)
     ready(CHAINED)
     tile = own
     while tile < stop:
@@ -166,45 +231,25 @@ def _attend(
         last = tl.minimum(stop, row_end)
         table = tables + slot.to(tl.int64) * table_blocks
         at_row = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + heads[:, None] * DIM
-        q = tl.load(query + at_row + d[None, :] * EACH, mask=in_query, other=0.0)
-        scales = tl.full([GROUP_PAD], scale, tl.float32)
+        q, q_odd, scales = _queries(query + at_row + d[None, :] * EACH, in_query, scale, PAIRED)
         acc = tl.zeros([GROUP_PAD, UNITS_PAD], tl.float32)
-        if PAIRED:
-            q_odd = tl.load(query + at_row + d[None, :] * 2 + 1, mask=in_query, other=0.0)
-            acc_odd = acc
-            if q.dtype != tl.float32:
-                q, q_odd, up = _as_float16(q, q_odd)
-                scales *= up
+        acc_odd = acc
         top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
         mass = tl.zeros([GROUP_PAD], tl.float32)
         for i in tl.range(tile - row_begin, last - row_begin, num_stages=STAGES):
             at = i * TILE + n
             inside = at < length
-            block = tl.load(table + at // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
-            token = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
+            token = _places(table, at, inside, block_stride, BLOCK_TOKENS, token_stride)[:, None]
             readable = inside[:, None] if DIM == DIM_PAD else inside[:, None] & (d < UNITS)[None, :]
             k = tl.load(keys + token, mask=readable, other=0)
-            if PAIRED:
-                even, odd = _widen(k, q.dtype, INTERPRETED)
-                scores = tl.dot(q, tl.trans(even), input_precision=PRECISION)
-                scores = tl.dot(q_odd, tl.trans(odd), scores, input_precision=PRECISION)
-            else:
-                scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-            scores = scores * scales[:, None]
-            scores = tl.where(inside[None, :], scores, -float("inf"))
+            scores = _scores(q, q_odd, k, PRECISION, PAIRED, INTERPRETED)
+            scores = tl.where(inside[None, :], scores * scales[:, None], -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
             shrink = tl.exp2(top - new_top)
             mass = mass * shrink + tl.sum(weights, 1)
             v = tl.load(values + token, mask=readable, other=0)
-            w = weights.to(q.dtype)
-            acc = acc * shrink[:, None]
-            if PAIRED:
-                even, odd = _widen(v, q.dtype, INTERPRETED)
-                acc += tl.dot(w, even, input_precision=PRECISION)
-                acc_odd = acc_odd * shrink[:, None] + tl.dot(w, odd, input_precision=PRECISION)
-            else:
-                acc += tl.dot(w, v.to(q.dtype), input_precision=PRECISION)
+            acc, acc_odd = _seen(acc, acc_odd, shrink, weights.to(q.dtype), v, PRECISION, PAIRED, INTERPRETED)
             top = new_top
         if PAIRED:
             acc = tl.interleave(acc, acc_odd)

@@ -63,7 +63,7 @@ HANGING = (
     "shared/nats/object_store.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 82, 23_194
-PRODUCT_FILES, PRODUCT_LINES = 268, 62_956
+PRODUCT_FILES, PRODUCT_LINES = 268, 63_088
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -127,7 +127,8 @@ _SHARED_H200 = replace(
     ),
     few_rows=256,
 )
-_BY_NAME = {"NVIDIA H200": (_H200, _SHARED_H200)}
+_H100 = DeviceTuning(many=Layouts(decode_fp8=_H200.many.decode_fp8))
+_BY_NAME = {"NVIDIA H200": (_H200, _SHARED_H200), "NVIDIA H100 80GB HBM3": (_H100, _H100)}
 
 
 def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:

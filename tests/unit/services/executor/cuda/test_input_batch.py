@@ -182,6 +182,7 @@ def test_kv_in_fp8_has_layouts_of_its_own_where_they_were_measured() -> None:
     assert (narrow.few.products, narrow.prefill) == (h200.few.products, h200.prefill)
     assert for_fp8_kv(shared).few == shared.few
     assert for_fp8_kv(DeviceTuning()) == DeviceTuning()
+    assert for_fp8_kv(device_tuning("NVIDIA H100 80GB HBM3")).many.decode == narrow.many.decode
 
 
 def test_large_heads_are_attended_in_smaller_tiles() -> None:
