@@ -30,6 +30,7 @@ class Layouts:
     kernels.launch."""
 
     decode: DecodeTuning = field(default_factory=DecodeTuning)
+    decode_fp8: DecodeTuning | None = None  # over KV in fp8; None: as over bf16
     products: _Products = field(default_factory=dict)
     chained: bool = False
 
@@ -64,6 +65,7 @@ WIDE = DeviceTuning(  # float32: room for half the tile
 _H200 = DeviceTuning(
     few=Layouts(
         decode=DecodeTuning(64, 2, 7, 4, chained=True),
+        decode_fp8=DecodeTuning(128, 2, 7, 4, chained=True),
         products={
             (6144, 4096): ((32, MatmulTuning(64, 64, 2, 6, chained=True)),),
             (4096, 4096): (
@@ -80,6 +82,7 @@ _H200 = DeviceTuning(
     ),
     many=Layouts(
         decode=DecodeTuning(64, 2, 5, 4),
+        decode_fp8=DecodeTuning(64, 3, 5, 4),
         products={
             (4096, 4096): ((128, MatmulTuning(64, 128, 2, 4)),),
             (4096, 14336): ((64, MatmulTuning(64, 128, 2, 6)), (128, MatmulTuning(64, 128, 2, 4))),
@@ -124,7 +127,8 @@ _SHARED_H200 = replace(
     ),
     few_rows=256,
 )
-_BY_NAME = {"NVIDIA H200": (_H200, _SHARED_H200)}
+_H100 = DeviceTuning(many=Layouts(decode_fp8=_H200.many.decode_fp8))
+_BY_NAME = {"NVIDIA H200": (_H200, _SHARED_H200), "NVIDIA H100 80GB HBM3": (_H100, _H100)}
 
 
 def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
@@ -133,6 +137,12 @@ def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
         return DeviceTuning()
     alone, shared = _BY_NAME[name]
     return alone if ranks == 1 else shared
+
+
+def for_fp8_kv(tuning: DeviceTuning) -> DeviceTuning:
+    """Layouts for KV in fp8: a tile of it has half the bytes."""
+    few, many = (replace(own, decode=own.decode_fp8 or own.decode) for own in (tuning.few, tuning.many))
+    return replace(tuning, few=few, many=many)
 
 
 def for_large_heads(tuning: DeviceTuning) -> DeviceTuning:
