@@ -1,7 +1,7 @@
 """Fp8 rows: the reference against a loop, the GPU's kernels against the reference.
 
-Triton's interpreter rounds some numbers to e4m3 wrongly (15.9 to 8: a carry is lost), so a share of the numbers
-may differ there."""
+Triton's interpreter rounds some numbers to e4m3 wrongly (15.9 to 8: a carry is lost), so some may differ
+there."""
 
 from __future__ import annotations
 
