@@ -17,6 +17,8 @@ from services.executor.checkpoint.loader import TorchOptions
 from services.executor.cuda.engine import CudaBackend, build
 from services.executor.group.driver import GroupBackend, build_group
 
+MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer, as services.executor.model names them
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -38,7 +40,7 @@ class Built:
     def weight_bytes(self) -> int:
         """Read on this GPU in a decode step: all but the embedding."""
         weights: Any = self.own._runner._model
-        read = [layer[name] for layer in weights._layers for name in ("qkv", "out", "gate_up", "down")]
+        read = [layer[name] for layer in weights._layers for name in MATRICES]
         return int(sum(getattr(weight, "numbers", weight).nbytes for weight in (*read, weights._head)))
 
 
