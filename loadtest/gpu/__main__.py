@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-# Apart: fp8_weights.
+# Apart: fp8_weights, fp8_exact.
 # Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
@@ -70,6 +70,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return kernels.kernels(found["limits"])
     if name == "chunks":
         return chunks.chunks()
+    if name == "fp8_exact":
+        return fp8_weights.fp8_exact()
     if name == "draw":
         return draw.draw()
     if name == "products":

@@ -139,7 +139,7 @@ class InFp8:
         return ScaledFp8(quantise_rows(self._values(device)), dtype)
 
     def _scales(self) -> Tensor:
-        """Of each row, for the blocks of its columns: `[rows, blocks]`."""
+        """The scales of each row and the blocks of its columns: `[rows, blocks]`."""
         down, across = ([*range(each.start, each.stop, 1)] for each in self.numbers.ranges)
         columns = sorted({column // self.block[1] for column in across})
         return self.scales[torch.tensor(down, dtype=torch.int64) // self.block[0]][:, columns]

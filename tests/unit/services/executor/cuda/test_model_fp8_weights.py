@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from support.executor.fp8_folders import save_fp8
 from support.executor.plan_maker import PlanMaker, Row
 from support.executor.row_by_row import logits
-from support.executor.tiny_models import random_tokens, save_tiny
+from support.executor.tiny_models import random_tokens
 
-from kernels.fp8 import quantise_rows
 from services.executor.checkpoint.loader import TorchOptions
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
-
-
-def save_compressed(folder: Path) -> Path:
-    """qwen2 in compressed-tensors' float-quantized, a scale for each channel."""
-    tensors = load_file(save_tiny("qwen2", folder) / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        rows = quantise_rows(tensors[name])
-        tensors[name], tensors[f"{name}_scale"] = rows.numbers, rows.scales[:, None]
-    save_file(tensors, folder / "model.safetensors")
-    number = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
-        "targets": ["Linear"], "weights": {**number, "strategy": "channel", "dynamic": False},
-        "input_activations": {**number, "strategy": "token", "dynamic": True},
-    }  # fmt: skip
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
@@ -46,7 +24,7 @@ def test_a_checkpoint_in_fp8_is_computed_in_fp8(kv_dtype: str, tmp_path: Path) -
     from services.executor.cuda.engine import build
 
     common: dict[str, Any] = {
-        "model_path": save_compressed(tmp_path), "model_name": "m", "blocks": 40, "slots": 4,
+        "model_path": save_fp8("channel", "qwen2", tmp_path)[0], "model_name": "m", "blocks": 40, "slots": 4,
         "max_step_tokens": 64,
     }  # fmt: skip
     on_gpu = build(TorchOptions(**common, device="cuda", kv_dtype=kv_dtype))
