@@ -30,6 +30,7 @@ class Layouts:
     kernels.launch."""
 
     decode: DecodeTuning = field(default_factory=DecodeTuning)
+    decode_fp8: DecodeTuning | None = None  # over KV in fp8; None: as over bf16
     products: _Products = field(default_factory=dict)
     chained: bool = False
     fp8: _Products = field(default_factory=dict)  # of weights in fp8
@@ -80,6 +81,7 @@ _MANY_FP8 = {
 _H200 = DeviceTuning(
     few=Layouts(
         decode=DecodeTuning(64, 2, 7, 4, chained=True),
+        decode_fp8=DecodeTuning(128, 2, 7, 4, chained=True),
         products={
             (6144, 4096): ((32, MatmulTuning(64, 64, 2, 6, chained=True)),),
             (4096, 4096): (
@@ -97,6 +99,7 @@ _H200 = DeviceTuning(
     ),
     many=Layouts(
         decode=DecodeTuning(64, 2, 5, 4),
+        decode_fp8=DecodeTuning(64, 3, 5, 4),
         products={
             (4096, 4096): ((128, MatmulTuning(64, 128, 2, 4)),),
             (4096, 14336): ((64, MatmulTuning(64, 128, 2, 6)), (128, MatmulTuning(64, 128, 2, 4))),
@@ -153,6 +156,12 @@ def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
         return DeviceTuning()
     alone, shared = _BY_NAME[name]
     return alone if ranks == 1 else shared
+
+
+def for_fp8_kv(tuning: DeviceTuning) -> DeviceTuning:
+    """Layouts for KV in fp8: a tile of it has half the bytes."""
+    few, many = (replace(own, decode=own.decode_fp8 or own.decode) for own in (tuning.few, tuning.many))
+    return replace(tuning, few=few, many=many)
 
 
 def for_large_heads(tuning: DeviceTuning) -> DeviceTuning:
