@@ -27,7 +27,14 @@ from services.executor.checkpoint.config import from_gguf
 from services.executor.checkpoint.families import FAMILIES
 from services.executor.checkpoint.partition import ShardOf, whole_model
 from services.executor.checkpoint.stored import Dense, Stored
-from services.executor.checkpoint.weights import StoredTensor, Weights, assemble, check_tensors
+from services.executor.checkpoint.weights import (
+    LoadPart,
+    StoredTensor,
+    Weights,
+    assemble,
+    check_tensors,
+    plain_part,
+)
 from services.executor.model.description import Part, describe
 from services.executor.model.shapes import Shapes
 from shared.errors import SetupError
@@ -63,6 +70,7 @@ def load_gguf(
     shard_of: ShardOf = whole_model,
     *,
     packed: bool = False,
+    load_part: LoadPart = plain_part,
 ) -> tuple[Shapes, Weights]:
     """Shapes and weights of a part of the model in `path`. Memory holds one dequantised whole tensor at a
     time. `packed`: matrices stay in the blocks of the file where kernels know their types. Raises SetupError
@@ -80,7 +88,7 @@ def load_gguf(
         return stored
 
     shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, find, dtype, device)
+    return shard.shapes, assemble(shard, find, dtype, device, load_part)
 
 
 def has_blocks(path: Path) -> bool:

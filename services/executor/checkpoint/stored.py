@@ -33,7 +33,7 @@ class Stored(Protocol):
         """As plain numbers of `shape`."""
 
     @property
-    def data(self) -> Tensor:
+    def data(self) -> tuple[Tensor, ...]:
         """What is in memory, for digests and sizes."""
 
     def rows(self, order: Tensor) -> Stored:
@@ -44,6 +44,9 @@ class Stored(Protocol):
 
     def join(self, below: Sequence[Stored]) -> Stored:
         """This weight and others of the same width, below each other."""
+
+    def scaled(self, factors: Tensor) -> Stored:
+        """Times powers of two that broadcast: `[rows, 1]` or `[columns]`."""
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         """In the memory of `device`, for a computation in `dtype`; it keeps no memory of a larger whole."""
@@ -73,8 +76,8 @@ class Dense:
         return values
 
     @property
-    def data(self) -> Tensor:
-        return self.values
+    def data(self) -> tuple[Tensor, ...]:
+        return (self.values,)
 
     def rows(self, order: Tensor) -> Dense:
         return Dense.of(self.values[order])
@@ -85,6 +88,9 @@ class Dense:
 
     def join(self, below: Sequence[Stored]) -> Dense:
         return Dense.of(torch.cat([self.values, *(each.values for each in below)])) if below else self
+
+    def scaled(self, factors: Tensor) -> Dense:
+        return Dense.of(self.values * factors)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Dense:
         values = self.values.to(device=device, dtype=dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kernels.cpu_jit
 from kernels.cpu_jit.gemm_few_rows import by_rows
-from services.executor.checkpoint.loader import _dtype, best_dtype
+from services.executor.checkpoint.loader import TorchOptions, _dtype_name, best_dtype
 from shared.errors import SetupError
 
 
@@ -35,21 +35,25 @@ def test_the_library_begins_where_it_is_quicker(
     assert by_library == [rows for rows in (1, 2, 3, 4, 23, 24, 25, 64) if rows > most]
 
 
+def chosen(dtype: str, device: torch.device, file: Path) -> str:
+    return _dtype_name(TorchOptions(model_path=file, model_name="m", dtype=dtype), device)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "packed"])
 def test_a_machine_without_the_instructions_is_told_what_works(
     monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     file = Path("model.gguf")
     with pytest.raises(SetupError, match="use bf16"):
-        _dtype(dtype, torch.device("cuda"), file)
+        chosen(dtype, torch.device("cuda"), file)
     monkeypatch.setattr(kernels.cpu_jit, "has", lambda *wanted: False)
     with pytest.raises(SetupError, match="needs a CPU with AVX2 and F16C, and Numba; use bf16"):
-        _dtype(dtype, torch.device("cpu"), file)
+        chosen(dtype, torch.device("cpu"), file)
 
 
 def test_only_a_gguf_file_has_blocks() -> None:
     with pytest.raises(SetupError, match="packed is for GGUF files; use int8"):
-        _dtype("packed", torch.device("cpu"), Path("folder"))
+        chosen("packed", torch.device("cpu"), Path("folder"))
 
 
 def test_a_server_without_a_dtype_computes_with_the_blocks_of_its_file(
