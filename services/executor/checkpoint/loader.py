@@ -56,7 +56,7 @@ _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-# Weights in another form, int8, packed (in the blocks of their file), fp8 (fp8.py), and what is between products.
+# Weights in int8, in the blocks of their file, in fp8 (fp8.py); and the dtype between their products.
 _KEPT = {"int8": torch.bfloat16, "packed": torch.float32, "fp8": torch.bfloat16}
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
 
