@@ -69,6 +69,7 @@ def some(world: World, rounds: int) -> None:
         world.deliver_tier()
 
 
+@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_kind_changes_under_load(change: str, tmp_path: Path) -> None:
     world = World(Limits(overlap="run_ahead"), took_us=1_000)
@@ -226,6 +227,7 @@ class Gaps:
 EVERY_US = 100_000
 
 
+@pytest.mark.no_cover  # a long run: traced it takes three times as long
 def test_no_executor_idles_for_a_change(tmp_path: Path) -> None:
     """Two virtual H200 under load; a policy changes each 100 ms, and back. No executor idles for more than
     three steps meanwhile, and every event of the log comes out the same."""
