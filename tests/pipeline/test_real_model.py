@@ -134,7 +134,7 @@ async def over_nats(nats_server: Any, fleet: str) -> AsyncIterator[tuple[Pipelin
 
 async def test_over_nats_alone_and_together_twice(over_nats: tuple[Pipeline, Tap]) -> None:
     pipeline, tap = over_nats
-    await assert_reference(pipeline, tap, "alone", together=False)
+    await assert_reference(pipeline, tap, "alone", together=False, tokens=24)
     await assert_reference(pipeline, tap, "together", together=True)
     await assert_reference(pipeline, tap, "alone-again", together=False, tokens=24)
     await pipeline.assert_idle()
