@@ -109,10 +109,10 @@ def _floor_s(built: Built, tokens: int, length: int) -> float:
 
     def products() -> None:
         for layer in layers[:4]:
-            F.linear(hidden, layer.qkv)
-            F.linear(hidden, layer.out)
-            F.linear(hidden, layer.gate_up)
-            F.linear(wide, layer.down)
+            F.linear(hidden, layer["qkv"])
+            F.linear(hidden, layer["out"])
+            F.linear(hidden, layer["gate_up"])
+            F.linear(wide, layer["down"])
 
     def heads(count: int) -> torch.Tensor:
         made = torch.randn(

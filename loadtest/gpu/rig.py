@@ -17,6 +17,8 @@ from services.executor.checkpoint.loader import TorchOptions
 from services.executor.cuda.engine import CudaBackend, build
 from services.executor.group.driver import GroupBackend, build_group
 
+MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer, as services.executor.model names them
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -41,7 +43,7 @@ class Built:
         layers = sum(
             tensor.numel() * tensor.element_size()
             for layer in weights._layers
-            for tensor in (layer.qkv, layer.out, layer.gate_up, layer.down)
+            for tensor in (layer[name] for name in MATRICES)
         )
         head = weights._head
         return int(layers + head.numel() * head.element_size())

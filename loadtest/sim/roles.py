@@ -1,7 +1,7 @@
 """Prefill and decode apart, on four virtual H200 with an 8B model: documents beside chats, and phases.
 
-    python -m loadtest.sim.roles [--seconds 30] [--seeds 1] [--documents 1 2] [--out roles.json]
-    python -m loadtest.sim.roles --phases [--seconds 60]
+    python -m loadtest.sim.roles [--seconds 30] [--seeds 5] [--documents 1 2] [--workers 4]
+    python -m loadtest.sim.roles --phases [--seconds 60] [--out roles.json]
 
 `alone`: the chats without the other prompts. `colocated`: each executor does both. `prefill_N`: N executors
 only prefill, the others decode. `adaptive`: by the rule of services/scheduler/fleet/roles.py. Figures are of
@@ -16,6 +16,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,16 @@ def phases(arm: str, seed: int, seconds: float) -> dict[str, float]:
     }
 
 
+def measured(
+    name: str, rate: float | None, arm: str, seed: int, seconds: float, chats_s: float
+) -> dict[str, Any]:
+    """One run: `rate` documents a second beside the chats, or the phases if it is None."""
+    if rate is None:
+        return {"arm": arm, "seed": seed, **phases(arm, seed, seconds)}
+    made = beside([chats(chats_s), *([documents(rate)] if rate else [])])
+    return {"case": name, "arm": arm, "seed": seed, **figures(run(arm, made(seed, seconds), seed))}
+
+
 def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The median, least and most of each figure over the seeds, for each case and arm."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -184,21 +195,23 @@ def main() -> None:
     parser.add_argument("--documents", type=float, nargs="*", default=[1, 2])
     parser.add_argument("--arms", nargs="*", default=ARMS)
     parser.add_argument("--phases", action="store_true")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time, each in a process")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    cases: list[tuple[str, float | None]] = [("phases", None)]
+    if not options.phases:
+        cases = [("alone", 0), *((f"{rate:g} documents/s", rate) for rate in options.documents)]
+    wanted = [
+        (name, rate, arm, seed, options.seconds, options.chats)
+        for seed in range(options.seeds)
+        for name, rate in cases
+        for arm in options.arms
+    ]
     rows: list[dict[str, Any]] = []
-    cases = {} if options.phases else {"alone": beside([chats(options.chats)])}
-    for rate in () if options.phases else options.documents:
-        cases[f"{rate:g} documents/s"] = beside([chats(options.chats), documents(rate)])
-    for seed in range(options.seeds):
-        for arm in options.arms if options.phases else ():
-            rows.append({"arm": arm, "seed": seed, **phases(arm, seed, options.seconds)})
-            print(json.dumps(rows[-1]), flush=True)
-        for name, made in cases.items():
-            for arm in options.arms:
-                found = figures(run(arm, made(seed, options.seconds), seed))
-                rows.append({"case": name, "arm": arm, "seed": seed, **found})
-                print(json.dumps(rows[-1]), flush=True)
+    with ProcessPoolExecutor(options.workers) as workers:
+        for row in workers.map(measured, *zip(*wanted, strict=True)):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     for line in spread(rows) if options.seeds > 1 else ():
         print(json.dumps(line), flush=True)
     if options.out:

@@ -126,6 +126,9 @@ def option(prefills: int, itl_us: int, tail_us: int, ttft_us: int) -> RolesOptio
         (0, 80, 50, 200, 1),
         (0, 90, 50, 200, 0),  # too small a gain
         (0, 80, 51, 200, 0),  # decodes take longer
+        (0, 50, 55, 200, 1),  # by 10 %, for half of the tail
+        (0, 50, 56, 200, 0),
+        (0, 51, 55, 200, 0),
         (0, 80, 50, 201, 0),  # prompts take longer
         (1, 100, 60, 240, 1),  # not worse by 20 %
         (1, 101, 60, 240, 0),
