@@ -101,7 +101,7 @@ class _Client(NatsClient):
             await asyncio.sleep(0)
 
     async def _process_pong(self) -> None:
-        """A PONG to a `flush` that was cancelled. Its own would end the reader, and with it the connection."""
+        """A PONG to a `flush` that was cancelled. Its own would end the reader and so the connection."""
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()

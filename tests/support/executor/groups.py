@@ -112,7 +112,7 @@ def in_thread(call: Callable[[], object]) -> SimpleQueue[object]:
 
 
 def gives_the_reference_ids(made: Watched) -> None:
-    """The first greedy ids of the default model, all prompts at once; some end by themselves, some are cut."""
+    """The first greedy ids of the default model, all prompts at once; some end before."""
     maker, cases = PlanMaker(made.group), dict(enumerate(greedy_cases()))
     for slot, case in cases.items():
         maker.open(slot, case.prompt, GREEDY, stop_ids=ints([2]), max_length=len(case.prompt) + FIRST)
