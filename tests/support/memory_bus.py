@@ -145,7 +145,6 @@ class MemoryBroker:
             for subscription in group:
                 subscription.handler(delivery)
 
-
     def _subscribed(self, subject: str) -> list[_Subscription]:
         """Found anew for the first message on a subject since a subscription came or went."""
         if self._found_among != self.subscriptions:
