@@ -69,7 +69,6 @@ def some(world: World, rounds: int) -> None:
         world.deliver_tier()
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_kind_changes_under_load(change: str, tmp_path: Path) -> None:
     world = World(Limits(overlap="run_ahead"), took_us=1_000)
