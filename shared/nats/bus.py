@@ -100,6 +100,12 @@ class _Client(NatsClient):
             self.turn = 0
             await asyncio.sleep(0)
 
+    async def _process_pong(self) -> None:
+        """A PONG to a `flush` that was cancelled. Its own would end the reader and so the connection."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
     async def flush(self, timeout: int = FLUSH_TIMEOUT_S) -> None:  # noqa: ASYNC109 - the name of nats-py
         """Return when the server has handled all that was sent before."""
         await super().flush(timeout)

@@ -137,6 +137,21 @@ async def test_the_reader_outlives_an_error_of_a_handler(nats_server: NatsServer
     assert got == [b"1", b"2"]
 
 
+async def test_the_reader_outlives_a_flush_that_was_cancelled(nats_server: NatsServer, fleet: str) -> None:
+    bus = await NatsBus.connect(nats_server.url, timeout_s=5)
+    came = asyncio.Event()
+    await bus.subscribe(fleet, lambda delivery: came.set())
+    for turns in range(8):  # whatever it waits for
+        flushing = asyncio.create_task(bus.flush())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        flushing.cancel()
+        await asyncio.gather(flushing, return_exceptions=True)
+    bus.publish(fleet, b"")
+    await asyncio.wait_for(came.wait(), 10)
+    await bus.drain()
+
+
 async def test_a_full_outbox_is_a_fault(own_server: list[NatsServer]) -> None:
     faults = Faults()
     bus = await NatsBus.connect(own_server[0].url, on_fault=faults, timeout_s=5)

@@ -35,6 +35,8 @@ from support.small_llama import BLOCK_BYTES, write_small_llama
 from loadtest import faults
 from shared.nats.interface import Delivery
 
+pytestmark = pytest.mark.timed
+
 PROMPTS, REQUESTS, CLIENTS = 16, 30, 5
 COLD = range(100, 110)  # prompts that nobody asks for a second time
 BLOCKS_EACH = -(-(PROMPT_TOKENS + ANSWER_TOKENS) // 16)

@@ -75,7 +75,9 @@ def test_a_death_during_the_drain_loses_no_answer(start_up: StartUp) -> None:
     wait_until_gone(children)
 
 
-def test_gateways_share_a_port_and_one_that_dies_takes_nobody_else_along(start_up: StartUp) -> None:
+def test_gateways_share_a_port_one_that_dies_takes_nobody_else_along_and_a_hang_up_ends_all(
+    start_up: StartUp,
+) -> None:
     up = start_up("--gateways", "2", HEADRACE_HTTP="127.0.0.1:0")
     root = up.http_url.removesuffix("/v1")
     pids = faults.pids_of(up.process.pid, "gateway")
@@ -101,6 +103,7 @@ def test_gateways_share_a_port_and_one_that_dies_takes_nobody_else_along(start_u
         while True:
             os.kill(pids[0], 0)
     assert [ask("/v1/models").status_code for _ in range(20)] == [200] * 20
+    assert up.stop(signal.SIGHUP) == 0
 
 
 def test_a_socket_is_served_replaced_and_removed(start_up: StartUp, tmp_path: Path) -> None:
@@ -173,21 +176,12 @@ def requests(up: Up) -> int:
     return int(scheduler["requests"])
 
 
-def test_ctrl_c_ends_with_130(start_up: StartUp) -> None:
-    up = start_up()
-    children = up.children()
-    assert up.stop(signal.SIGINT) == 130
-    assert up.printed[-1] == "stopped"
-    wait_until_gone(children)
-
-
-def test_a_hang_up_ends_it_but_for_who_wants_none(start_up: StartUp) -> None:
+def test_a_hang_up_does_not_end_what_was_started_to_ignore_it(start_up: StartUp) -> None:
     up = start_up(ignored=(signal.SIGHUP, signal.SIGINT))
     up.process.send_signal(signal.SIGHUP)  # as nohup has it
     assert up.run("request", '{"prompt": "Hello", "max_tokens": 2}').returncode == 0
     assert up.stop(signal.SIGINT) == 130
     assert up.printed[-1] == "stopped"
-    assert start_up().stop(signal.SIGHUP) == 0
 
 
 def test_nobody_who_reads_what_it_prints_is_no_reason_to_cut_a_stream(start_up: StartUp) -> None:
@@ -247,14 +241,6 @@ def test_a_second_ctrl_c_kills(start_up: StartUp) -> None:
     asking.communicate()
 
 
-def test_a_killed_launcher_leaves_no_process(start_up: StartUp) -> None:
-    up = start_up()
-    children = up.children()
-    up.process.kill()
-    up.process.wait()
-    wait_until_gone(children)
-
-
 def test_ctrl_c_before_it_is_ready(start_up: StartUp) -> None:
     up = start_up(wait=False)
     while len(children := up.children()) < 6:
@@ -263,7 +249,7 @@ def test_ctrl_c_before_it_is_ready(start_up: StartUp) -> None:
     wait_until_gone(children)
 
 
-def test_a_dead_service_comes_back(start_up: StartUp) -> None:
+def test_a_dead_service_comes_back_and_ctrl_c_ends_with_130(start_up: StartUp) -> None:
     up = start_up()
     tokenizer = up.child("tokenizer")
     os.kill(tokenizer, signal.SIGKILL)
@@ -273,6 +259,10 @@ def test_a_dead_service_comes_back(start_up: StartUp) -> None:
         answered = up.run("request", '{"prompt": "Hello", "max_tokens": 2}')
         assert not answered.returncode or "(unavailable)" in answered.stderr, answered.stderr
     assert "was ended by SIGKILL; starts again in 0.5 s" in up.log.read_text()
+    children = up.children()
+    assert up.stop(signal.SIGINT) == 130
+    assert up.printed[-1] == "stopped"
+    wait_until_gone(children)
 
 
 def test_what_hangs_is_replaced_and_two_of_each_edge_run_by_default(start_up: StartUp) -> None:
@@ -298,6 +288,7 @@ def test_what_hangs_is_replaced_and_two_of_each_edge_run_by_default(start_up: St
 def test_files_of_the_working_directory_are_not_imported_and_those_on_the_path_are(
     start_up: StartUp, tmp_path: Path
 ) -> None:
+    """At the end: a launcher that is killed leaves no process."""
     here, plugins = tmp_path / "here", tmp_path / "plugins"
     for folder in (here, plugins):
         folder.mkdir()
@@ -313,6 +304,10 @@ def test_files_of_the_working_directory_are_not_imported_and_those_on_the_path_a
     asked = {"prompt": "Hello", "max_tokens": 2, "logits_processors": ["same"]}
     answered = up.run("request", json.dumps(asked))
     assert answered.returncode == 0, answered.stderr
+    children = up.children()
+    up.process.kill()
+    up.process.wait()
+    wait_until_gone(children)
 
 
 def test_a_taken_port_is_told(start_up: StartUp) -> None:

@@ -65,6 +65,7 @@ def step_spans(receiver: Receiver) -> list[Received]:
     return [span for span in receiver.spans if span.name.startswith("step ")]
 
 
+@pytest.mark.timed
 def test_a_is_processed_while_b_is_on_the_executor(start_up: StartUp, receiver: Receiver) -> None:
     up = start_up(
         "--logits-processors", WAIT, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url,

@@ -36,8 +36,7 @@ def test_a_stranger_chats_streams_and_cancels(up: Up) -> None:
     assert_idle(up)
 
 
-def test_200_streams_at_once_on_the_simulated_engine(start_up: StartUp) -> None:
-    up = start_up()
+def test_200_streams_at_once_on_the_simulated_engine(up: Up) -> None:
     assert stranger(up, "many", "200") == {"streams": 200, "tokens": 200 * 24, "texts": 200}
     assert_idle(up)
 

@@ -91,6 +91,7 @@ def coverage(sent: Sent, spans: list[Received]) -> float:
     return covered_us(clipped) / (end - start)
 
 
+@pytest.mark.timed
 def test_one_trace_per_request_that_covers_its_time(start_up: StartUp, receiver: Receiver) -> None:
     up = start_up(
         "--tokenizers", "2", "--detokenizers", "2",
@@ -183,6 +184,7 @@ def test_a_clients_trace_goes_on_and_failures_are_traced(start_up: StartUp, rece
     assert {s.resource["service.name"] for s in receiver.spans} == {"llm"}
 
 
+@pytest.mark.timed  # what is told once a minute
 def test_a_dead_collector_costs_a_line(start_up: StartUp) -> None:
     up = start_up(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_BSP_SCHEDULE_DELAY="50")
     asyncio.run(under_load(up.nats_url))

@@ -59,6 +59,8 @@ class MemoryBroker:
 
     max_payload: int = 8 * 1024 * 1024
     subscriptions: list[_Subscription] = field(default_factory=list)
+    _found_among: list[_Subscription] = field(default_factory=list)
+    _found: dict[str, list[_Subscription]] = field(default_factory=dict)  # by subject
     _queue: deque[Delivery] = field(default_factory=deque)
     _held: list[_Held] = field(default_factory=list)
     _faults: list[_Fault] = field(default_factory=list)
@@ -131,8 +133,7 @@ class MemoryBroker:
                 self._schedule()
 
     def _deliver(self, delivery: Delivery) -> None:
-        subject = delivery.subject.split(".")
-        found = [s for s in self.subscriptions if _matches(s.pattern, subject)]
+        found = self._subscribed(delivery.subject)
         if not found and delivery.reply:
             headers = {"Status": NO_RESPONDERS, "Nats-Subject": delivery.subject}
             self._queue.append(Delivery(delivery.reply, b"", "", headers))
@@ -143,6 +144,17 @@ class MemoryBroker:
                 group = [group[self._turns[queue] % len(group)]]
             for subscription in group:
                 subscription.handler(delivery)
+
+    def _subscribed(self, subject: str) -> list[_Subscription]:
+        """Found anew for the first message on a subject since a subscription came or went."""
+        if self._found_among != self.subscriptions:
+            self._found_among = [*self.subscriptions]
+            self._found.clear()
+        found = self._found.get(subject)
+        if found is None:
+            words = subject.split(".")
+            found = self._found[subject] = [s for s in self.subscriptions if _matches(s.pattern, words)]
+        return found
 
 
 class MemoryBus:
