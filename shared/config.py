@@ -107,10 +107,11 @@ class Settings(BaseSettings):
         "auto", description="cpu, cuda; auto: cuda if present; /tp4: four, tensor-parallel; /pp4: four stages"
     )
     dtype: Literal[
-        "auto", "bf16", "f32", "int8", "packed", "auto/fp8", "bf16/fp8", "f32/fp8", "int8/fp8", "packed/fp8"
+        "auto", "bf16", "f32", "int8", "packed", "fp8",
+        "auto/fp8", "bf16/fp8", "f32/fp8", "int8/fp8", "packed/fp8", "fp8/fp8",
     ] = Field(
-        "auto", description="auto: f32 on a cpu, bf16 on cuda; int8, packed: weights, on cpus; /fp8: KV"
-    )
+        "auto", description="auto: f32 on a cpu, bf16 on cuda; int8, packed, fp8 (cuda): weights; /fp8: KV"
+    )  # fmt: skip
     kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: from the free memory")
     block_tokens: int = Field(16, ge=8, le=256, description="tokens in a KV block")
     slots: int = Field(0, ge=0, le=256, description="sequences that run at once; 0: 64, 256 on cuda and sim")

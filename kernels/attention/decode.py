@@ -9,8 +9,15 @@ So the grid does not depend on the lengths (a CUDA graph holds it), and all work
 worker has a whole row, it writes the result; the parts of other rows are merged by a second kernel, with a
 program for each border between workers. A worker is one program for each KV head, next to each other in the
 grid, so that the heads of a token are read at about the same time. The query heads that share a KV head are
-the rows of one matrix product. KV in fp8 is widened to the dtype of the queries. Equal runs of tiles:
-"Stream-K" (arXiv:2301.03598).
+the rows of one matrix product. Equal runs of tiles: "Stream-K" (arXiv:2301.03598).
+
+KV in fp8 is read in units of 16 bits, pairs of neighbouring dims, so that all tiles in shared memory have the
+width that the loads of matrix operands transpose. Registers hold the two numbers of a pair in two float16
+tiles, `even` and `odd`, and there is one matrix product for each:
+
+    scores = q_even @ even.T + q_odd @ odd.T        out = interleave(weights @ even, weights @ odd)
+
+e4m3 in float16 is exact. Queries are scaled by a power of two for each head, so that float16 holds them.
 """
 
 from __future__ import annotations
@@ -22,12 +29,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.ref import FP8
 from kernels.launch import begin, prefetch, ready
 
 TILE_TOKENS = 64
 _LOG2_E = 1.4426950408889634
 _PARTS = 16  # parts of a row merged at a time
 _LEAST_TILES = 2  # of a worker: a merge of smaller parts costs more than they save
+_LEAST_DIM = 32  # half of it is the least of a matrix product
 _ROW_LIMIT = 1024  # of a step: one program plans it
 
 
@@ -52,6 +61,109 @@ def _plan(
         worker = i + tl.arange(0, 16)
         first = tl.sum((end[None, :] <= (worker * each)[:, None]).to(tl.int32), 1)  # rows that end before it
         tl.store(first_rows + worker, first, mask=worker < WORKERS_PAD)
+
+
+@triton.jit
+def _widen(pairs: tl.tensor, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The first and the second number of pairs of e4m3, exactly; NaN stays NaN."""
+    if INTERPRETED:  # there is no assembly. Moved to float16's places, the bits are the number * 2^-8
+        even = (((pairs << 8) & 0x8000) | ((pairs << 7) & 0x3F80)).to(tl.float16, bitcast=True)
+        odd = ((pairs & 0x8000) | ((pairs >> 1) & 0x3F80)).to(tl.float16, bitcast=True)
+        even = tl.where((pairs & 0x7F) == 0x7F, float("nan"), even.to(tl.float32) * 256)
+        odd = tl.where((pairs & 0x7F00) == 0x7F00, float("nan"), odd.to(tl.float32) * 256)
+    else:  # three instructions for four numbers
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 evens, odds;
+            prmt.b32 sorted, $2, $2, 0x3120;
+            mov.b32 {evens, odds}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, evens;
+            cvt.rn.f16x2.e4m3x2 $1, odds;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return even.to(dtype), odd.to(dtype)
+
+
+@triton.jit
+def _queries(
+    at: tl.tensor, inside: tl.tensor, scale: tl.tensor, PAIRED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The rows at pointers `at` and the scale of their scores. If PAIRED the even and the odd dims, `at` has
+    the even: in float16 over a power of two of each row, so that all are below 2."""
+    even = tl.load(at, mask=inside, other=0.0)
+    odd, scales = even, tl.full([even.shape[0]], scale, tl.float32)
+    if PAIRED:
+        odd = tl.load(at + 1, mask=inside, other=0.0)
+        if even.dtype != tl.float32:
+            even, odd = even.to(tl.float32), odd.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
+            exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+            down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+            even, odd = (even * down).to(tl.float16), (odd * down).to(tl.float16)
+            scales *= (exponent << 23).to(tl.float32, bitcast=True)
+    return even, odd, scales
+
+
+@triton.jit
+def _scores(
+    q: tl.tensor,
+    q_odd: tl.tensor,
+    k: tl.tensor,
+    PRECISION: tl.constexpr,
+    PAIRED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> tl.tensor:
+    if PAIRED:
+        even, odd = _widen(k, q.dtype, INTERPRETED)
+        scores = tl.dot(q, tl.trans(even), input_precision=PRECISION)
+        scores = tl.dot(q_odd, tl.trans(odd), scores, input_precision=PRECISION)
+    else:
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    return scores
+
+
+@triton.jit
+def _seen(
+    acc: tl.tensor,
+    acc_odd: tl.tensor,
+    shrink: tl.tensor,
+    weights: tl.tensor,
+    v: tl.tensor,
+    PRECISION: tl.constexpr,
+    PAIRED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    acc *= shrink[:, None]
+    if PAIRED:
+        even, odd = _widen(v, weights.dtype, INTERPRETED)
+        acc += tl.dot(weights, even, input_precision=PRECISION)
+        acc_odd = acc_odd * shrink[:, None] + tl.dot(weights, odd, input_precision=PRECISION)
+    else:
+        acc += tl.dot(weights, v.to(weights.dtype), input_precision=PRECISION)
+    return acc, acc_odd
+
+
+@triton.jit
+def _places(
+    table: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    block_stride: tl.tensor,
+    BLOCK_TOKENS: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+) -> tl.tensor:
+    block = tl.load(table + at // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
+    return block * block_stride + (at % BLOCK_TOKENS) * TOKEN_STRIDE
+
+
+@triton.jit
+def _ahead(first: tl.tensor, VALUES: tl.constexpr, UNITS: tl.constexpr) -> None:
+    """Prefetch the keys that begin at `first` `[tokens]`, and their values, VALUES units after them."""
+    line = first[:, None] + (tl.arange(0, (UNITS + 63) // 64) * 64)[None, :]
+    prefetch(line)
+    prefetch(line + VALUES)
 
 
 @triton.jit(do_not_specialize=["rows", "table_blocks", "layer"])
@@ -83,68 +195,72 @@ def _attend(
     PRECISION: tl.constexpr,
     LEAST: tl.constexpr,
     CHAINED: tl.constexpr,
+    PAIRED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ) -> None:
     begin(CHAINED)
+    EACH: tl.constexpr = 2 if PAIRED else 1
+    UNITS: tl.constexpr = DIM // EACH
+    UNITS_PAD: tl.constexpr = DIM_PAD // EACH
     head, worker = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     total = tl.load(ends + rows - 1)
     each = tl.maximum((total + WORKERS - 1) // WORKERS, LEAST)
     own = worker * each
     stop = tl.minimum(own + each, total)
     row = tl.load(first_rows + worker)
-    g, d, n = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
+    g, n = tl.arange(0, GROUP_PAD), tl.arange(0, TILE)
+    d, all_d = tl.arange(0, UNITS_PAD), tl.arange(0, DIM_PAD)
     heads = head * GROUP + g
-    in_query = (g < GROUP)[:, None] & (d < DIM)[None, :]
-    token_stride: tl.constexpr = KV_HEADS * DIM
-    keys = kv + layer * (2 * BLOCK_TOKENS * token_stride) + head * DIM + d[None, :]
-    values = keys + BLOCK_TOKENS * token_stride
+    in_query = (g < GROUP)[:, None] & (d < UNITS)[None, :]
+    in_out = (g < GROUP)[:, None] & (all_d < DIM)[None, :]
+    token_stride: tl.constexpr = KV_HEADS * UNITS
+    plane = kv + layer * (2 * BLOCK_TOKENS * token_stride) + head * UNITS
+    keys, values = plane + d[None, :], plane + BLOCK_TOKENS * token_stride + d[None, :]
     some = tl.minimum(row, rows - 1)
     length, row_end, slot = tl.load(lengths + some), tl.load(ends + some), tl.load(slots + some)
     if CHAINED:  # noqa: SIM102 - one is known when this is compiled, the other not
         if own < stop:  # the first tile is fetched while the kernels before compute the newest token
             at = (own - row_end + (length + TILE - 1) // TILE) * TILE + n
             table = tables + slot.to(tl.int64) * table_blocks
-            block = tl.load(table + at // BLOCK_TOKENS, mask=at < length, other=0).to(tl.int64)
-            line = tl.arange(0, (DIM_PAD + 63) // 64) * 64
-            token = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None] + line[None, :]
-            token += layer * (2 * BLOCK_TOKENS * token_stride) + head * DIM
-            prefetch(kv + token)
-            prefetch(kv + BLOCK_TOKENS * token_stride + token)
+            token = _places(table, at, at < length, block_stride, BLOCK_TOKENS, token_stride)
+            _ahead(plane + token, BLOCK_TOKENS * token_stride, UNITS_PAD)
     ready(CHAINED)
     tile = own
     while tile < stop:
         row_begin = row_end - (length + TILE - 1) // TILE
         last = tl.minimum(stop, row_end)
         table = tables + slot.to(tl.int64) * table_blocks
-        at_query = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + heads[:, None] * DIM + d[None, :]
-        q = tl.load(query + at_query, mask=in_query, other=0.0)
+        at_row = row.to(tl.int64) * (KV_HEADS * GROUP * DIM) + heads[:, None] * DIM
+        q, q_odd, scales = _queries(query + at_row + d[None, :] * EACH, in_query, scale, PAIRED)
+        acc = tl.zeros([GROUP_PAD, UNITS_PAD], tl.float32)
+        acc_odd = acc
         top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
         mass = tl.zeros([GROUP_PAD], tl.float32)
-        acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
         for i in tl.range(tile - row_begin, last - row_begin, num_stages=STAGES):
             at = i * TILE + n
             inside = at < length
-            block = tl.load(table + at // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
-            token = (block * block_stride + (at % BLOCK_TOKENS) * token_stride)[:, None]
-            readable = inside[:, None] if DIM == DIM_PAD else inside[:, None] & (d < DIM)[None, :]
-            k = tl.load(keys + token, mask=readable, other=0.0)
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
-            scores = tl.where(inside[None, :], scores, -float("inf"))
+            token = _places(table, at, inside, block_stride, BLOCK_TOKENS, token_stride)[:, None]
+            readable = inside[:, None] if DIM == DIM_PAD else inside[:, None] & (d < UNITS)[None, :]
+            k = tl.load(keys + token, mask=readable, other=0)
+            scores = _scores(q, q_odd, k, PRECISION, PAIRED, INTERPRETED)
+            scores = tl.where(inside[None, :], scores * scales[:, None], -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
             shrink = tl.exp2(top - new_top)
             mass = mass * shrink + tl.sum(weights, 1)
-            v = tl.load(values + token, mask=readable, other=0.0)
-            seen = tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
-            acc = acc * shrink[:, None] + seen
+            v = tl.load(values + token, mask=readable, other=0)
+            acc, acc_odd = _seen(acc, acc_odd, shrink, weights.to(q.dtype), v, PRECISION, PAIRED, INTERPRETED)
             top = new_top
+        if PAIRED:
+            acc = tl.interleave(acc, acc_odd)
         if last > tile:
             if (tile == row_begin) & (last == row_end):
                 done = (acc / mass[:, None]).to(out.dtype.element_ty)
-                tl.store(out + at_query, done, mask=in_query)
+                tl.store(out + at_row + all_d[None, :], done, mask=in_out)
             else:
                 part = (worker * 2 + (tile != own).to(tl.int32)) * KV_HEADS + head
-                at_part = part * (GROUP_PAD * DIM_PAD) + g[:, None] * DIM_PAD + d[None, :]
-                tl.store(partial + at_part, acc, mask=in_query)
+                at_part = part * (GROUP_PAD * DIM_PAD) + g[:, None] * DIM_PAD + all_d[None, :]
+                tl.store(partial + at_part, acc, mask=in_out)
                 tl.store(sums + part * 2 * GROUP_PAD + g, top)
                 tl.store(sums + part * 2 * GROUP_PAD + GROUP_PAD + g, mass)
         tile = last
@@ -249,7 +365,7 @@ def decode_work(
     if rows > _ROW_LIMIT:
         raise ValueError(f"{rows} rows in a step; at most {_ROW_LIMIT}")
     workers = max(1, processors * chosen.per_sm // kv_heads)
-    group, dim = _padded(heads // kv_heads), _padded(kv.shape[5])
+    group, dim = _padded(heads // kv_heads), _padded(kv.shape[5], _LEAST_DIM)
 
     def room(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=kv.device)
@@ -281,17 +397,20 @@ def attend_decode(
     Call `plan_decode` with the same lengths before."""
     count, heads, dim = query.shape[0], query.shape[1], query.shape[2]
     kv_heads, block_tokens = kv.shape[4], kv.shape[3]
-    group = heads // kv_heads
+    group, paired = heads // kv_heads, kv.dtype == FP8
+    if paired:
+        kv = kv.view(torch.uint16)
     sizes = {
         "WORKERS": work.workers, "KV_HEADS": kv_heads, "GROUP": group, "GROUP_PAD": _padded(group),
-        "DIM": dim, "DIM_PAD": _padded(dim), "TILE": work.tuning.tile_tokens,
+        "DIM": dim, "DIM_PAD": _padded(dim, _LEAST_DIM), "TILE": work.tuning.tile_tokens,
         "LEAST": _LEAST_TILES, "CHAINED": work.tuning.chained, "launch_pdl": work.tuning.chained,
     }  # fmt: skip
     _attend[(work.workers * kv_heads,)](
         query, kv, rows.tables, rows.slots, rows.lengths, work.ends, work.first_rows, out,
         work.partial, work.sums, count, rows.tables.shape[1], layer, kv.stride(0), dim**-0.5 * _LOG2_E,
-        **sizes, BLOCK_TOKENS=block_tokens, STAGES=work.tuning.stages,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=work.tuning.warps,
+        **sizes, PAIRED=paired, INTERPRETED=not kv.is_cuda, BLOCK_TOKENS=block_tokens,
+        STAGES=work.tuning.stages, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=work.tuning.warps,
     )  # fmt: skip
     if work.workers > 1:
         _merge[(work.workers - 1, heads)](
@@ -300,5 +419,5 @@ def attend_decode(
         )  # fmt: skip
 
 
-def _padded(size: int) -> int:
-    return max(16, int(triton.next_power_of_2(size)))
+def _padded(size: int, least: int = 16) -> int:
+    return max(least, int(triton.next_power_of_2(size)))

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.fp8.ref import Fp8Rows
 from kernels.launch import begin, prefetch, ready
 
 _GROUP = 8  # row tiles that share the columns of the weight in the second-level cache
@@ -35,6 +36,8 @@ def _matmul(
     x: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    x_scales: tl.tensor,
+    weight_scales: tl.tensor,
     rows: tl.tensor,
     split_stride: tl.tensor,
     WIDTH: tl.constexpr,
@@ -48,6 +51,7 @@ def _matmul(
     AHEAD: tl.constexpr,
     GATED: tl.constexpr,
     CHAINED: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     begin(CHAINED)
     first, split = tl.program_id(0) * TILE, tl.program_id(1)
@@ -68,6 +72,8 @@ def _matmul(
         w = tl.load(weights + at, eviction_policy="evict_first")
         value = tl.load(inputs + at, mask=(m < rows)[:, None], other=0.0)
         acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
+    if SCALED:
+        acc *= tl.load(weight_scales + n)[:, None] * tl.load(x_scales + m, mask=m < rows, other=0.0)[None, :]
     if GATED:
         dtype: tl.constexpr = out.dtype.element_ty
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, ROWS]), [2, 1, 0]))
@@ -102,18 +108,36 @@ def matmul(x: Tensor, weight: Tensor, tuning: MatmulTuning) -> Tensor:
     `x`, or with several splits `[splits, rows, width]` float32, to be added up; with a gated layout
     `silu(gate) * up`, `[rows, width / 2]`. Raises ValueError if the weight does not divide into the
     layout."""
+    return _launch(x, weight, x.dtype, tuning)
+
+
+def matmul_fp8(x: Fp8Rows, weight: Fp8Rows, tuning: MatmulTuning) -> Tensor:
+    """`matmul` of fp8 rows, in bfloat16 if it has one split. With a scale for each row on both sides, each
+    split is scaled at its end."""
+    return _launch(x.numbers, weight.numbers, torch.bfloat16, tuning, (x.scales, weight.scales))
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    tuning: MatmulTuning,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     rows, inner = x.shape
     width = weight.shape[0]
     splits = tuning.splits
     if width % tuning.tile or inner % (splits * tuning.step) or (tuning.gated and splits > 1):
         raise ValueError(f"a weight of {width} x {inner} does not divide into {tuning}")
     shape = (rows, width // (1 + tuning.gated)) if splits == 1 else (splits, rows, width)
-    out = torch.empty(shape, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
+    out = torch.empty(shape, dtype=dtype if splits == 1 else torch.float32, device=x.device)
+    x_scales, weight_scales = scales or (None, None)
     _matmul[(width // tuning.tile, splits)](
-        x, weight, out, rows, rows * width, WIDTH=width, INNER=inner, SPLIT_INNER=inner // splits,
-        ROWS=max(16, triton.next_power_of_2(rows)), TILE=tuning.tile, STEP=tuning.step, STAGES=tuning.stages,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=tuning.ahead, GATED=tuning.gated,
-        CHAINED=tuning.chained, launch_pdl=tuning.chained, num_warps=tuning.warps,
+        x, weight, out, x_scales, weight_scales, rows, rows * width, WIDTH=width, INNER=inner,
+        SPLIT_INNER=inner // splits, ROWS=max(16, triton.next_power_of_2(rows)), TILE=tuning.tile,
+        STEP=tuning.step, STAGES=tuning.stages, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        AHEAD=tuning.ahead, GATED=tuning.gated, CHAINED=tuning.chained, SCALED=scales is not None,
+        launch_pdl=tuning.chained, num_warps=tuning.warps,
     )  # fmt: skip
     return out
 

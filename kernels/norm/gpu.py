@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.fp8.gpu import empty_rows, in_fp8, warps_of
+from kernels.fp8.ref import Fp8Rows
 from kernels.launch import begin, ready
 
 
@@ -20,6 +22,7 @@ def _norm(
     residual: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    out_scales: tl.tensor,
     split_stride: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
@@ -44,7 +47,11 @@ def _norm(
         tl.store(residual + row * WIDTH + at, total, mask=inside)
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    tl.store(out + row * WIDTH + at, (value * scale * scales).to(out.dtype.element_ty), mask=inside)
+    normed = value * scale * scales
+    if out.dtype.element_ty == tl.float8e4nv:
+        normed, row_scale = in_fp8(normed)
+        tl.store(out_scales + row, row_scale)
+    tl.store(out + row * WIDTH + at, normed.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, chained: bool = False) -> Tensor:
@@ -70,13 +77,33 @@ def add_rms_norm_(
     return out
 
 
-def _launch(tensors: tuple[Tensor, Tensor | None, Tensor, Tensor], eps: float, chained: bool) -> None:
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, *, chained: bool = False) -> Fp8Rows:
+    """`rms_norm` as fp8 rows."""
+    out = empty_rows(x.shape[0], x.shape[1], x.device)
+    _launch((x, None, weight, out.numbers), eps, chained, out.scales)
+    return out
+
+
+def add_rms_norm_fp8_(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, chained: bool = False
+) -> Fp8Rows:
+    """`add_rms_norm_` as fp8 rows."""
+    out = empty_rows(residual.shape[0], residual.shape[1], residual.device)
+    _launch((x, residual, weight, out.numbers), eps, chained, out.scales)
+    return out
+
+
+def _launch(
+    tensors: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    eps: float,
+    chained: bool,
+    out_scales: Tensor | None = None,
+) -> None:
     x, residual, weight, out = tensors
     rows, width = out.shape
     block = triton.next_power_of_2(width)
     _norm[(rows,)](
-        x, residual, weight, out, rows * width, eps,
+        x, residual, weight, out, out_scales, rows * width, eps,
         WIDTH=width, BLOCK=block, SPLITS=x.shape[0] if x.dim() == 3 else 1, ADD=residual is not None,
-        CHAINED=chained, launch_pdl=chained,
-        num_warps=min(16, max(1, block // 512)),
+        CHAINED=chained, launch_pdl=chained, num_warps=min(16, warps_of(block)),
     )  # fmt: skip

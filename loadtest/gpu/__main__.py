@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 
+# Apart: fp8_weights, fp8_exact.
 # Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
@@ -49,6 +50,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         engine,
         exact,
         fp8,
+        fp8_weights,
         kernels,
         limits,
         pp,
@@ -68,6 +70,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return kernels.kernels(found["limits"])
     if name == "chunks":
         return chunks.chunks()
+    if name == "fp8_exact":
+        return fp8_weights.fp8_exact()
     if name == "draw":
         return draw.draw()
     if name == "products":
@@ -82,10 +86,12 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return spread.halves(int(name.removeprefix("halves")), step_tokens)
     if name.startswith("experts"):
         return spread.experts(int(name.removeprefix("experts")), step_tokens)
-    if name in ("deterministic", "fp8"):  # two engines: no room for a third
+    parts = {
+        "deterministic": deterministic.deterministic, "fp8": fp8.fp8, "fp8_weights": fp8_weights.fp8_weights
+    }  # fmt: skip
+    if name in parts:  # engines of their own: no room for another
         deterministic.end(found.pop("_built", None))
-        part = deterministic.deterministic if name == "deterministic" else fp8.fp8
-        return part(found["limits"], step_tokens)
+        return parts[name](found["limits"], step_tokens)
     if "_built" not in found:
         found["_built"] = built = rig.llama_8b(step_tokens)
         found["start"] = {"load_s": built.load_s, "warm_up_s": built.warm_up_s}

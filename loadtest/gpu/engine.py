@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernels.fp8 import Fp8Rows
+from kernels.fp8.gpu import quantise_rows, scaled_mm
 from loadtest.driver import Driver
 from loadtest.gpu.rig import Built
 from loadtest.gpu.timing import eager_ms
@@ -107,12 +109,15 @@ def _floor_s(built: Built, tokens: int, length: int) -> float:
     hidden = torch.randn(tokens, shapes.hidden, dtype=torch.bfloat16, device="cuda")
     wide = torch.randn(tokens, shapes.intermediate, dtype=torch.bfloat16, device="cuda")
 
+    narrow = {id(x): quantise_rows(x) for x in (hidden, wide)}
+
     def products() -> None:
         for layer in layers[:4]:
-            F.linear(hidden, layer["qkv"])
-            F.linear(hidden, layer["out"])
-            F.linear(hidden, layer["gate_up"])
-            F.linear(wide, layer["down"])
+            for name, x in (("qkv", hidden), ("out", hidden), ("gate_up", hidden), ("down", wide)):
+                if isinstance(layer[name], Fp8Rows):
+                    scaled_mm(narrow[id(x)], layer[name])
+                else:
+                    F.linear(x, layer[name])
 
     def heads(count: int) -> torch.Tensor:
         made = torch.randn(

@@ -57,13 +57,13 @@ def small_model(kind: str) -> PreTrainedModel:
     return model
 
 
-def compare(kind: str, *kept: str) -> list[dict[str, Any]]:
+def compare(kind: str, *kept: str, dtype: str = "bf16") -> list[dict[str, Any]]:
     """The rows of one model, beside transformers' own. `kept`: each KV dtype to try; none: auto alone."""
     model = small_model(kind)
     tokens = torch.randint(0, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
     with tempfile.TemporaryDirectory() as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
-        engines = {each: build(_options(kind, Path(folder), each)) for each in kept or ("auto",)}
+        engines = {each: build(_options(kind, Path(folder), each, dtype)) for each in kept or ("auto",)}
         same = type(model)  # loaded anew: to() would round its rotation frequencies, too
         wanted = _by_transformers(same.from_pretrained(folder, dtype=torch.float32), tokens)
         own = _by_transformers(same.from_pretrained(folder, dtype=torch.bfloat16), tokens)
@@ -71,7 +71,7 @@ def compare(kind: str, *kept: str) -> list[dict[str, Any]]:
     found = [_row(kind, "transformers bf16", own, wanted)]
     found.append(_row(kind, "transformers bf16, same as prefill", own[at], wanted[at]))
     for name, backend in engines.items():
-        behind = "" if name == "auto" else f", KV in {name}"
+        behind = ", weights in fp8" * (dtype == "fp8") + ("" if name == "auto" else f", KV in {name}")
         backend.warm_up()
         found.append(_row(kind, "decode" + behind, _by_steps(backend, tokens, 1), wanted))
         found.append(_row(kind, "prefill" + behind, _by_steps(backend, tokens, CHUNK)[: len(at)], wanted[at]))
@@ -79,9 +79,9 @@ def compare(kind: str, *kept: str) -> list[dict[str, Any]]:
     return found
 
 
-def _options(kind: str, folder: Path, kept: str) -> TorchOptions:
+def _options(kind: str, folder: Path, kept: str, dtype: str) -> TorchOptions:
     return TorchOptions(
-        model_path=folder, model_name=kind, device="cuda", dtype="bf16", kv_dtype=kept, blocks=200, slots=8,
+        model_path=folder, model_name=kind, device="cuda", dtype=dtype, kv_dtype=kept, blocks=200, slots=8,
         max_step_tokens=256,
     )  # fmt: skip
 

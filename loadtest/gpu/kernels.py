@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from kernels.attention import ref
+from kernels.attention import FP8, ref
 from kernels.attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
 from kernels.sampling.gpu import Choices, choose, scratch
 from loadtest.gpu.draw import slot_table
 from loadtest.gpu.timing import graph_us
-from services.executor.cuda.kernel_configs import device_tuning
+from services.executor.cuda.kernel_configs import device_tuning, for_fp8_kv
 
 HEADS, KV_HEADS, DIM, BLOCK_TOKENS, LAYERS = 32, 8, 128, 16, 4
 BATCHES = ((1, 1152), (32, 1152), (128, 1152), (256, 1152), (32, 8192))
@@ -41,9 +41,12 @@ def attention(
     device = torch.device("cuda")
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     tuning = device_tuning(torch.cuda.get_device_name())
-    blocks = 256 * 72 + 64
-    kv = torch.randn(blocks, LAYERS, 2, BLOCK_TOKENS, KV_HEADS, DIM, dtype=torch.bfloat16, device=device)
-    kv = kv.to(kept)
+    if kept == FP8:
+        tuning = for_fp8_kv(tuning)
+    blocks = max(batch * -(-context // BLOCK_TOKENS) for batch, context in shapes) + 64
+    kv = torch.empty(blocks, LAYERS, 2, BLOCK_TOKENS, KV_HEADS, DIM, dtype=kept, device=device)
+    for some in kv.split(4096):
+        some.copy_(torch.randn(some.shape, dtype=torch.bfloat16, device=device))
     order = torch.randperm(blocks, device=device).int()
     found = []
     for batch, context in shapes:

@@ -40,13 +40,8 @@ class Built:
     def weight_bytes(self) -> int:
         """Read on this GPU in a decode step: all but the embedding."""
         weights: Any = self.own._runner._model
-        layers = sum(
-            tensor.numel() * tensor.element_size()
-            for layer in weights._layers
-            for tensor in (layer[name] for name in MATRICES)
-        )
-        head = weights._head
-        return int(layers + head.numel() * head.element_size())
+        read = [layer[name] for layer in weights._layers for name in MATRICES]
+        return int(sum(getattr(weight, "numbers", weight).nbytes for weight in (*read, weights._head)))
 
 
 def llama_8b(step_tokens: int, config: dict[str, Any] | None = None, ranks: int = 1, **options: Any) -> Built:

@@ -18,11 +18,15 @@ from support.executor.tiny_models import VOCAB, reference_logprobs, save_tiny
 from services.executor.checkpoint.loader import TorchOptions
 from services.executor.engine import Backend
 
-DTYPES = {"torch": ("f32",), "cuda": ("f32", "bf16")}
+DTYPES = {"torch": ("f32",), "cuda": ("f32", "bf16", "fp8")}
 CASES = [(engine, dtype) for engine in ENGINES for dtype in DTYPES.get(engine, ())]
 KINDS = ("llama-9-3-tied", "qwen2")
 LONG, CHUNK, SHORT = 230, 6, 40  # tokens
-NEAR = {"f32": 1e-3, "bf16": 0.5}  # of bf16 only that it is the same model: loadtest.gpu measures how near
+NEAR = {
+    "f32": 1e-3,
+    "bf16": 0.5,
+    "fp8": 3.0,
+}  # of bf16 only that it is the same model: loadtest.gpu measures how near
 
 
 def engine(name: str, dtype: str, kind: str, folder: Path) -> Backend:

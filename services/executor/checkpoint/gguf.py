@@ -26,7 +26,14 @@ from services.executor.checkpoint.config import from_gguf
 from services.executor.checkpoint.families import FAMILIES
 from services.executor.checkpoint.partition import ShardOf, whole_model
 from services.executor.checkpoint.stored import Cut, Dense, Stored, give_back_pages
-from services.executor.checkpoint.weights import StoredTensor, Weights, assemble, check_tensors
+from services.executor.checkpoint.weights import (
+    LoadPart,
+    StoredTensor,
+    Weights,
+    assemble,
+    check_tensors,
+    plain_part,
+)
 from services.executor.model.description import Part, describe
 from services.executor.model.shapes import Shapes
 from shared.errors import SetupError
@@ -62,6 +69,7 @@ def load_gguf(
     shard_of: ShardOf = whole_model,
     *,
     packed: bool = False,
+    load_part: LoadPart = plain_part,
 ) -> tuple[Shapes, Weights]:
     """Shapes and weights of a part of the model in `path`. Memory holds one dequantised whole tensor at a
     time. `packed`: matrices stay in the blocks of the file where kernels know their types. Raises SetupError
@@ -81,7 +89,7 @@ def load_gguf(
         return stored
 
     shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, find, dtype, device)
+    return shard.shapes, assemble(shard, find, dtype, device, load_part)
 
 
 def stored_gguf(path: Path) -> tuple[Shapes, Iterator[StoredTensor]]:
@@ -242,8 +250,8 @@ class _Embedding:
         return dequantize(self.raw, self.kind, self.shape).to(self.dtype)
 
     @property
-    def data(self) -> Tensor:
-        return self.values
+    def data(self) -> tuple[Tensor, ...]:
+        return (self.values,)
 
     def rows(self, order: Tensor) -> Stored:
         if self.whole is not None:
@@ -255,6 +263,9 @@ class _Embedding:
 
     def join(self, below: Sequence[Stored]) -> Stored:
         return Dense.of(self.values).join(below) if below else self
+
+    def scaled(self, factors: Tensor) -> Stored:
+        return Dense.of(self.values).scaled(factors)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         found = Dense.of(self.values).loaded(dtype, device)

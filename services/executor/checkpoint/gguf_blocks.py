@@ -142,8 +142,8 @@ class InBlocks:
         return torch.cat([blocks.values().to(self.dtype) for blocks in self.blocks()])
 
     @property
-    def data(self) -> Tensor:
-        return torch.from_numpy(np.concatenate([raw.flatten() for raw, _ in self.matrices]))
+    def data(self) -> tuple[Tensor, ...]:
+        return (torch.from_numpy(np.concatenate([raw.flatten() for raw, _ in self.matrices])),)
 
     def blocks(self) -> list[Blocks]:
         """The matrices."""
@@ -176,6 +176,9 @@ class InBlocks:
                 return Dense.of(self.values).join(below)
             found += each.matrices
         return replace(self, matrices=tuple(found))
+
+    def scaled(self, factors: Tensor) -> Dense:
+        return Dense.of(self.values * factors)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         return replace(self, dtype=dtype)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.families import Family
+from services.executor.checkpoint.quantised import block_of
 from shared.errors import SetupError
 
 _READ = frozenset((
@@ -81,11 +82,12 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
     """Raises SetupError for the first key of a config.json that may change what a model of this kind
     computes."""
     given = {key: value for key, value in config.items() if value is not None}
-    for key in ("quantization_config", "compression_config", "quantization"):
+    block_of(given)
+    for key in ("compression_config", "quantization"):
         if key in given:
             raise SetupError(
-                f"{key} in config.json ({_shown(given[key])}): quantised Hugging Face folders are not "
-                "supported; use the unquantised model or a GGUF file of it"
+                f"{key} in config.json ({_shown(given[key])}): folders quantised so are not supported; use "
+                "the unquantised model or a GGUF file of it"
             )
     if given.get("mlp_bias") or given.get("attention_bias"):
         raise SetupError("a bias on the attention output or the MLP is not supported; use another model")
@@ -105,7 +107,7 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
         if rope[key] is not None:
             raise _unknown(f"{key} of the rope settings", rope[key], "config.json")
     known = _READ | family.reads | _HARMLESS
-    known |= {"architectures", "mlp_bias", "attention_bias"}
+    known |= {"architectures", "mlp_bias", "attention_bias", "quantization_config"}
     for key, value in given.items():
         if key in _ONE_VALUE:
             _only(given, key, _ONE_VALUE[key], "config.json")

@@ -225,7 +225,7 @@ def put_scales(scales: Tensor, shapes: Shapes, weights: Weights) -> None:
     """Change `weights` so that K and V come out divided by `scales`, and the logits stay the same."""
     group = shapes.heads // shapes.kv_heads
     for i, layer in enumerate(weights.layers):
-        key, value = scales[i].to(layer["qkv"].values.dtype)
+        key, value = scales[i].to(weights.norm.dtype)
         read = key.repeat_interleave(group)
         factors = {}
         if shapes.qk_norm:  # the norm would undo scaled rows of qkv
@@ -236,7 +236,7 @@ def put_scales(scales: Tensor, shapes: Shapes, weights: Weights) -> None:
         if shapes.qkv_bias:
             factors["qkv_bias"] = rows
         for name, factor in factors.items():
-            layer[name] = Dense.of(layer[name].values * factor)
+            layer[name] = layer[name].scaled(factor)
 
 
 def fingerprint(
@@ -267,11 +267,11 @@ def size_bytes(weights: Weights) -> int:
     """The size of a model in memory. A tied head counts once."""
     of_layers = (stored for layer in weights.layers for stored in layer.values())
     stored = {id(each): each for each in (weights.embedding, weights.head, *of_layers)}
-    return weights.norm.nbytes + sum(each.data.nbytes for each in stored.values())
+    return weights.norm.nbytes + sum(part.nbytes for each in stored.values() for part in each.data)
 
 
 def tensors_of(weights: Weights) -> Iterator[Tensor]:
     """All tensors of a model. Tied ones occur twice."""
-    yield from (weights.embedding.data, weights.norm, weights.head.data)
+    yield from (*weights.embedding.data, weights.norm, *weights.head.data)
     for layer in weights.layers:
-        yield from (stored.data for stored in layer.values())
+        yield from (part for stored in layer.values() for part in stored.data)

@@ -16,6 +16,7 @@ import torch
 import kernels.cpu_jit
 from kernels.attention import FP8
 from services.executor.checkpoint.config import read_shapes
+from services.executor.checkpoint.fp8 import LEAST_CAPABILITY, part_in_fp8
 from services.executor.checkpoint.gguf import load_gguf, stored_gguf
 from services.executor.checkpoint.kv_cache import (
     KvCache,
@@ -27,7 +28,15 @@ from services.executor.checkpoint.kv_cache import (
     size_bytes,
 )
 from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
-from services.executor.checkpoint.weights import StoredTensor, Weights, load_dummy, load_hf, stored_hf
+from services.executor.checkpoint.quantised import is_quantised
+from services.executor.checkpoint.weights import (
+    StoredTensor,
+    Weights,
+    load_dummy,
+    load_hf,
+    plain_part,
+    stored_hf,
+)
 from services.executor.engine import BackendInfo, ReportGrammar, ignore_grammar_news
 from services.executor.model.shapes import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
@@ -47,7 +56,8 @@ _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-_KEPT = ("int8", "packed")  # bf16 with products in int8; packed: the weights in the blocks of their file
+# Weights in another form, the rest in bf16: int8; packed: in the blocks of their file; fp8: see fp8.py.
+_KEPT = ("int8", "packed", "fp8")
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
 
 
@@ -58,7 +68,9 @@ class TorchOptions:
     model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
-    dtype: str = "auto"  # bf16, f32, int8, packed; auto: f32 on a CPU, bf16 on a GPU
+    dtype: str = (
+        "auto"  # bf16, f32, int8, packed, fp8; auto: f32 on a CPU, on a GPU bf16, or fp8 if stored so
+    )
     kv_dtype: str = "auto"  # fp8; auto: the model's dtype
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
@@ -87,7 +99,7 @@ class Loaded:
     fingerprint: str
     ranks: Ranks = SOLO
     stage: Stage = WHOLE
-    kept_in: str = ""  # the weights of products, if not in the model's dtype: int8, packed
+    kept_in: str = ""  # the weights of products, if not in the model's dtype: int8, packed, fp8
 
 
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
@@ -95,21 +107,25 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     cannot work."""
     torch.set_num_threads(options.threads or usable_threads(ranks.size))
     device = device_of(options.device, ranks.rank)
-    dtype = _dtype(options.dtype, device, options.model_path)
+    name = _dtype_name(options, device)
+    dtype = _DTYPES.get(name, torch.bfloat16)
+    load_part = part_in_fp8 if name == "fp8" else plain_part
     stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
     sharing = SOLO if options.pipeline else ranks
     shard_of = functools.partial(shard, rank=ranks.rank, size=ranks.size)
     if options.pipeline:
         shard_of = functools.partial(stage_shard, stage=stage)
     if options.dummy:
-        shapes, weights = load_dummy(options.model_path, dtype, device, shard_of)
+        shapes, weights = load_dummy(options.model_path, dtype, device, shard_of, load_part)
     elif options.model_path.suffix == ".gguf":
-        packed = options.dtype == "packed"
-        shapes, weights = load_gguf(options.model_path, dtype, device, shard_of, packed=packed)
+        packed = name == "packed"
+        shapes, weights = load_gguf(
+            options.model_path, dtype, device, shard_of, packed=packed, load_part=load_part
+        )
     else:
-        shapes, weights = load_hf(options.model_path, dtype, device, shard_of)
-    if ranks.size > 1 and device.type == "cuda":
-        torch.cuda.empty_cache()  # the other ranks' parts: fitting_blocks measures the free memory
+        shapes, weights = load_hf(options.model_path, dtype, device, shard_of, load_part)
+    if device.type == "cuda" and (ranks.size > 1 or name == "fp8"):
+        torch.cuda.empty_cache()  # other ranks' parts, plain numbers: fitting_blocks measures the free memory
     wanted = _context_tokens(shapes, options.max_context)
     kept = kv_format(options.kv_dtype, shapes, weights, sharing, stage)
     size = block_bytes(shapes, options.block_tokens, kept.dtype)
@@ -129,7 +145,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
         blocks, options.block_tokens, size, kept.name, blocks * size / 2**30, blocks * options.block_tokens,
         context,
     )  # fmt: skip
-    kept_in = options.dtype if options.dtype in _KEPT else ""
+    kept_in = name if name in _KEPT else ""
     how = f" in {kept_in}" * bool(kept_in) + " deterministic" * options.deterministic
     digest = fingerprint(options.model_name + how, shapes, weights, cache.block_tokens, kept, ranks)
     return Loaded(
@@ -168,9 +184,9 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
 def check_digest(options: TorchOptions, wanted: str) -> None:
     """Raise SetupError unless the engine of these options would have the model digest `wanted`. Reads little
     of the weights, and loads none."""
-    dtype = _NAMES[_dtype(options.dtype, device_of(options.device), options.model_path)]
-    kept = dtype if options.kv_dtype == "auto" else options.kv_dtype
-    own = model_digest(options, options.dtype if options.dtype in _KEPT else dtype, kept)
+    dtype = _dtype_name(options, device_of(options.device))
+    kept = ("bf16" if dtype in _KEPT else dtype) if options.kv_dtype == "auto" else options.kv_dtype
+    own = model_digest(options, dtype, kept)
     if own == wanted:
         return
     for computed, kv, mode in product((*_DTYPES, *_KEPT), ("", "/fp8"), (False, True)):
@@ -192,7 +208,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
     return BackendInfo(
         backend="torch",
         model=options.model_name,
-        dtype="/".join(dict.fromkeys((computed, kept))),
+        dtype=computed if computed == kept and not loaded.kept_in else f"{computed}/{kept}",
         fingerprint=loaded.fingerprint,
         vocab_digest=_vocab_digest(options),
         vocab=loaded.shapes.vocab,
@@ -233,20 +249,44 @@ def device_of(name: str, rank: int = 0) -> torch.device:
     return torch.device(name, rank) if name == "cuda" and rank else torch.device(name)
 
 
-def _dtype(name: str, device: torch.device, path: Path) -> torch.dtype:
+def _dtype_name(options: TorchOptions, device: torch.device) -> str:
+    """The dtype that `auto` stands for, or the given one. Raises SetupError for one that cannot be here."""
+    name, path = options.dtype, options.model_path
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name in _KEPT:
+        if device.type == "cpu":
+            return "f32"
+        return "fp8" if is_quantised(path) and not _why_not_fp8(options, device) else "bf16"
+    if name == "fp8":
+        if why := _why_not_fp8(options, device):
+            raise SetupError(why)
+    elif name in _KEPT:
         if device.type != "cpu":
-            raise SetupError(f"dtype {name} is for CPUs; use bf16")
+            raise SetupError(f"dtype {name} is for CPUs; use bf16 or fp8")
         if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
             raise SetupError(f"dtype {name} needs a CPU with AVX2 and F16C, and Numba; use bf16")
         if name == "packed" and path.suffix != ".gguf":
             raise SetupError("dtype packed is for GGUF files; use int8, bf16 or f32")
-        return torch.bfloat16
-    if name not in _DTYPES:
+    elif name not in _DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join((*_DTYPES, *_KEPT))}")
-    return _DTYPES[name]
+    return name
+
+
+def _why_not_fp8(options: TorchOptions, device: torch.device) -> str:
+    """Why these weights cannot be in fp8 on `device`; empty if they can."""
+    if device.type != "cuda":
+        return "dtype fp8 is for GPUs; on a CPU use packed (GGUF files), int8, bf16 or f32"
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return (
+            f"dtype fp8 needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}, which "
+            f"{torch.cuda.get_device_name(device)} has not; use bf16"
+        )
+    if options.deterministic:
+        return (
+            "dtype fp8 is not deterministic: the library chooses its kernel by the number of rows; use bf16"
+        )
+    if options.model_path.suffix != ".gguf" and read_shapes(options.model_path).experts is not None:
+        return "dtype fp8 has no products of experts; use bf16"
+    return ""
 
 
 def _context_tokens(shapes: Shapes, asked: int) -> int:

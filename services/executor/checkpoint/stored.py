@@ -36,7 +36,7 @@ class Stored(Protocol):
         """As plain numbers of `shape`."""
 
     @property
-    def data(self) -> Tensor:
+    def data(self) -> tuple[Tensor, ...]:
         """What is in memory, for digests and sizes."""
 
     def rows(self, order: Tensor) -> Stored:
@@ -47,6 +47,9 @@ class Stored(Protocol):
 
     def join(self, below: Sequence[Stored]) -> Stored:
         """This weight and others of the same width, below each other."""
+
+    def scaled(self, factors: Tensor) -> Stored:
+        """Times powers of two that broadcast: `[rows, 1]` or `[columns]`."""
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         """In the memory of `device`, for a computation in `dtype`; it keeps no memory of a larger whole."""
@@ -79,8 +82,8 @@ class Dense:
         return values
 
     @property
-    def data(self) -> Tensor:
-        return self.values
+    def data(self) -> tuple[Tensor, ...]:
+        return (self.values,)
 
     def rows(self, order: Tensor) -> Dense:
         return Dense.of(self.values[order])
@@ -91,6 +94,9 @@ class Dense:
 
     def join(self, below: Sequence[Stored]) -> Dense:
         return Dense.of(torch.cat([self.values, *(each.values for each in below)])) if below else self
+
+    def scaled(self, factors: Tensor) -> Dense:
+        return Dense.of(self.values * factors)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Dense:
         values = self.values.to(device=device, dtype=dtype)

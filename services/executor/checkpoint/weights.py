@@ -33,6 +33,7 @@ from torch import Tensor
 from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.families import FAMILIES, Family
 from services.executor.checkpoint.partition import Shard, ShardOf, whole_model
+from services.executor.checkpoint.quantised import STORED, block_of, is_quantised, scale_name, with_scales
 from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import Description, Part, Weight, describe, weights_of
 from services.executor.model.shapes import Shapes
@@ -45,6 +46,8 @@ PROGRESS_S = 1.0  # between two progress lines
 
 # Finds a part of a layer (or of the model, with layer -1); q and k in the order for a rotation of halves.
 FindPart = Callable[[Part, int], Stored]
+# Loads a part that was found, for a computation in a dtype, to a device.
+LoadPart = Callable[[Part, Stored, torch.dtype, torch.device], Stored]
 
 StoredTensor = tuple[str, str, NDArray[np.uint8]]  # in a file: name, type and shape, bytes (mapped)
 
@@ -91,13 +94,23 @@ class Weights:
     layers: list[LayerWeights]
 
 
-def assemble(shard: Shard, find: FindPart, dtype: torch.dtype, device: torch.device) -> Weights:
+def plain_part(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
+    """A part as it is stored, with plain numbers in `dtype`."""
+    return stored.loaded(dtype, device)
+
+
+def assemble(
+    shard: Shard, find: FindPart, dtype: torch.dtype, device: torch.device, load_part: LoadPart = plain_part
+) -> Weights:
     """Load every weight of a rank's part, from the places that `find` gives, to `device`."""
     description = describe(shard.shapes)
 
     def load(weight: Weight, layer: int = -1) -> Stored:
-        first, *more = (_within(find(part, layer), shard.cuts.get(part.name)) for part in weight.parts)
-        return first.loaded(dtype, device).join([part.loaded(dtype, device) for part in more])
+        first, *more = (
+            load_part(part, _within(find(part, layer), shard.cuts.get(part.name)), dtype, device)
+            for part in weight.parts
+        )
+        return first.join(more)
 
     shown_s = time.monotonic()
     layers: list[LayerWeights] = []
@@ -146,7 +159,11 @@ def check_tensors(
 
 
 def load_hf(
-    folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = whole_model
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard_of: ShardOf = whole_model,
+    load_part: LoadPart = plain_part,
 ) -> tuple[Shapes, Weights]:
     """Shapes and weights of a part of the model in `folder`; only that part is read. Raises SetupError for an
     unsupported or incomplete model."""
@@ -161,11 +178,15 @@ def load_hf(
         return _within(tensors.stored(name), cut)
 
     shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, find, dtype, device)
+    return shard.shapes, assemble(shard, find, dtype, device, load_part)
 
 
 def load_dummy(
-    folder: Path, dtype: torch.dtype, device: torch.device, shard_of: ShardOf = whole_model
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard_of: ShardOf = whole_model,
+    load_part: LoadPart = plain_part,
 ) -> tuple[Shapes, Weights]:
     """Shapes of a part of `folder`/config.json, and weights drawn on `device`; norms are ones. Each tensor
     has its own seed, so all ranks hold parts of one model. Raises SetupError for an unsupported model or a
@@ -182,7 +203,7 @@ def load_dummy(
         return Dense.of(values.normal_(0.0, _DUMMY_STD, generator=generator).to(dtype))
 
     shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, find, dtype, device)
+    return shard.shapes, assemble(shard, find, dtype, device, load_part)
 
 
 class _Names:
@@ -236,6 +257,8 @@ class _Tensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._quantised = is_quantised(folder)
+        self._block = block_of(json.loads((folder / "config.json").read_text("utf-8")))
         self._open = functools.cache(_opened)
         self._files: dict[str, Path] = {}
         for file in _weight_files(folder):
@@ -247,16 +270,20 @@ class _Tensors:
 
     def check(self, shapes: Shapes, names: _Names) -> None:
         """Raises SetupError unless the folder has exactly the tensors of such a model, in plain types."""
-        sizes = {}
+        sizes, of_weights = {}, set[str]()
         for name, file in self._files.items():
             stored = self._open(file).get_slice(name)
-            if stored.get_dtype() not in _PLAIN:
+            kind = stored.get_dtype()
+            if kind == STORED and self._quantised and (scales := scale_name(name, self._files)):
+                of_weights.add(scales)
+            elif kind not in _PLAIN:
                 raise SetupError(
-                    f"{file}: tensor {name!r} is {stored.get_dtype()}; quantised safetensors are not "
-                    "supported; use the unquantised model or a GGUF file of it"
+                    f"{file}: tensor {name!r} is {kind}{', without scales' * (kind == STORED)}; quantised "
+                    "safetensors of this kind are not supported; use the unquantised model or a GGUF file"
                 )
             if not name.endswith(_NOT_STORED):
                 sizes[name] = tuple(stored.get_shape())
+        sizes = {name: size for name, size in sizes.items() if name not in of_weights}
         again = sizes.pop(_MODEL["head"], None) if shapes.tied else None
         check_tensors(self._folder, sizes, names.sizes())
         if again and not torch.equal(self.read(_MODEL["head"]), self.read(_MODEL["embedding"])):
@@ -270,10 +297,15 @@ class _Tensors:
         tensor: Tensor = self._open(self._files[name]).get_tensor(name)
         return tensor
 
-    def stored(self, name: str) -> Dense:
-        """A tensor, not yet read."""
+    def stored(self, name: str) -> Stored:
+        """A tensor, not yet read. Raises SetupError for scales that do not fit."""
         lazy = self._open(self._files[name]).get_slice(name)
-        return Dense.of(_InFile(self, name, lazy), lazy.get_shape())
+        found = Dense.of(_InFile(self, name, lazy), lazy.get_shape())
+        if lazy.get_dtype() != STORED:
+            return found
+        scales = scale_name(name, self._files)
+        assert scales is not None, "`check` has refused it"
+        return with_scales(name, found, self.read(scales), self._block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +332,9 @@ class _Experts:
     def __getitem__(self, at: tuple[slice, ...]) -> Tensor:
         some = range(at[0].start, at[0].stop)
         each = (self.names.expert(self.part, self.layer, expert) for expert in some)
-        return torch.stack([torch.cat([self.tensors.read(name) for name in names]) for names in each])
+        return torch.stack(
+            [torch.cat([self.tensors.stored(name).values for name in names]) for names in each]
+        )
 
 
 def _opened(file: Path) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.attention import FP8
 from kernels.attention.decode import decode_work
 from kernels.sampling.gpu import TAKEN, Choices, choose, scratch
 from kernels.sampling.ref import INVALID
@@ -31,7 +32,7 @@ from services.executor.cuda.comm_overlap import two_streams
 from services.executor.cuda.device_storage import DeviceStorage
 from services.executor.cuda.graph_runner import GraphRunner
 from services.executor.cuda.input_batch import CudaSlots, arrange
-from services.executor.cuda.kernel_configs import WIDE, device_tuning, for_large_heads, row_by_row
+from services.executor.cuda.kernel_configs import WIDE, device_tuning, for_fp8_kv, for_large_heads, row_by_row
 from services.executor.cuda.model import CudaModel
 from services.executor.engine import (
     BackendInfo,
@@ -83,6 +84,8 @@ class CudaBackend:
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
+        if cache.tensor.dtype == FP8:
+            tuning = for_fp8_kv(tuning)
         if shapes.head_dim > 128:
             tuning = for_large_heads(tuning)
         if options.deterministic:

@@ -30,12 +30,15 @@ class Layouts:
     kernels.launch."""
 
     decode: DecodeTuning = field(default_factory=DecodeTuning)
+    decode_fp8: DecodeTuning | None = None  # over KV in fp8; None: as over bf16
     products: _Products = field(default_factory=dict)
     chained: bool = False
+    fp8: _Products = field(default_factory=dict)  # of weights in fp8
 
-    def product(self, width: int, inner: int, rows: int) -> MatmulTuning | None:
+    def product(self, width: int, inner: int, rows: int, *, fp8: bool = False) -> MatmulTuning | None:
         """The layout of a product of so many rows; None: use the library."""
-        for limit, tuning in self.products.get((width, inner), ()):
+        products = self.fp8 if fp8 else self.products
+        for limit, tuning in products.get((width, inner), ()):
             if rows <= limit:
                 return tuning
         return None
@@ -61,9 +64,24 @@ WIDE = DeviceTuning(  # float32: room for half the tile
     _NARROW, _NARROW, prefill=PrefillTuning(32, 32, 2, 4), fixed=(FixedTuning(32, 32, 32, 2, 4),)
 )
 
+# For weights in fp8, measured on an H100; docs/benchmarks/gpu.md has the figures.
+_FEW_FP8 = {
+    (6144, 4096): ((32, MatmulTuning(64, 128, 4, 6, chained=True)),),
+    (4096, 4096): ((32, MatmulTuning(64, 256, 4, 4, chained=True)),),
+    (28672, 4096): ((32, MatmulTuning(64, 256, 1, 4, chained=True)),),
+    (4096, 14336): ((32, MatmulTuning(64, 256, 4, 4, chained=True)),),
+}
+_MANY_FP8 = {
+    (6144, 4096): ((64, MatmulTuning(64, 128, 2, 6)),),
+    (4096, 4096): ((128, MatmulTuning(64, 128, 2, 6)), (256, MatmulTuning(64, 128, 2, 4))),
+    (28672, 4096): ((64, MatmulTuning(128, 128, 1, 4)),),
+    (4096, 14336): ((128, MatmulTuning(64, 256, 2, 4)),),
+}
+
 _H200 = DeviceTuning(
     few=Layouts(
         decode=DecodeTuning(64, 2, 7, 4, chained=True),
+        decode_fp8=DecodeTuning(128, 2, 7, 4, chained=True),
         products={
             (6144, 4096): ((32, MatmulTuning(64, 64, 2, 6, chained=True)),),
             (4096, 4096): (
@@ -77,13 +95,16 @@ _H200 = DeviceTuning(
             ),
         },
         chained=True,
+        fp8=_FEW_FP8,
     ),
     many=Layouts(
         decode=DecodeTuning(64, 2, 5, 4),
+        decode_fp8=DecodeTuning(64, 3, 5, 4),
         products={
             (4096, 4096): ((128, MatmulTuning(64, 128, 2, 4)),),
             (4096, 14336): ((64, MatmulTuning(64, 128, 2, 6)), (128, MatmulTuning(64, 128, 2, 4))),
         },
+        fp8=_MANY_FP8,
     ),
     prefill=PrefillTuning(128, 64, 5, 8, per_sm=1),
     fixed=(
@@ -124,7 +145,9 @@ _SHARED_H200 = replace(
     ),
     few_rows=256,
 )
-_BY_NAME = {"NVIDIA H200": (_H200, _SHARED_H200)}
+# An H100 has the same processors and slower memory. These products of few rows beat its library by 7 %.
+_HOPPER = (_H200, _SHARED_H200)
+_BY_NAME = {"NVIDIA H200": _HOPPER, "NVIDIA H100 80GB HBM3": _HOPPER}
 
 
 def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
@@ -133,6 +156,12 @@ def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
         return DeviceTuning()
     alone, shared = _BY_NAME[name]
     return alone if ranks == 1 else shared
+
+
+def for_fp8_kv(tuning: DeviceTuning) -> DeviceTuning:
+    """Layouts for KV in fp8: a tile of it has half the bytes."""
+    few, many = (replace(own, decode=own.decode_fp8 or own.decode) for own in (tuning.few, tuning.many))
+    return replace(tuning, few=few, many=many)
 
 
 def for_large_heads(tuning: DeviceTuning) -> DeviceTuning:

@@ -12,36 +12,42 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.activation.gpu import swiglu
+from kernels.activation.gpu import swiglu, swiglu_fp8
 from kernels.attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
 from kernels.attention.decode import Tuning as DecodeTuning
 from kernels.attention.prefill import PrefillTiles, attend_prefill
 from kernels.collectives.gpu import Norm, PeerBuffers, all_gather, all_reduce_add_rms_norm_
-from kernels.gemm.gpu import layout_of, matmul, matmul_fixed
+from kernels.fp8 import Fp8Rows
+from kernels.fp8.gpu import quantise_rows, scaled_mm
+from kernels.gemm.gpu import layout_of, matmul, matmul_fixed, matmul_fp8
 from kernels.inputs.gpu import Resolved
 from kernels.moe.gpu import combine, dispatch, experts_mlp, permute, route
-from kernels.norm.gpu import add_rms_norm_, rms_norm
+from kernels.norm.gpu import add_rms_norm_, add_rms_norm_fp8_, rms_norm, rms_norm_fp8
 from kernels.rope import rope_table
 from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
+from services.executor.checkpoint.fp8 import ScaledFp8
 from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.partition import gathered_logits
+from services.executor.checkpoint.stored import Stored
 from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
 from services.executor.model.shapes import Shapes
-from services.executor.parallel.coroutines import AllReduces, ForwardPass, run_alone
+from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_alone
 from services.executor.parallel.peer_memory import PeerMemory
 from services.executor.parallel.ranks import DistributedRanks, Ranks
 from services.executor.parallel.step_split import Chunk
 
 log = logging.getLogger("headrace.executor")
+
+Operand = Tensor | Fp8Rows  # of a product
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,9 @@ class CudaModel:
             self._shared = shared_logits(loaded.ranks, weights.head.values, most, shapes.vocab)
         self._embedding, self._norm = weights.embedding.values, weights.norm
         self._head = weights.head.values
-        self._layers = [{name: stored.values for name, stored in layer.items()} for layer in weights.layers]
+        self._layers: list[dict[str, Any]] = [
+            {name: operand_of(stored) for name, stored in layer.items()} for layer in weights.layers
+        ]
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, loaded.context + 1).to(kv.device)
@@ -100,16 +108,19 @@ class CudaModel:
         inputs = RopeInputs(self._rotations, step.positions, slot_mapping, chained, dtype)
         residual = self._embedding.index_select(0, step.resolved.ids) if received is None else received
         adding = _ResidualAdd(self._ranks, sums, residual, eps, chained=chained)
-        normed = rms_norm(residual, layers[0]["attention_norm"], eps, chained=chained)
+        first = rms_norm_fp8 if in_fp8(layers[0]["qkv"]) else rms_norm
+        normed: Any = first(residual, layers[0]["attention_norm"], eps, chained=chained)
         for i, layer in enumerate(layers):
             attended = self._attention(i, layer, normed, inputs, step)
             part = self._product(attended, layer["out"], whole=adding.whole)
-            normed = yield from adding.add(part, layer["mlp_norm"], turn=0)
+            normed = yield from adding.add(part, layer["mlp_norm"], turn=0, fp8=in_fp8(layer["gate_up"]))
             end = i + 1 == len(layers)
             norm = self._norm if end else layers[i + 1]["attention_norm"]
             part = self._mlp(layer, normed, adding, chained=chained)
-            normed = yield from adding.add(part, norm, turn=1, out=out if end and self._last else None)
+            fp8, target = not end and in_fp8(layers[i + 1]["qkv"]), out if end and self._last else None
+            normed = yield from adding.add(part, norm, turn=1, out=target, fp8=fp8)
         if self._last:
+            assert isinstance(normed, Tensor), "the head is not in fp8"
             return normed
         return residual if out is None else out.copy_(residual)
 
@@ -121,7 +132,7 @@ class CudaModel:
         return gathered_logits(own, self._shapes.vocab, self._ranks)
 
     def _attention(
-        self, index: int, layer: Mapping[str, Tensor], x: Tensor, inputs: RopeInputs, step: ForwardStep
+        self, index: int, layer: Mapping[str, Any], x: Operand, inputs: RopeInputs, step: ForwardStep
     ) -> Tensor:
         shapes = self._shapes
         qkv = self._product(x, layer["qkv"], layer.get("qkv_bias"), whole=bool(step.dense))
@@ -137,9 +148,10 @@ class CudaModel:
             _attend_dense(query, qkv, chunk, self._shapes, out)
         return out.view(len(x), -1)
 
-    def _mlp(self, layer: Mapping[str, Tensor], x: Tensor, adding: _ResidualAdd, *, chained: bool) -> Tensor:
+    def _mlp(self, layer: Mapping[str, Any], x: Any, adding: _ResidualAdd, *, chained: bool) -> Tensor:
         if "router" not in layer:
-            wide = gated(self._product, self._tuning.of(len(x)), x, layer["gate_up"], chained=chained)
+            gate_up, fp8 = layer["gate_up"], in_fp8(layer["down"])
+            wide = gated(self._product, self._tuning.of(len(x)), x, gate_up, chained=chained, fp8=fp8)
             return self._product(wide, layer["down"], whole=adding.whole)
         shapes = self._shapes.experts
         assert shapes is not None, "a router comes with experts"
@@ -148,6 +160,16 @@ class CudaModel:
         permuted = permute(chosen, shapes.first, len(layer["gate_up"]))  # other ranks' experts add nothing
         found = experts_mlp(dispatch(x, permuted), layer["gate_up"], layer["down"], permuted.ends)
         return combine(found, permuted, weights)
+
+
+def operand_of(stored: Stored) -> Operand:
+    """A weight as the products take it."""
+    return stored.matrix if isinstance(stored, ScaledFp8) else stored.values
+
+
+def in_fp8(weight: Operand) -> bool:
+    """Whether products of a weight take fp8 rows."""
+    return isinstance(weight, Fp8Rows)
 
 
 class _ResidualAdd:
@@ -164,13 +186,18 @@ class _ResidualAdd:
         self._residual, self._eps, self._chained = residual, eps, chained
         self.whole = ranks.size > 1 and self._buffers is None  # products must not return splits
 
-    def add(self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None) -> ForwardPass:
-        """See kernels.norm. `turn` alternates between 0 and 1; the last call of a pass has 1."""
+    def add(
+        self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None, fp8: bool = False
+    ) -> Generator[Collective, None, Any]:
+        """See kernels.norm; `fp8`: as fp8 rows where a kernel can. `turn` alternates between 0 and 1; the
+        last call of a pass has 1."""
         buffers, residual, eps, chained = self._buffers, self._residual, self._eps, self._chained
         if buffers is not None:
             return all_reduce_add_rms_norm_(part, residual, Norm(weight, eps, chained), buffers, turn, out)
         if self.whole:
             yield functools.partial(self._sums.all_reduce, part)
+        if fp8:
+            return add_rms_norm_fp8_(part, residual, weight, eps, chained=chained)
         return add_rms_norm_(part, residual, weight, eps, out, chained=chained)
 
 
@@ -190,10 +217,11 @@ class Products(Protocol):
     """Matrix products with the weights: the fastest for the number of rows, or the same bits for any number.
 
     `x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`, as `[rows, width]`; unless
-    `whole`, it may be `[splits, rows, width]` float32, which the reader adds up."""
+    `whole`, it may be `[splits, rows, width]` float32, which the reader adds up. A weight in fp8 takes fp8
+    rows, and quantises plain ones."""
 
     def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False
+        self, x: Operand, weight: Operand, bias: Tensor | None = None, *, whole: bool = False
     ) -> Tensor: ...
 
 
@@ -203,8 +231,14 @@ def products_of(tuning: DeviceTuning, device: torch.device) -> Products:
     return _tuned(tuning)
 
 
-def gated(product: Products, layouts: Layouts, x: Tensor, gate_up: Tensor, *, chained: bool) -> Tensor:
-    """`silu(gate) * up` of the joined product, in one kernel if its layout is `gated`."""
+def gated(
+    product: Products, layouts: Layouts, x: Operand, gate_up: Operand, *, chained: bool, fp8: bool = False
+) -> Operand:
+    """`silu(gate) * up` of the joined product, in one kernel if its layout is `gated`. `fp8`: as fp8 rows if
+    the weight is in fp8, too."""
+    if isinstance(gate_up, Fp8Rows) or isinstance(x, Fp8Rows):
+        wide = product(x, gate_up, whole=True)
+        return swiglu_fp8(wide, chained=chained) if fp8 else swiglu(wide, chained=chained)
     chosen = layouts.product(gate_up.shape[0], gate_up.shape[1], len(x))
     if chosen is not None and chosen.gated and x.dtype == torch.bfloat16:
         return matmul(x, gate_up, chosen)
@@ -214,10 +248,17 @@ def gated(product: Products, layouts: Layouts, x: Tensor, gate_up: Tensor, *, ch
 def _tuned(tuning: DeviceTuning) -> Products:
     """The library's product, or our kernel where that is faster."""
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False) -> Tensor:
-        rows = len(x)
-        chosen = tuning.of(rows).product(weight.shape[0], weight.shape[1], rows)
+    def product(x: Any, weight: Any, bias: Tensor | None = None, *, whole: bool = False) -> Tensor:
+        rows, fp8 = len(x), isinstance(weight, Fp8Rows)
+        layouts = tuning.of(rows)
+        chosen = layouts.product(weight.shape[0], weight.shape[1], rows, fp8=fp8)
         split = chosen is not None and whole and chosen.splits > 1
+        if fp8:
+            if isinstance(x, Tensor):
+                x = quantise_rows(x, chained=layouts.chained)
+            if chosen is None or split or bias is not None:
+                return scaled_mm(x, weight, bias)
+            return matmul_fp8(x, weight, chosen)
         if chosen is None or split or bias is not None or x.dtype != torch.bfloat16:
             return F.linear(x, weight, bias)
         return matmul(x, weight, chosen)
@@ -228,7 +269,7 @@ def _tuned(tuning: DeviceTuning) -> Products:
 def _by_row(tuning: DeviceTuning, processors: int) -> Products:
     """Products in which a row's bits depend on neither the number of rows nor its index."""
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False) -> Tensor:
+    def product(x: Any, weight: Any, bias: Tensor | None = None, *, whole: bool = False) -> Tensor:
         return matmul_fixed(x, weight, bias, layout_of(len(x), weight.shape[0], processors, tuning.fixed))
 
     return product

@@ -60,7 +60,7 @@ MOVED = {  # to BASELINES; accepted without the module in 0.1
 STALL_US = 1_000_000  # how long decodes wait for prompts: see prefill_first
 HARM_PM = 100  # a delay of another request's token counts as a tenth of one of the first token, per mille
 HYSTERESIS_PM = 200  # of the costs of two splits: see adaptive
-LONGER_MEAN_PM = 100  # four executors that decode become three or two: their steps have more rows
+LONGER_PM = 100  # what half of a tail may cost: see adaptive
 EAGER_COPY_PM = 250  # least chance of reuse for an eager copy: less likely ones would evict better blocks
 
 log = logging.getLogger("headrace.scheduler")
@@ -324,8 +324,8 @@ def colocated(view: RolesView) -> int:
 
 def adaptive(view: RolesView) -> int:
     """Apart where that makes the tail of the time between tokens shorter by HYSTERESIS_PM, and neither its
-    mean nor the time to the first token longer; where the tail is halved, the mean may be longer by
-    LONGER_MEAN_PM. A split that is in force stays until it is worse by HYSTERESIS_PM."""
+    mean nor the time to the first token longer; where the tail is halved, both may be longer by LONGER_PM.
+    Few prefill, so that many decode. A split that is in force stays until it is worse by HYSTERESIS_PM."""
     if not view.options:
         return 0
     together, slack = view.options[0], 1_000 + HYSTERESIS_PM
@@ -333,13 +333,13 @@ def adaptive(view: RolesView) -> int:
     def pays(o: RolesOption) -> bool:
         kept = o.prefills == view.prefills
         most, gain = (slack, 1_000) if kept else (1_000, slack)
-        halved = 2 * o.tail_us <= together.tail_us
+        if not kept and 2 * o.tail_us <= together.tail_us:
+            most += LONGER_PM
         return (
             o.tail_us * gain <= together.tail_us * 1_000
-            and o.itl_us * 1_000 <= together.itl_us * (most + LONGER_MEAN_PM * (halved and not kept))
+            and o.itl_us * 1_000 <= together.itl_us * most
             and o.ttft_us * 1_000 <= together.ttft_us * most
         )
 
-    able = [option for option in view.options[1:] if pays(option)]
-    kept = [option for option in able if option.prefills == view.prefills]
-    return min(kept or able, key=lambda o: (o.ttft_us, o.prefills), default=together).prefills
+    able = [option.prefills for option in view.options[1:] if pays(option)]
+    return view.prefills if view.prefills in able else min(able, default=0)

@@ -1,5 +1,6 @@
 """Kernels over KV that is kept narrower than the queries are: fp8 on a GPU; in Triton's interpreter, which
-casts fp8 wrongly, float16 under float32. Against the references in float64 over what the cache holds.
+casts fp8 wrongly, float16 under float32, and fp8 only in decode, which moves bits. Against the references in
+float64 over what the cache holds.
 
 On a GPU: `pytest tests/unit/kernels/attention/test_all_narrow_kv.py`.
 """
@@ -25,6 +26,8 @@ CASES = (
     else [(torch.float16, torch.float32, 1e-5)]
 )
 SHAPES = [(9, 3, 24), (32, 8, 128), (4, 4, 64)] if ON_GPU else [(9, 3, 24)]  # heads, kv heads, head_dim
+
+DECODES = CASES if ON_GPU else [*CASES, (FP8, torch.bfloat16, 2e-2), (FP8, torch.float32, 1e-5)]
 
 over = pytest.mark.parametrize(("kept", "dtype", "close"), CASES, ids=lambda value: str(value)[-13:])
 shaped = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -63,7 +66,7 @@ def test_rotation_keeps_what_the_reference_keeps(
         assert kv.float().abs().max() == 448.0
 
 
-@over
+@pytest.mark.parametrize(("kept", "dtype", "close"), DECODES, ids=lambda value: str(value)[-13:])
 @shaped
 @pytest.mark.parametrize("processors", [1, 9])
 def test_decode_over_what_the_cache_holds(
@@ -85,6 +88,53 @@ def test_decode_over_what_the_cache_holds(
         mask = torch.zeros(1, 1, 1, length, dtype=torch.float64, device=DEVICE)
         wanted = attention.attend_decode(query[row : row + 1].double(), kv.float().double(), 1, table, mask)
         assert far(out[row], wanted[0]) < close
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_decode_reads_every_number_of_fp8(dtype: torch.dtype) -> None:
+    """The result of a row of one token is its V."""
+    kv = torch.zeros(2, 1, 2, BLOCK, 4, 64, dtype=torch.uint8, device=DEVICE)
+    kv[1, 0, 1, 0] = torch.arange(256, device=DEVICE).view(4, 64)
+    out = decode(normal(1, 4, 64).to(dtype), kv.view(FP8), [1], words(1)[None])
+    wanted = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(FP8).float()  # two of them are NaN
+    found = out.float().flatten()
+    assert found.isnan().nonzero().flatten().tolist() == [0x7F, 0xFF]
+    assert found.nan_to_num().equal(wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**20, 2.0**100])
+def test_decode_over_fp8_takes_queries_of_any_size(factor: float) -> None:
+    """Beyond float16, too; other heads of the row have other sizes."""
+    dim, lengths = 64, [40, 17]
+    kv = as_stored(normal(BLOCKS, LAYERS, 2, BLOCK, 1, dim) * 30, FP8)
+    query = normal(2, 4, dim, seed=2)
+    query *= torch.tensor([factor, 1.0, 0.0, factor], device=DEVICE)[:, None]
+    query, tables = query.to(torch.bfloat16), shuffled(2)
+    out = decode(query, kv, lengths, tables)
+    for row, length in enumerate(lengths):
+        mask = torch.zeros(1, 1, 1, length, dtype=torch.float64, device=DEVICE)
+        table = tables[row, : -(-length // BLOCK)].long()[None]
+        wanted = attention.attend_decode(query[row : row + 1].double(), kv.float().double(), 1, table, mask)
+        for head in range(4):
+            assert far(out[row, head], wanted[0, head]) < 2e-2
+
+
+def test_a_number_of_k_that_is_nan_reaches_the_result() -> None:
+    """So a sequence whose KV is broken ends with an error, and not with other tokens."""
+    kv = torch.zeros(BLOCKS, LAYERS, 2, BLOCK, 2, 64, dtype=torch.uint8, device=DEVICE)
+    kv[1, 1, 0, 3, 1, 9] = 0xFF
+    out = decode(normal(1, 4, 64).to(torch.bfloat16), kv.view(FP8), [5], words(1)[None])
+    assert out.isnan().all(-1).tolist() == [[False, False, True, True]]
+
+
+def decode(query: torch.Tensor, kv: torch.Tensor, lengths: list[int], tables: torch.Tensor) -> torch.Tensor:
+    """Of layer 1, or the only one; row i has slot i."""
+    work = decode_work(kv, query.shape[1], len(lengths), 2, Tuning(tile_tokens=16, per_sm=1))
+    out, at = torch.full_like(query, torch.nan), words(*lengths)
+    plan_decode(work, at)
+    layer = min(1, kv.shape[1] - 1)
+    attend_decode(query, kv, layer, DecodeRows(words(*range(len(lengths))), at, tables), work, out)
+    return out
 
 
 @over

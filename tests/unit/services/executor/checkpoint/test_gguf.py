@@ -52,7 +52,7 @@ def test_rows_of_an_embedding_are_read_from_the_file_and_take_no_memory(
     assert whole() is None
     assert (embedding.shape, embedding.rows(ids).shape) == (shape, (3, shape[1]))
     rows = embedding.rows(ids).values
-    assert (rows.dtype, embedding.data.dtype) == (dtype, dtype)
+    assert (rows.dtype, embedding.data[0].dtype) == (dtype, dtype)
     assert torch.equal(rows, wanted[ids])
     assert torch.equal(embedding.values, wanted)
     assert torch.equal(embedding.join([embedding]).values, torch.cat([wanted, wanted]))

@@ -133,7 +133,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind: str) -> None:
 
 # Of models that are computed otherwise, by key; and a key that nobody has heard of.
 CHANGES: dict[str, Any] = {
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    "quantization_config": {"quant_method": "gptq", "bits": 4},
     "compression_config": {"format": "pack-quantized"},
     "quantization": {"group_size": 64, "bits": 4},
     "attention_bias": True,
@@ -208,8 +208,8 @@ def test_the_refusal_says_what_to_do() -> None:
     good = {**SIZES, **PUBLISHED["Qwen3-0.6B"]}
     with pytest.raises(SetupError, match=r"logit_scale = 2\.0 in config\.json.*delete it from config\.json"):
         from_hf({**good, "logit_scale": 2.0})
-    with pytest.raises(SetupError, match=r"'quant_method': 'fp8'.*use the unquantised model or a GGUF file"):
-        from_hf({**good, "quantization_config": {"quant_method": "fp8"}})
+    with pytest.raises(SetupError, match=r"quant_method = 'awq'.* not supported.*or the unquantised model"):
+        from_hf({**good, "quantization_config": {"quant_method": "awq"}})
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from services.executor.cuda.kernel_configs import (
     WIDE,
     DeviceTuning,
     device_tuning,
+    for_fp8_kv,
     for_large_heads,
     row_by_row,
 )
@@ -172,6 +173,16 @@ def test_layouts_by_device_and_tokens() -> None:
     assert gate_up is not None
     assert gate_up.gated
     assert shared.of(256).product(7168, 4096, 65) is None
+
+
+def test_kv_in_fp8_has_layouts_of_its_own_where_they_were_measured() -> None:
+    h200, shared = device_tuning("NVIDIA H200"), device_tuning("NVIDIA H200", 4)
+    narrow = for_fp8_kv(h200)
+    assert [each.decode for each in (narrow.few, narrow.many)] == [h200.few.decode_fp8, h200.many.decode_fp8]
+    assert (narrow.few.products, narrow.prefill) == (h200.few.products, h200.prefill)
+    assert for_fp8_kv(shared).few == shared.few
+    assert for_fp8_kv(DeviceTuning()) == DeviceTuning()
+    assert for_fp8_kv(device_tuning("NVIDIA H100 80GB HBM3")).many.decode == narrow.many.decode
 
 
 def test_large_heads_are_attended_in_smaller_tiles() -> None:

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from support.executor.tiny_models import random_tokens, reference_logprobs, save_tiny
 
+import kernels.fp8 as fp8_rows
 from kernels.activation import swiglu
 from kernels.attention import attend_prefill, write_kv, write_rows
 from kernels.moe import combine, dispatch, experts_mlp, permute, route
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
+from services.executor.checkpoint import loader
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.cuda import model as cuda_model
 
@@ -59,6 +61,55 @@ class Launches:
     def attend_prefill(self, query: Any, kv: Any, layer: int, tiles: Any, tuning: Any, out: Any) -> None:
         self.names.append("attend")
         out.copy_(attend_prefill(query, kv, layer, BLOCKS[: -(-TOKENS // 16)], None))
+
+
+def in_fp8(product: Any, layouts: Any, x: Any, gate_up: Any, *, chained: bool, fp8: bool) -> Any:
+    assert fp8
+    return fp8_rows.quantise_rows(swiglu(product(x, gate_up)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_weights_in_fp8_read_fp8_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their logits are near those of the plain weights, and every product but the head's is of fp8 rows."""
+    options = TorchOptions(
+        model_path=save_tiny(kind, tmp_path), model_name="m", dtype="fp8", device="cpu", blocks=4, slots=1
+    )
+    monkeypatch.setattr(loader, "_why_not_fp8", lambda *_: "")
+    torch_for = Launches()
+
+    def product(x: Any, weight: Any, bias: Any = None, *, whole: bool = False) -> Any:
+        if isinstance(weight, torch.Tensor):
+            torch_for.names.append("plain")
+            return F.linear(x, weight, bias)
+        torch_for.names.append("fp8" if isinstance(x, fp8_rows.Fp8Rows) else "quantised")
+        rows = x if isinstance(x, fp8_rows.Fp8Rows) else fp8_rows.quantise_rows(x)
+        return fp8_rows.product(rows, weight, bias).bfloat16()
+
+    def normed(*arguments: Any, chained: bool) -> Any:
+        return fp8_rows.quantise_rows(rms_norm(*arguments))
+
+    def added(x: Any, residual: Any, weight: Any, eps: float, *, chained: bool) -> Any:
+        return fp8_rows.quantise_rows(torch_for.add_rms_norm_(x, residual, weight, eps, None))
+
+    for name in ("add_rms_norm_", "rope_write", "attend_prefill"):
+        monkeypatch.setattr(cuda_model, name, getattr(torch_for, name))
+    monkeypatch.setattr(cuda_model, "products_of", lambda *_: product)
+    monkeypatch.setattr(cuda_model, "rms_norm_fp8", normed)
+    monkeypatch.setattr(cuda_model, "add_rms_norm_fp8_", added)
+    monkeypatch.setattr(cuda_model, "gated", in_fp8)
+    tokens = random_tokens(TOKENS, 3)
+    tuning: Any = SimpleNamespace(of=lambda rows: SimpleNamespace(chained=False, decode=None), prefill=None)
+    resolved: Any = SimpleNamespace(ids=torch.tensor(tokens), slot_mapping=None)
+    tiles: Any = object()
+    step = cuda_model.ForwardStep(resolved, torch.arange(TOKENS, dtype=torch.int32), None, tiles)
+    with torch.inference_mode():
+        model = cuda_model.CudaModel(load(options), {}, tuning, TOKENS)
+        found = model.logits(model.hidden(step), torch.arange(TOKENS)).double().log_softmax(-1)
+    wanted = reference_logprobs(kind, tokens)
+    kl = (wanted.exp() * (wanted - found)).sum(-1).mean().item()
+    assert kl < 0.15
+    products = [name for name in torch_for.names if name in ("plain", "fp8", "quantised")]
+    assert products == ["fp8", "quantised", "fp8", "fp8"] * 3 + ["plain"]
 
 
 @pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3", "phi3", "mixtral", "qwen3-moe-mixed"])

@@ -130,6 +130,8 @@ def option(prefills: int, itl_us: int, tail_us: int, ttft_us: int) -> RolesOptio
         (0, 50, 56, 200, 0),
         (0, 51, 55, 200, 0),
         (0, 80, 50, 201, 0),  # prompts take longer
+        (0, 50, 50, 220, 1),
+        (0, 50, 50, 221, 0),
         (1, 100, 60, 240, 1),  # not worse by 20 %
         (1, 101, 60, 240, 0),
         (1, 100, 61, 240, 0),
