@@ -131,7 +131,7 @@ class Settings(BaseSettings):
     deterministic: bool = Field(False, description="answers do not depend on the batch, bit for bit; slower")
     sim: str = Field("step=5000,token=20", description="sim: us of a step and a token; or h200-8b, ...")
     # tiers below the device
-    l1: str = Field("auto", description="DRAM for KV copies, MiB; auto: a quarter, 2048 without a GPU; off")
+    l1: str = Field("auto", description="DRAM for KV copies, MiB; auto: a quarter, on a cpu 2048 if shared")
     l2: str = Field("", description="remote KV: redis://host:port or file:///folder; empty: none")
     l1_store: Literal["auto", "lmcache", "plain"] = Field(
         "auto", description="library for L1 and L2; auto: lmcache if it is installed"

@@ -1,9 +1,12 @@
-"""Helpers of processes: ports, the list of logits processors, logs, private files, child processes."""
+"""Helpers of processes: ports, logits processors by name, logs, private files, child processes, memory."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import logging
+import mmap
 import os
 import re
 import site
@@ -11,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +29,45 @@ _TARGET = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 ROOT = "headrace"
 RARELY_US = 60_000_000
+
+MEMINFO, SMAPS = Path("/proc/meminfo"), Path("/proc/self/smaps")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def available_bytes() -> int:
+    """Memory that processes may still take on this machine, or in this container."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", MEMINFO.read_text(), re.M)
+    available = int(match[1]) * 1024 if match else 0
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return min(available, int(limit)) if limit.isdecimal() else available
+
+
+def give_back_memory() -> None:
+    """Return to the operating system what only the start or past work needed: freed pieces, of which glibc
+    keeps those below 32 MiB, and the pages of libraries. The next use of such a page maps it again, within
+    microseconds while the file is in the page cache. Takes 10 to 40 ms."""
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # another C library
+        libc.malloc_trim(0)
+    with contextlib.suppress(AttributeError, OSError):  # no Linux
+        for start, end in unchanged_libraries(SMAPS.read_text()):
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+def unchanged_libraries(smaps: str) -> Iterator[tuple[int, int]]:
+    """The addresses of the parts of libraries without pages that only this process has: relocated ones, which
+    the file has not. Other files are left alone: another thread may unmap one and use its addresses."""
+    start = end = changed = 0
+    for line in [*smaps.splitlines(), "0-0 r--p 0 0 0"]:
+        name, *fields = line.split(maxsplit=5)
+        if name in ("Anonymous:", "Swap:"):
+            changed += int(fields[0])
+        elif not name.endswith(":"):
+            if end and not changed:
+                yield start, end
+            library = len(fields) == 5 and ".so" in fields[4] and "w" not in fields[0]
+            start, end = (int(at, 16) for at in name.split("-")) if library else (0, 0)
+            changed = 0
 
 
 def bind(

@@ -23,7 +23,7 @@ from services.executor.kv_transfer.worker import ArenaTransfers
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import ASLEEP, NEED, SLEEPS, Peer, Peers
+from shared.actor.membership import ASLEEP, NEED, ONLY_TIER, SLEEPS, Peer, Peers
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import EngineError, SetupError
@@ -45,6 +45,7 @@ from shared.messages import (
     StepResult,
 )
 from shared.telemetry.readings import Attributes, MetricPoint, Metrics
+from shared.vocab import gguf
 from shared.vocab.files import resolve, served_names
 
 log = logging.getLogger("headrace.executor")
@@ -122,6 +123,7 @@ class ExecutorActor(Actor):
         self._device = DeviceThread(self._build_backend, mailbox.clock, on_result)
         self._device.start(on_built)
         self._backend = await built
+        gguf.forget()  # the last reader was the engine
         computing = lambda: self._device.since_us > 0  # noqa: E731
         self._arenas = ArenaTransfers(self._backend, mailbox, self._host_id, self._send_hello, computing)
         self._join()
@@ -190,6 +192,8 @@ class ExecutorActor(Actor):
         if info is not None:
             grammars = int(info.follows_grammars)
             facts = ("context", info.context), ("grammars", grammars), ("block_tokens", info.block_tokens)
+        if info is not None and info.only_tier:
+            facts = (*facts, (ONLY_TIER, 1))
         asleep = ((ASLEEP, 1),) if self._asleep and not self._switching else ()
         if info is not None and info.memory_bytes:
             facts = (*facts, (NEED, info.memory_bytes >> 20), (SLEEPS, int(info.sleeps)))
@@ -230,6 +234,7 @@ class ExecutorActor(Actor):
             "backend": info.backend,
             "dtype": info.dtype,
             "context": info.context,
+            "kv_bytes": info.blocks * info.bytes_per_block,
             "model_digest": info.model_digest,
             "scheduler": self._scheduler,
             "asleep": self._asleep,
@@ -448,6 +453,7 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         kv_dtype=kv_dtype or "auto",
         device=device,
         blocks=settings.kv_blocks,
+        only_tier=not on_gpu and ranks == 1 and _needs_no_l1(settings),
         block_tokens=settings.block_tokens,
         slots=slots,
         max_step_tokens=max(settings.step_tokens, slots),
@@ -466,6 +472,13 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
     from services.executor.group.driver import build_group
 
     return build_group(options, ranks, alarm.ring, settings.to_env())
+
+
+def _needs_no_l1(settings: Settings) -> bool:
+    """Whether L1 would only be a copy of the KV cache of one CPU executor, in the same memory. With a size of
+    either, an L2, other executors here, or models that share memory, the cache has its own size beside L1."""
+    sized = settings.l1 != "auto" or settings.kv_blocks > 0 or settings.awake_gib > 0
+    return not sized and not settings.l2 and settings.executors == 1
 
 
 def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) -> ExecHello:

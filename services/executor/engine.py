@@ -71,6 +71,7 @@ class BackendInfo:
     follows_grammars: bool = False  # and the packages for it are installed
     sleeps: bool = False  # the engine is a Sleeper
     memory_bytes: int = 0  # that `sleep` frees: weights and KV cache
+    only_tier: bool = False  # the KV cache is in DRAM, with the memory that L1 would have
 
     @property
     def context(self) -> int:

@@ -42,7 +42,7 @@ from services.kv_offload.peers.nixl import NixlWire
 from services.kv_offload.peers.wire import PeerThreads, Wire
 from services.kv_offload.state import Counters, ReadLease, State, WriteLease
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import PEER_READS, Peer
+from shared.actor.membership import ONLY_TIER, PEER_READS, Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.messages import Message
@@ -72,6 +72,7 @@ class KvOffloadActor(Actor):
         self._connect = connect  # to L2; None: no L2
         self._core = KvCore(CountingArena(0, generation=0))
         self._opening: asyncio.Future[Opened] | None = None
+        self._opens: asyncio.Task[None] | None = None  # later than at the start
         self._l2_pool: L2Pool | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._problem: Exception | None = None
@@ -79,9 +80,14 @@ class KvOffloadActor(Actor):
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        if not self._plan.bytes:
-            return
-        loop = asyncio.get_running_loop()
+        if self._plan.bytes and self._waits():
+            log.info("no L1 yet: nothing shares it")
+        elif self._plan.bytes:
+            await self._open()
+
+    async def _open(self) -> None:
+        """Open the arena and L2. Raises SetupError."""
+        mailbox, loop = self._mailbox, asyncio.get_running_loop()
         self._opening = loop.run_in_executor(None, arenas.open_arena, self._plan, mailbox.epoch)
         try:
             arena = (await asyncio.shield(self._opening)).arena
@@ -116,6 +122,10 @@ class KvOffloadActor(Actor):
     def upkeep(self) -> None:
         if self._problem is not None:
             raise self._problem
+        if self._plan.bytes and self._opening is None and not self._waits():
+            self._opens = asyncio.get_running_loop().create_task(self._open())
+        if self._opens is not None and self._opens.done():
+            self._opens.result()
         if self._l2_pool is not None:
             self._l2_pool.check()
         if self._core.peers is not None:
@@ -148,7 +158,9 @@ class KvOffloadActor(Actor):
         kept = {"store": self._plan.store, "l2_url": self._l2_url, "l2_error": why, "stuck_calls": stuck}
         if self._peers is not None:
             kept["peer_error"] = self._peers.why
-        off = {"why_off": self._why_off} if self._why_off else {}
+        off: dict[str, object] = {"why_off": self._why_off} if self._why_off else {}
+        if self._plan.bytes and self._opening is None:
+            off["not_shared"] = True
         return {**status(self._core.state, self._core.peers), **kept, **off}
 
     async def stop(self) -> None:
@@ -164,6 +176,27 @@ class KvOffloadActor(Actor):
                 await asyncio.to_thread(self._opening.result().close)
 
     # ---- internals ------------------------------------------------------------------------------
+
+    def _waits(self) -> bool:
+        """Whether nothing would share L1: there is no L2, no other host that may read it, and on this host at
+        most one executor of each model, whose KV cache has the memory of L1."""
+        if not self._plan.by_need or self._connect is not None:
+            return False
+        peers = self._mailbox.peers
+        found = [peer.heartbeat for source in peers.sources() if (peer := peers.get(source)) is not None]
+        own = peers.get(self._mailbox.source)
+        if own is None:
+            return True  # its own heartbeat has not come yet
+        here = own.heartbeat.host_id
+        if self._open_wire is not None and any(
+            beat.kind == "kv_offload" and beat.host_id != here for beat in found
+        ):
+            return False
+        engines = [
+            b for b in found if b.kind == "executor" and b.state == "ready" and b.host_id == here and b.model
+        ]
+        models = {beat.model for beat in engines}
+        return len(models) == len(engines) and all((ONLY_TIER, 1) in beat.load for beat in engines)
 
     def _meet_peers(self) -> None:
         """Open the transport once another host has an L1, and give the core those that may be read."""

@@ -325,6 +325,7 @@ class _Up:
         of_model = {kind: counts.get(kind, 1) for kind in kinds if kind not in SHARED}
         for name, model in self._models.items():
             suffix, own = f"@{name}" if len(self._models) > 1 else "", {"HEADRACE_MODEL": model}
+            own["HEADRACE_EXECUTORS"] = str(s.executors * len(self._models))  # that share L1
             if self._joined is not None:
                 own["HEADRACE_MODEL_DIGEST"] = s.model_digest or self._joined.digests[name]
             specs += service_specs(of_model, suffix, own)

@@ -24,6 +24,7 @@ VOCABULARY = "vocabulary"  # in the load of tokenizers and detokenizers
 ASLEEP = "asleep"  # in an executor's load, 1: another model may use its device memory
 NEED = "memory_mib"  # in an executor's load: what it takes when it is awake
 SLEEPS = "sleeps"  # in an executor's load, 1: its engine can sleep
+ONLY_TIER = "only_tier"  # in an executor's load, 1: its KV cache has the memory that L1 would have
 WORK, WAITS = "work", "waits_us"  # in a scheduler's load, if models share memory
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
 PEER_READS = "peer_reads"  # in the load of a kv_offload, 1: those of other hosts may read its L1

@@ -31,6 +31,7 @@ from shared.errors import SetupError, Unavailable, WireError
 from shared.messages import Heartbeat, Message
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery
+from shared.processes import give_back_memory
 from shared.replies import to_json
 from shared.telemetry import readings
 from shared.telemetry import tracer as tracing
@@ -47,6 +48,7 @@ GC_THRESHOLDS = (50_000, 20, 10)  # objects allocated minus freed, then collecti
 FORCED = 130  # exit status after a second signal
 FORCED_END_S = 1.5  # from the second signal to a hard exit
 FLUSH_S = 2.0  # for the last spans and metrics
+SETTLED_S = 2.0  # from ready to the return of memory that only the start needed: first requests go first
 
 P = ParamSpec("P")
 Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
@@ -436,6 +438,8 @@ async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
         runtime.fail(error)
     elif started.done() and not failing.done():
         settle_garbage_collector()
+        loop = asyncio.get_running_loop()
+        loop.call_later(SETTLED_S, loop.run_in_executor, None, give_back_memory)
         process_log.info("%s is ready", runtime.mailbox.source)
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
     for task in (started, stopping, failing):

@@ -13,7 +13,9 @@ importlib.import_module(sys.argv[1])
 print(*sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[2:])))
 """
 
-HEAVY = ["opentelemetry", "prometheus_client", "torch", "lmcache", "nixl_cu12"]
+HEAVY = [
+    "opentelemetry", "prometheus_client", "torch", "numba", "triton", "transformers", "lmcache", "nixl_cu12",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -23,9 +25,10 @@ HEAVY = ["opentelemetry", "prometheus_client", "torch", "lmcache", "nixl_cu12"]
         ("services.launcher.serve", ["nats", "pydantic", *HEAVY]),  # `health`
         ("services.tokenizer.actor", HEAVY),
         ("services.scheduler.actor", ["tokenizers", *HEAVY]),
-        ("services.executor.actor", ["numba", *HEAVY]),  # the backend `sim`
+        ("services.executor.actor", HEAVY),  # the backend `sim`
         ("services.kv_offload.actor", ["tokenizers", *HEAVY]),
         ("services.detokenizer.actor", HEAVY),
+        ("services.keeper.actor", ["tokenizers", *HEAVY]),
         ("services.gateway.actor", ["tokenizers", *HEAVY]),
         ("services.executor.cpu.engine", ["opentelemetry", "triton", "numba", "lmcache"]),
     ],

@@ -83,6 +83,9 @@ class ScaledFp8:
         numbers, scales = (each.to(device) for each in self.data)
         return ScaledFp8(Fp8Rows(numbers, scales), dtype)
 
+    def read_rows_only(self) -> None:
+        """See Stored."""
+
 
 @dataclass(frozen=True, slots=True)
 class InFp8:
@@ -120,6 +123,9 @@ class InFp8:
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Dense:
         return Dense.of(self._values(device).to(dtype))
+
+    def read_rows_only(self) -> None:
+        """See Stored."""
 
     def in_fp8(self, dtype: torch.dtype, device: torch.device) -> ScaledFp8:
         """With a scale for each row: as they are in the file, or quantised again from blocks. Raises

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor
 from services.executor.checkpoint.config import from_gguf
 from services.executor.checkpoint.families import FAMILIES
 from services.executor.checkpoint.partition import ShardOf, whole_model
-from services.executor.checkpoint.stored import Dense, Stored
+from services.executor.checkpoint.stored import Cut, Dense, Stored, give_back_pages
 from services.executor.checkpoint.weights import (
     LoadPart,
     StoredTensor,
@@ -83,6 +83,8 @@ def load_gguf(
 
     def find(part: Part, layer: int) -> Stored:
         stored = tensors.stored(_name(part.name, layer), packed=packed)
+        if part.name == "embedding" and isinstance(stored, Dense) and device.type == "cpu":
+            return tensors.embedding(_MODEL["embedding"], stored)
         if FAMILIES[shapes.architecture].interleaved and part.name in _INTERLEAVED:
             return stored.rows(_halves(stored.shape[0], shapes.head_dim))
         return stored
@@ -199,6 +201,13 @@ class GgufTensors:
                 return InBlocks.of(self.raw(name), entry.kind, entry.shape[0])
         return Dense.of(self.read(name))
 
+    def embedding(self, name: str, values: Dense) -> Stored:
+        """A matrix with `values`, whose rows can be read from the file if that is fast."""
+        entry = self._entry(name)
+        if entry.kind != Kind.F32 and entry.kind not in _FAST:
+            return values
+        return _Embedding(values, self.raw(name).reshape(entry.shape[0], -1), entry.kind)
+
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             raise SetupError(f"{self._path} has no tensor {name!r}: incomplete, or of another architecture")
@@ -228,6 +237,55 @@ class GgufTensors:
     def _string(self, at: int) -> tuple[str, int]:
         (size,) = struct.unpack_from("<Q", self._view, at)
         return bytes(self._view[at + 8 : at + 8 + size]).decode(), at + 8 + size
+
+
+@dataclass(slots=True)
+class _Embedding:
+    """See Stored. The dequantised matrix until `read_rows_only`. After it rows come from the file: a tied
+    head has its own copy, in the order of its product."""
+
+    whole: Dense | None
+    raw: NDArray[np.uint8]  # [rows, bytes]
+    kind: Kind
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        columns, size = GGML_QUANT_SIZES[self.kind]
+        return len(self.raw), self.raw.shape[1] // size * columns
+
+    @property
+    def values(self) -> Tensor:
+        if self.whole is not None:
+            return self.whole.values
+        return dequantize(self.raw, self.kind, self.shape).to(self.dtype)
+
+    @property
+    def data(self) -> tuple[Tensor, ...]:
+        return (self.values,)
+
+    def rows(self, order: Tensor) -> Stored:
+        if self.whole is not None:
+            return self.whole.rows(order)
+        return dataclasses.replace(self, raw=self.raw[order.numpy()])
+
+    def cut(self, cut: Cut) -> Stored:
+        return Dense.of(self.values).cut(cut)
+
+    def join(self, below: Sequence[Stored]) -> Stored:
+        return Dense.of(self.values).join(below) if below else self
+
+    def scaled(self, factors: Tensor) -> Stored:
+        return Dense.of(self.values).scaled(factors)
+
+    def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
+        found = Dense.of(self.values).loaded(dtype, device)
+        return found if device.type != "cpu" else _Embedding(found, self.raw, self.kind, dtype)
+
+    def read_rows_only(self) -> None:
+        """See Stored."""
+        self.whole = None
+        give_back_pages(self.raw)
 
 
 def dequantize(raw: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.cpu_jit.block_microkernel import Format
 from kernels.cpu_jit.block_weights import FORMATS, Blocks
-from services.executor.checkpoint.stored import Cut, Dense, Stored
+from services.executor.checkpoint.stored import Cut, Dense, Stored, give_back_pages
 from shared.errors import SetupError
 
 _NIBBLES, _NIBBLES_MINIMUM, _BYTES, _BYTES_MINIMUM, _BYTES_16, _ = FORMATS
@@ -182,3 +182,8 @@ class InBlocks:
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         return replace(self, dtype=dtype)
+
+    def read_rows_only(self) -> None:
+        """See Stored."""
+        for raw, _ in self.matrices:
+            give_back_pages(raw)

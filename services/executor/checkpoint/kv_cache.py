@@ -30,9 +30,11 @@ from services.executor.parallel.coroutines import run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from shared.errors import SetupError
 from shared.messages import Ints
+from shared.processes import available_bytes
 
 LAYOUT = "block.layer.kv.token.head.dim"
 _CPU_BYTES = 1 << 30
+_CPU_L1_BYTES = 2 << 30  # at most; what L1 takes beside the cache of a CPU, here in the cache itself
 _GPU_SHARE = 0.9  # of the free memory after the weights are loaded; the rest is for activations
 TOKENS = 128  # of the pass that finds the scales of fp8
 _STRIDE = 7919  # a prime: spreads the tokens of that pass over the vocabulary
@@ -95,11 +97,14 @@ def block_bytes(shapes: Shapes, block_tokens: int, dtype: torch.dtype) -> int:
     return shapes.layers * 2 * block_tokens * shapes.kv_heads * shapes.head_dim * dtype.itemsize
 
 
-def fitting_blocks(size_bytes: int, device: torch.device, most: int) -> int:
-    """How many blocks of `size_bytes` fit into the free memory, at most `most`."""
+def fitting_blocks(size_bytes: int, device: torch.device, most: int, *, only_tier: bool = False) -> int:
+    """How many blocks of `size_bytes` fit into the free memory, at most `most`. `only_tier`: a CPU's cache
+    takes the share of L1, too."""
     budget = _CPU_BYTES
     if device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
+    elif only_tier:
+        budget += min(available_bytes() // 4, _CPU_L1_BYTES)
     return max(1, min(budget // size_bytes - 1, most))
 
 

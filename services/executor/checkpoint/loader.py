@@ -74,6 +74,7 @@ class TorchOptions:
     kv_dtype: str = "auto"  # fp8; auto: the model's dtype
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
+    only_tier: bool = False  # no L1 beside the KV cache of a CPU: it has up to 2 GiB more
     block_tokens: int = 16
     slots: int = 64
     max_step_tokens: int = 256
@@ -129,7 +130,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     kept = kv_format(options.kv_dtype, shapes, weights, sharing, stage)
     size = block_bytes(shapes, options.block_tokens, kept.dtype)
     blocks = options.blocks or fitting_blocks(
-        size, device, options.slots * blocks_for(wanted, options.block_tokens)
+        size, device, options.slots * blocks_for(wanted, options.block_tokens), only_tier=options.only_tier
     )
     blocks = min(ranks.exchange(blocks))
     context = min(wanted, blocks * options.block_tokens)
@@ -222,6 +223,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         follows_grammars=is_installed(),
         model_digest=model_digest(options, computed, kept),
         memory_bytes=cache.tensor.nbytes + size_bytes(loaded.weights),
+        only_tier=options.only_tier,
     )
 
 

@@ -5,11 +5,14 @@ Only `loaded` reads: before it a weight is a place in a file, so that a rank rea
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -50,6 +53,9 @@ class Stored(Protocol):
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         """In the memory of `device`, for a computation in `dtype`; it keeps no memory of a larger whole."""
+
+    def read_rows_only(self) -> None:
+        """From now on only `rows` are read: what it can read again from a file takes no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +102,15 @@ class Dense:
         values = self.values.to(device=device, dtype=dtype)
         part = isinstance(self.source, Tensor) and values.numel() < self.source.numel()
         return Dense.of(values.clone() if part and values._is_view() else values)
+
+    def read_rows_only(self) -> None:
+        """See Stored."""
+
+
+def give_back_pages(raw: NDArray[Any]) -> None:
+    """Unmap what was read of the file that an array maps. The next read maps it again."""
+    base: Any = raw
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)

@@ -5,8 +5,6 @@ reference for the CUDA engine."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import threading
 import time
 from collections import deque
@@ -39,6 +37,7 @@ from services.executor.sampling.slot_tokens import append_sampled, end_slots, ta
 from shared.errors import EngineError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
+from shared.processes import give_back_memory
 
 TRIAL_STEPS = 4
 SOONEST, LATEST = 8, 256  # steps between two trials: doubled after each trial that found nothing faster
@@ -189,7 +188,7 @@ class TorchBackend:
         imports stay."""
         self.__dict__.pop("_model")
         self._cache.drop()
-        give_back_free_memory()
+        give_back_memory()
 
     def wake(self) -> None:
         """Reads the weights again, most often from the page cache of the operating system."""
@@ -206,12 +205,6 @@ class TorchBackend:
             self._comm_thread.close()
         for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "_copier"):
             self.__dict__.pop(name, None)  # frees the memory
-
-
-def give_back_free_memory() -> None:
-    """Return freed memory to the operating system. The C library of glibc keeps freed pieces below 32 MiB."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class ThreadCount:

@@ -52,6 +52,7 @@ class Model:
             from services.executor.cpu.compiled import at_once
 
             self._at_once = at_once([step for step, _ in self._steps[1:]], shapes.layers)
+        self._embedding.read_rows_only()
         self._deterministic = deterministic
         self._products = products
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)

@@ -22,16 +22,15 @@ from services.kv_offload.backends.builtin import (
 from services.kv_offload.backends.interface import Arena
 from services.kv_offload.backends.lmcache import SubAllocatedArena
 from shared.errors import SetupError
+from shared.processes import available_bytes
 
 log = logging.getLogger("headrace.kv_offload")
 
 MIB, GIB = 1 << 20, 1 << 30
 MOST_BYTES = 64 * GIB  # of auto: reserving the pages takes 0.36 s a GiB
-MOST_BESIDE_CPU_BYTES = 2 * GIB  # of auto without a GPU: the engine's own KV, 1 GiB, is in the same memory
+MOST_BESIDE_CPU_BYTES = 2 * GIB  # of auto without a GPU: the engines' own KV is in the same memory
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 LEAST_BYTES = 16 * MIB  # of auto: less is not useful
-MEMINFO = Path("/proc/meminfo")
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,7 @@ class Plan:
     host: str  # in the segment's name
     bytes: int
     store: str  # lmcache or plain
+    by_need: bool = False  # auto without a GPU: opened once it is shared, pages reserved as they are taken
 
 
 @dataclass(slots=True)
@@ -64,8 +64,10 @@ def plan(l1: str, l1_store: str, fleet: str, host_id: str) -> Plan:
         store = "lmcache" if importlib.util.find_spec("lmcache") else "plain"
     label = f"{fleet[:40]}-{sha256(host_id.encode()).hexdigest()[:12]}"
     remove_dead(label)
-    most = MOST_BYTES if any(driver.exists() for driver in GPU_DRIVERS) else MOST_BESIDE_CPU_BYTES
-    return Plan(label, size_bytes(l1, _available_bytes(), _shm_free_bytes(), most), store)
+    gpu = any(driver.exists() for driver in GPU_DRIVERS)
+    most = MOST_BYTES if gpu else MOST_BESIDE_CPU_BYTES
+    size = size_bytes(l1, available_bytes(), _shm_free_bytes(), most)
+    return Plan(label, size, store, by_need=l1 == "auto" and not gpu)
 
 
 def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int, most_bytes: int = MOST_BYTES) -> int:
@@ -110,17 +112,11 @@ def _make(plan: Plan, generation: int) -> Arena:
     if plan.store == "lmcache":
         from services.kv_offload.backends.lmcache import LmcacheArena
 
-        return SubAllocatedArena(LmcacheArena(plan.host, generation, plan.bytes))
+        whole = LmcacheArena(plan.host, generation, plan.bytes, by_need=plan.by_need)
+        return SubAllocatedArena(whole, whole.reserve)
     from services.kv_offload.backends.builtin import PlainArena
 
-    return PlainArena(plan.host, generation, plan.bytes)
-
-
-def _available_bytes() -> int:
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", MEMINFO.read_text(), re.M)
-    available = int(match[1]) * 1024 if match else 0
-    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
-    return min(available, int(limit)) if limit.isdecimal() else available
+    return PlainArena(plan.host, generation, plan.bytes, by_need=plan.by_need)
 
 
 def _shm_free_bytes() -> int:

@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from pathlib import Path
 
 from services.kv_offload.backends.interface import DamagedValue
@@ -20,6 +21,7 @@ from shared.errors import SetupError
 
 SHM = Path("/dev/shm")
 PAGE_BYTES = 4096
+RESERVE_BYTES = 16 << 20  # at once by need: 6 ms on the event loop
 # LMCache adds this prefix to every name without it.
 _PREFIX = "lmcache_l1_pool_headrace_"
 _LOCK = ".lock"
@@ -109,22 +111,38 @@ def check_room(size_bytes: int) -> None:
 
 
 class Segment:
-    """A mapping of the segment with all its pages reserved (0.36 s a GiB). So a full /dev/shm is an error at
-    the start, not a SIGBUS in the executor that first uses a page."""
+    """A mapping of the segment. A page is reserved before a process may use it (0.36 s a GiB), so a full
+    /dev/shm is an error here, not a SIGBUS in the executor that first uses a page: all pages at the start, or
+    `by_need` as ranges are taken."""
 
-    def __init__(self, name: str, size_bytes: int, *, create: bool) -> None:
+    def __init__(self, name: str, size_bytes: int, *, create: bool, by_need: bool = False) -> None:
         self._path = SHM / name
+        self._size_bytes, self._reserved = size_bytes, 0
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        descriptor = os.open(self._path, flags, 0o600)
+        self._file = os.open(self._path, flags, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-            self._map = mmap.mmap(descriptor, size_bytes)
+            if by_need:
+                os.ftruncate(self._file, size_bytes)
+            else:
+                os.posix_fallocate(self._file, 0, size_bytes)
+                self._reserved = size_bytes
+            self._map = mmap.mmap(self._file, size_bytes)
         except OSError as error:
             self._path.unlink(missing_ok=True)
+            os.close(self._file)
             raise NoRoom(f"cannot reserve {size_bytes >> 20} MiB in /dev/shm: {error}") from error
-        finally:
-            os.close(descriptor)
         self._view = memoryview(self._map)
+
+    def reserve(self, end: int) -> bool:
+        """Reserve the pages up to offset `end` and some more. False if /dev/shm has no room for them."""
+        if end > self._reserved:
+            size = min(max(end - self._reserved, RESERVE_BYTES), self._size_bytes - self._reserved)
+            try:
+                os.posix_fallocate(self._file, self._reserved, size)
+            except OSError:
+                return False
+            self._reserved += size
+        return True
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
         """The bytes from `offset` on, writable."""
@@ -137,6 +155,9 @@ class Segment:
         with contextlib.suppress(BufferError):
             self._view.release()
             self._map.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def pages(size_bytes: int) -> int:
@@ -174,18 +195,18 @@ class FreeList:
 
 
 class PlainArena:
-    """See `interface.Arena`. `capacity_bytes` is a multiple of 4096."""
+    """See `interface.Arena`. `capacity_bytes` is a multiple of 4096. `by_need`: see Segment."""
 
-    def __init__(self, host: str, generation: int, capacity_bytes: int) -> None:
+    def __init__(self, host: str, generation: int, capacity_bytes: int, *, by_need: bool = False) -> None:
         self.name = segment_name(host, generation)
         self.generation = generation
         self.capacity_bytes = capacity_bytes
         check_room(capacity_bytes)
-        self._segment = Segment(self.name, capacity_bytes, create=True)
+        self._segment = Segment(self.name, capacity_bytes, create=True, by_need=by_need)
         self._counting = CountingArena(capacity_bytes)
 
     def allocate(self, key: bytes, size_bytes: int) -> int | None:
-        return self._counting.allocate(key, size_bytes)
+        return self._counting.allocate(key, size_bytes, self._segment.reserve)
 
     def seal(self, key: bytes) -> None:
         self._counting.seal(key)
@@ -216,10 +237,16 @@ class CountingArena:
         self.placed: dict[bytes, tuple[int, int]] = {}  # key -> (offset, bytes)
         self._reserved: set[bytes] = set()
 
-    def allocate(self, key: bytes, size_bytes: int) -> int | None:
+    def allocate(
+        self, key: bytes, size_bytes: int, reserve: Callable[[int], bool] = lambda end: True
+    ) -> int | None:
+        """`reserve` makes the pages up to an offset usable, or there is no room."""
         if key in self.placed or size_bytes < 1:
             raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
         offset = self._free.take(pages(size_bytes))
+        if offset is not None and not reserve(offset + pages(size_bytes)):
+            self._free.give(offset, pages(size_bytes))
+            return None
         if offset is not None:
             self.placed[key] = (offset, size_bytes)
             self._reserved.add(key)

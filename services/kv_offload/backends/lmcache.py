@@ -81,16 +81,16 @@ def _layout(size_bytes: int) -> Any:
 
 class LmcacheArena:
     """See `interface.Arena`. `capacity_bytes` is a multiple of 4096. Import and start take 2–5 s and 330 MB;
-    a call takes 30–80 µs."""
+    a call takes 30–80 µs. `by_need`: pages are reserved by `reserve` alone."""
 
-    def __init__(self, host: str, generation: int, capacity_bytes: int) -> None:
+    def __init__(self, host: str, generation: int, capacity_bytes: int, *, by_need: bool = False) -> None:
         self.name = segment_name(host, generation)
         self.generation = generation
         self.capacity_bytes = capacity_bytes
         check_room(capacity_bytes)
         self._storage = _open_storage(self.name, capacity_bytes)
         try:
-            self._segment = Segment(self.name, capacity_bytes, create=False)
+            self._segment = Segment(self.name, capacity_bytes, create=False, by_need=by_need)
         except BaseException:
             self._storage.close()
             raise
@@ -108,6 +108,10 @@ class LmcacheArena:
         self._ranges[key] = (offset, size_bytes)
         self._reserved.add(key)
         return offset
+
+    def reserve(self, end: int) -> bool:
+        """See Segment."""
+        return self._segment.reserve(end)
 
     def seal(self, key: bytes) -> None:
         self._reserved.remove(key)
@@ -143,11 +147,12 @@ class SubAllocatedArena:
     blocks of a long request. This class takes 3 µs. LMCache still owns the segment and its pages.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, reserve: Callable[[int], bool] = lambda end: True) -> None:
+        """`reserve` makes the pages of `arena` up to an offset usable; see Segment."""
         self.name = arena.name
         self.generation = arena.generation
         self.capacity_bytes = arena.capacity_bytes
-        self._arena = arena
+        self._arena, self._reserve = arena, reserve
         base = arena.allocate(_WHOLE, arena.capacity_bytes)
         if base is None:
             raise RuntimeError(f"the arena {arena.name} is not empty: it cannot be taken whole")
@@ -156,7 +161,7 @@ class SubAllocatedArena:
         self._counting = CountingArena(arena.capacity_bytes)
 
     def allocate(self, key: bytes, size_bytes: int) -> int | None:
-        offset = self._counting.allocate(key, size_bytes)
+        offset = self._counting.allocate(key, size_bytes, lambda end: self._reserve(self._base + end))
         return None if offset is None else self._base + offset
 
     def seal(self, key: bytes) -> None:

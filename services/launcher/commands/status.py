@@ -42,6 +42,10 @@ NOBODY = (
     "`headrace up` starts one; elsewhere run `headrace serve kv_offload` on each host with an executor",
 )
 OFF = "off: KV blocks are kept only in device memory. Start it with --l1 auto, or a size in MiB"
+NOT_SHARED = (
+    "no L1: the KV cache of the one CPU executor is in the same memory and has its share. "
+    "Another executor, an L2, or a size (--l1 MIB) brings L1"
+)
 
 
 async def status(target: Target, fleet: str, wanted: str = "", *, as_json: bool) -> None:
@@ -182,7 +186,8 @@ def _store_lines(store: Facts) -> list[str]:
     if "tiers" not in store or store.get("state") == "starting":
         return [head]
     if not store["tiers"]["l1"]["capacity_bytes"]:
-        return [f"{head}  off: {why}" if (why := store.get("why_off")) else f"{head}  {OFF}"]
+        off = NOT_SHARED if store.get("not_shared") else OFF
+        return [f"{head}  off: {why}" if (why := store.get("why_off")) else f"{head}  {off}"]
     l1, l2 = store["tiers"]["l1"], store["tiers"]["l2"]
     keys, moved = store["keys"]["asked"], store["keys"]["moved"]
     quarantined = f"; {size(l1['quarantined_bytes'])} in quarantine" if store["quarantine"] else ""
@@ -481,8 +486,9 @@ def _executor(fleet: Fleet, executor: Facts) -> list[str]:
     if pool is None:
         return ["asleep", engine] if executor.get("asleep") else [engine]
     used = pool["slots"] - pool["free_slots"]
+    of = f" of {size(kv_bytes)}" if (kv_bytes := executor.get("kv_bytes")) else ""
     return [
-        f"KV {pool['kv_used_pct']:.0f} %",
+        f"KV {pool['kv_used_pct']:.0f} %{of}",
         f"step {pool['step_p50_ms']:.1f} ms",
         f"{used} of {pool['slots']} slots",
         engine,
@@ -492,7 +498,7 @@ def _executor(fleet: Fleet, executor: Facts) -> list[str]:
 def _kv_offload(_: Fleet, store: Facts) -> list[str]:
     l1, l2, recent = store["tiers"]["l1"], store["tiers"]["l2"], store["last_10_s"]
     if not l1["capacity_bytes"]:
-        return ["off"]
+        return ["no L1: nothing shares it" if store.get("not_shared") else "off"]
     used = f"L1 {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])}"
     reached = {"none": "no L2", "open": "L2 does not answer"}.get(l2["breaker"], "L2 answers")
     return [used, reached, f"hits {percent(recent.get('hits', 0), recent.get('lookups', 0))}"]

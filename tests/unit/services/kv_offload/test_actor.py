@@ -30,6 +30,7 @@ from services.kv_offload.backends.builtin import (
 from services.kv_offload.backends.interface import RemoteError
 from services.kv_offload.l2 import worker
 from services.kv_offload.l2.worker import CANARY
+from shared import processes
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, Runtime
 from shared.config import load
@@ -75,7 +76,7 @@ def test_the_plan_knows_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert segment_name(found.host, 1)
     limit = tmp_path / "memory.max"
     limit.write_text(f"{2 * GIB}\n")
-    monkeypatch.setattr(arena, "CGROUP_LIMIT", limit)
+    monkeypatch.setattr(processes, "CGROUP_LIMIT", limit)
     assert plan("auto", "plain", "fleet", "a host").bytes <= GIB // 2
     assert plan("auto", "plain", "fleet", "b").host != found.host != plan("auto", "plain", "f", "a host").host
     for installed, store in ((object(), "lmcache"), (None, "plain")):

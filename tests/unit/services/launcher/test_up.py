@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 from support.memory_bus import MemoryBroker
 
 from services.launcher.supervisor import service_specs
-from services.launcher.up import Readiness, same_seed, starts_later
+from services.launcher.up import Readiness, _Logins, _Up, same_seed, starts_later
+from shared.config import load
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 from shared.replies import to_json
@@ -37,6 +39,21 @@ def test_on_few_cores_one_tokenizer_and_detokenizer_of_each_model_start_first() 
         counts = {"tokenizer": 2, "executor": 2, "detokenizer": 1}
         specs += service_specs(counts, f"@{model}", {"HEADRACE_MODEL": model})
     assert starts_later(specs) == {"kv_offload", "tokenizer-1@m", "tokenizer-1@n"}
+
+
+@pytest.mark.parametrize(("models", "executors", "told"), [("a", 1, "1"), ("a", 2, "2"), ("ab", 1, "2")])
+async def test_an_executor_knows_how_many_share_l1(
+    models: str, executors: int, told: str, tmp_path: Path
+) -> None:
+    for name in models:
+        (tmp_path / f"{name}.gguf").touch()
+    settings = load(flags={"executors": executors, "http": "off", "durable": False}).settings
+    up = _Up(settings, {name: str(tmp_path / f"{name}.gguf") for name in models}, None, _Logins("nats://n:1"))
+    specs = [service.spec for service in up._supervisor.services]
+    assert {spec.env["HEADRACE_EXECUTORS"] for spec in specs if spec.kind == "executor"} == {told}
+    assert not [spec for spec in specs if spec.kind == "kv_offload" and "HEADRACE_EXECUTORS" in spec.env]
+    up._folder.cleanup()
+    up._pages.close()
 
 
 def answer(bus: Bus, status: dict[str, str], asked: Delivery) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import gguf
@@ -13,6 +14,7 @@ from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import reference_logprobs, save_tiny, tiny_model
 
 from services.executor.checkpoint.gguf import GgufTensors, load_gguf
+from services.executor.checkpoint.stored import Cut
 from services.executor.checkpoint.weights import load_hf
 from services.executor.cpu.engine import TorchOptions, build
 from shared.errors import SetupError
@@ -31,6 +33,37 @@ def test_a_gguf_file_holds_the_same_model_as_its_folder(kind: str, tmp_path: Pat
         assert torch.equal(ours["qkv"].values, theirs["qkv"].values)
         assert torch.equal(ours["gate_up"].values, theirs["gate_up"].values)
         assert torch.equal(ours["down"].values, theirs["down"].values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q4_1", "Q8_0"])
+def test_rows_of_an_embedding_are_read_from_the_file_and_take_no_memory(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    types = {"token_embd.weight": gguf.GGMLQuantizationType[kind]}
+    path = write_gguf("llama", tmp_path / "m.gguf", types={} if kind == "F32" else types)
+    _, weights = load_gguf(path, dtype, CPU)
+    embedding = weights.embedding
+    whole, shape = weakref.ref(embedding.values), embedding.shape
+    wanted, ids = embedding.values.clone(), torch.tensor([3, 130, 3])
+    assert torch.equal(embedding.rows(ids).values, wanted[ids])
+    assert torch.equal(embedding.cut(Cut(0, 2, 9)).values, wanted[2:9])
+    embedding.read_rows_only()
+    assert whole() is None
+    assert (embedding.shape, embedding.rows(ids).shape) == (shape, (3, shape[1]))
+    rows = embedding.rows(ids).values
+    assert (rows.dtype, embedding.data[0].dtype) == (dtype, dtype)
+    assert torch.equal(rows, wanted[ids])
+    assert torch.equal(embedding.values, wanted)
+    assert torch.equal(embedding.join([embedding]).values, torch.cat([wanted, wanted]))
+
+
+def test_an_embedding_of_a_type_that_takes_long_to_read_stays_in_memory(tmp_path: Path) -> None:
+    types = {"token_embd.weight": gguf.GGMLQuantizationType.Q5_0}
+    _, weights = load_gguf(write_gguf("llama", tmp_path / "m.gguf", types=types), torch.float32, CPU)
+    before = weights.embedding.values
+    weights.embedding.read_rows_only()
+    assert weights.embedding.values is before
 
 
 def test_biases_of_q_and_k_are_put_back_like_their_weights(tmp_path: Path) -> None:

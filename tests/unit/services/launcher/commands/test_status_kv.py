@@ -108,6 +108,7 @@ def test_words_where_there_is_no_tier() -> None:
     assert status.draw([], []) == list(status.NOBODY)
     off = store(VirtualKv(CountingArena(0)))
     assert status.draw([off], []) == [f"kv_offload.k  ready  {status.OFF}"]
+    assert status.draw([{**off, "not_shared": True}], []) == [f"kv_offload.k  ready  {status.NOT_SHARED}"]
     assert status.draw([{**off, "why_off": "no room"}], []) == ["kv_offload.k  ready  off: no room"]
     assert status.draw([{**off, "state": "starting"}], [{"id": "s", "state": "starting"}]) == [
         "kv_offload.k  starting",

@@ -115,6 +115,18 @@ def test_figures_before_the_first_second_and_without_an_engine() -> None:
     ]  # fmt: skip
 
 
+def test_the_kv_cache_has_its_size_and_an_l1_that_nothing_shares_is_told() -> None:
+    large = answer("executor", kv_bytes=3_221_000_000)
+    alone = answer(
+        "kv_offload", tiers={"l1": {"capacity_bytes": 0}, "l2": {"breaker": "none"}}, not_shared=True
+    )
+    lines = status.lines(fleet(large, alone))
+    assert [line[30:] for line in lines if line.startswith(("executor", "kv_offload"))] == [
+        "KV 34 % of 3.22 GB  step 5.2 ms  128 of 256 slots  torch f32  smollm2",
+        "no L1: nothing shares it",
+    ]
+
+
 def test_every_fact_of_a_service_and_what_its_scheduler_counts() -> None:
     found = fleet(answer("executor", wire_errors=2))
     (executor,) = found.find("executor")

@@ -1,0 +1,90 @@
+"""The memory of a CPU's KV cache: its size, and that only blocks in use take any."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.executor.plan_maker import PlanMaker, Row
+from support.executor.tiny_models import save_tiny
+
+from services.executor.actor import engine_builder
+from services.executor.checkpoint import kv_cache
+from services.executor.checkpoint.config import read_shapes
+from services.executor.checkpoint.kv_cache import allocate, block_bytes, fitting_blocks
+from services.executor.checkpoint.loader import TorchOptions
+from services.executor.cpu.engine import build
+from shared.config import load
+
+CPU = torch.device("cpu")
+GIB, MIB = 1 << 30, 1 << 20
+TOKENS = 16  # of a block
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_blocks_take_memory_when_they_are_written(tmp_path: Path) -> None:
+    shapes = read_shapes(save_tiny("llama", tmp_path))
+    size = block_bytes(shapes, TOKENS, torch.float32)
+    blocks = 256 * MIB // size
+    before = resident_bytes()
+    cache = allocate(shapes, blocks, TOKENS, torch.float32, torch.empty(0))
+    assert resident_bytes() - before < 16 * MIB
+    used = blocks // 2
+    cache.tensor[:used].fill_(1)
+    written = resident_bytes() - before
+    assert 0.9 * used * size < written < 0.6 * blocks * size
+    cache.drop()
+    assert resident_bytes() - before < 16 * MIB
+
+
+def test_an_engine_that_has_warmed_up_and_answered_holds_the_blocks_of_the_answer_alone(
+    tmp_path: Path,
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    size = block_bytes(read_shapes(folder), TOKENS, torch.float32)
+    blocks = 256 * MIB // size
+    options: dict[str, Any] = {"model_path": folder, "model_name": "m", "device": "cpu", "slots": 4}
+    small = build(TorchOptions(**options, blocks=64))  # what an engine takes with next to no cache
+    small.warm_up()
+    before = resident_bytes()
+    backend = build(TorchOptions(**options, blocks=blocks))
+    backend.warm_up()
+    maker = PlanMaker(backend)
+    maker.open(0, [5, 6, 7])
+    backend.sample(backend.forward(maker.plan([Row(0, 0, 3, feeds=(0,))])))
+    assert resident_bytes() - before < blocks * size / 4
+
+
+def test_the_cache_that_is_the_only_tier_has_the_share_of_l1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 4 * GIB)
+    beside = fitting_blocks(MIB, CPU, 10**6)
+    assert (beside, fitting_blocks(MIB, CPU, 10**6, only_tier=True)) == (1023, 2047)
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 400 * GIB)
+    assert fitting_blocks(MIB, CPU, 10**6, only_tier=True) == 3071
+    assert fitting_blocks(MIB, CPU, 100, only_tier=True) == 100, "no more than sequences can use"
+
+
+@pytest.mark.parametrize(
+    ("more", "alone"),
+    [
+        ({}, True),
+        ({"l1": "64"}, False),
+        ({"l1": "off"}, False),
+        ({"l2": "redis://r:1"}, False),
+        ({"kv_blocks": 64}, False),
+        ({"awake_gib": 1.0}, False),
+        ({"executors": 2}, False),
+    ],
+)
+def test_a_size_or_somebody_who_shares_brings_l1_back(
+    more: dict[str, Any], alone: bool, tmp_path: Path
+) -> None:
+    flags = {"model": str(save_tiny("llama", tmp_path)), "device": "cpu", "slots": 2, "max_context": 64}
+    assert engine_builder(load(flags={**flags, **more}).settings)().info.only_tier is alone
