@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ QUICK = {
     "HEADRACE_DURABLE": "false",  # a keeper is a process more
 }
 BY_DEFAULT_DURABLE = {name: value for name, value in QUICK.items() if name != "HEADRACE_DURABLE"}
+# A server that another test kills must come back before another `up` takes its port, as 4222 would be. Each
+# worker has ports of its own, below those that the kernel gives to connections.
+_PORTS = count(20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw")))
 SMALL_L1 = {"HEADRACE_L1": "64", "HEADRACE_L1_STORE": "plain"}  # many servers share this machine
 
 
@@ -226,6 +230,7 @@ def starter(
         home.mkdir()
         full = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
         full |= {"XDG_RUNTIME_DIR": str(home), "XDG_STATE_HOME": str(home), **quick, **SMALL_L1, **env}
+        full.setdefault("HEADRACE_PORT", str(next(_PORTS)))
         log = home / "stderr"
         process = popen(
             [*(INSTALLED if cwd else HEADRACE), "up", "--backend", "sim", *args],
