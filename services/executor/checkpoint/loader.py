@@ -68,9 +68,7 @@ class TorchOptions:
     model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
-    dtype: str = (
-        "auto"  # bf16, f32, int8, packed, fp8; auto: f32 on a CPU, on a GPU bf16, or fp8 if stored so
-    )
+    dtype: str = "auto"  # bf16, f32, int8, packed, fp8; auto: f32 on a CPU, on a GPU bf16 or fp8 as stored
     kv_dtype: str = "auto"  # fp8; auto: the model's dtype
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU

@@ -17,7 +17,7 @@ STOP = ints([2])
 @pytest.fixture(scope="module", params=["f32", "packed"])
 def backend(request: pytest.FixtureRequest) -> TorchBackend:
     if request.param == "packed" and not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
-        pytest.skip("no AVX2")
+        pytest.skip("kernels of packed weights need a CPU with AVX2 and F16C")
     return default_engine(dtype=request.param)
 
 
