@@ -25,26 +25,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import kernels.cpu_jit
+from kernels.cpu_jit import amx_tile
 from kernels.cpu_jit.block_microkernel import (
     BLOCK,
     FACTS,
-    HALVES,
     PANEL,
-    SCALE,
-    SHIFT,
-    START_8,
-    START_128,
+    PARTS,
     VNNI,
     WIDE_BYTES,
     Format,
     tile,
     unpack,
 )
+from kernels.cpu_jit.block_quantise import BYTES, PIECE_ROWS, QUANTISE, SHORTS, TILES
 from kernels.cpu_jit.llvm_intrinsics import (
     bf16_at,
     call_with,
@@ -52,13 +49,10 @@ from kernels.cpu_jit.llvm_intrinsics import (
     fast,
     fetch_add,
     i8_at,
-    i16_at,
     i32_at,
     i64_at,
-    nearest,
     offset_by,
     on_stack,
-    widen,
 )
 from kernels.cpu_jit.thread_team import Call, Kernel, Number
 
@@ -75,10 +69,8 @@ _TILE = 6 if VNNI else 3  # rows of `x`: their sums fill the registers
 # On AVX2 numbers become int16, which costs half as much as a tile's products: from _MANY rows on, a panel of
 # up to 4,096 columns is unpacked once, to 128 KiB on the stack (the second cache holds them).
 _MANY, _UNPACKED_BLOCKS = 12, 128
-_QUANTISED_ROWS = 4  # of `x` in a piece of work
-# The largest number of `x`, by terms: the upper and the lower byte of 32,639 are 127, as signed ones.
-_MOST = (np.float32(127), np.float32(127 * 256 + 127))
-_LEAST, _ZERO = np.float32(1e-30), np.float32(0)  # a block of smaller numbers becomes zeros
+# With AMX: from how many rows on, the most blocks of a row, and how many rows stay in the second cache.
+_TILED_ROWS, _TILED_BLOCKS, _BAND = 32, 256, 128
 _HALF = BLOCK // 2
 
 
@@ -110,8 +102,49 @@ def _by_a_panel(format_: Format) -> Any:
     return multiply
 
 
+def _by_tiles(format_: Format) -> Any:
+    """See _by_an_unpacked_panel; with AMX."""
+    widen, configure, release = amx_tile.unpack(format_), amx_tile.configure(format_), amx_tile.release
+    products, add_up, finish = amx_tile.multiply(format_), amx_tile.add_up(format_), amx_tile.finish(format_)
+    size, groups = 2 * BLOCK * format_.terms, BLOCK // format_.columns
+    at_wide, at_products = (
+        on_stack(_TILED_BLOCKS * amx_tile.UNPACKED_BYTES),
+        on_stack(amx_tile.PRODUCTS_BYTES),
+    )
+    at_sums = on_stack(amx_tile.SUMS_BYTES)
+
+    @fast
+    def multiply(p: Any, panel: Any, out: Any) -> Any:
+        rows, blocks, height, numbers = p[6], p[7] // BLOCK, p[8], i8_at(panel[0])
+        if not p[9]:
+            return 0
+        wide, found, sums, count = at_wide(), at_products(), at_sums(), blocks * groups
+        configure()
+        widen(blocks, numbers, wide)
+        for i in range(amx_tile.SUMS_BYTES):
+            sums[i] = 0
+        for first in range(0, rows, amx_tile.ROWS):
+            row = min(first, rows - amx_tile.ROWS)  # the last tile may begin within the one before
+            at, of_x = (
+                offset_by(i8_at(p[1]), row * blocks * size),
+                offset_by(i32_at(p[2]), row * blocks * FACTS),
+            )
+            for start in range(0, count, amx_tile.CHUNK):
+                some = min(amx_tile.CHUNK, count - start)
+                products(at, blocks, wide, start, some, found)
+                for part in range(PARTS):
+                    add_up(of_x, blocks, numbers, start, some, part, found, sums)
+            finish(sums, blocks, numbers, offset_by(out, row * height), height)
+        release()
+        return rows
+
+    return multiply
+
+
 def _by_an_unpacked_panel(format_: Format) -> Any:
     """A function for the first rows of `x`, if they are many; it returns their number."""
+    if amx_tile.EXISTS:
+        return _by_tiles(format_)
     if VNNI:  # tiles have rows enough to unpack in registers
         return fast(lambda p, panel, out: 0)
     widen, some, size = unpack(format_), tile(_TILE, format_, unpacked=True), format_.x_bytes
@@ -236,63 +269,6 @@ def _all_panels(p: Any) -> None:
 _MULTIPLY = Kernel(_all_panels)
 
 
-@fast
-def _quantise(x: Any, out: Any, facts: Any, sums: Any, rows: int, width: int, terms: int, p: Any) -> None:
-    """`facts` and `sums` are the same memory, as float32 and int32; `out` is bytes."""
-    blocks, limit = width // BLOCK, _MOST[terms - 1]
-    while True:
-        first = fetch_add(p) * _QUANTISED_ROWS * blocks
-        if first >= rows * blocks:
-            return
-        for block in range(first, min(first + _QUANTISED_ROWS * blocks, rows * blocks)):
-            most = _ZERO
-            for i in range(BLOCK):
-                most = max(most, abs(widen(x[block * BLOCK + i])))
-            inverse = limit / most if most > _LEAST else _ZERO
-            half = _numbers(x, out, block, 0, inverse, terms)
-            rest = _numbers(x, out, block, _HALF, inverse, terms)
-            own, whole = block * FACTS, half + rest
-            sums[own + HALVES], sums[own + HALVES + 1] = -128 * half, -128 * rest
-            sums[own + START_8], sums[own + START_128] = -8 * whole, -128 * whole
-            scale = most / limit
-            facts[own + SCALE], facts[own + SHIFT] = scale, scale * np.float32(whole)
-
-
-@fast
-def _numbers(x: Any, out: Any, block: int, start: int, inverse: Any, terms: int) -> Any:
-    """Stores half a block from `start` on, in the order of the microkernel; returns the sum."""
-    at, total = block * BLOCK + start, np.int32(0)
-    if not VNNI:
-        to = offset_by(i16_at(out), at)
-        for i in range(0, _HALF, 4):
-            for j in range(4):
-                number = nearest(widen(x[at + i + j]) * inverse)
-                to[i + (j >> 1) + 2 * (j & 1)] = number
-                total += number
-        return total
-    to = offset_by(i8_at(out), block * BLOCK * terms + start)
-    for i in range(_HALF):
-        number = nearest(widen(x[at + i]) * inverse)
-        total += number
-        if terms == 2:
-            upper = (number + 128) >> 8
-            to[i], to[BLOCK + i] = upper, number - (upper << 8)
-        else:
-            to[i] = number
-    return total
-
-
-def _of_bf16(p: Any) -> None:
-    _quantise(bf16_at(p[1]), p[2], f32_at(p[3]), i32_at(p[3]), p[4], p[5], p[6], p)
-
-
-def _of_f32(p: Any) -> None:
-    _quantise(f32_at(p[1]), p[2], f32_at(p[3]), i32_at(p[3]), p[4], p[5], p[6], p)
-
-
-_QUANTISE = {torch.bfloat16: Kernel(_of_bf16), torch.float32: Kernel(_of_f32)}  # by dtype of `x`
-
-
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A matrix `[rows, columns]` in blocks, as a file has it: `numbers` `[rows, columns]` uint8, `scales`
@@ -335,21 +311,22 @@ class BlockMatrix:
         """See PackedMatrix."""
         assert out.dtype == self.dtype, "packed for results of another dtype"
         rows, width = x.shape
-        blocks = rows * width // BLOCK
-        scratch = torch.empty(blocks * (4 * FACTS + self.x_bytes), dtype=torch.uint8)
-        facts = scratch.data_ptr()
-        quantised = (facts + 4 * FACTS * blocks, facts)
-        (table,) = parts
-        to = (table, len(self.table), out.data_ptr(), rows, width, self.height)
-        return (
-            Call(
-                _QUANTISE[x.dtype],
-                -(-rows // _QUANTISED_ROWS),
-                (x.data_ptr(), *quantised, rows, width, self.terms),
-                scratch,
-            ),
-            Call(_MULTIPLY, len(self.table), (*quantised, *to), scratch),
-        )
+        tiled = rows >= _TILED_ROWS and width <= _TILED_BLOCKS * BLOCK and amx_tile.allowed()
+        form, size = (TILES, 2 * BLOCK * self.terms) if tiled else (BYTES if VNNI else SHORTS, self.x_bytes)
+        # The last band is the longest: up to two of them, so that none has less than a tile.
+        ends = [*range(_BAND, rows - _BAND + 1, _BAND), rows] if tiled else [rows]
+        starts = [0, *ends[:-1]]
+        blocks, panels = (rows - starts[-1]) * width // BLOCK, len(self.table)
+        scratch = torch.empty(blocks * (4 * FACTS + size), dtype=torch.uint8)
+        quantised = (scratch.data_ptr(), scratch.data_ptr() + size * blocks)
+        found: list[Call] = []
+        for start, end in zip(starts, ends, strict=True):
+            own, to, some = x[start:].data_ptr(), out[start:].data_ptr(), end - start
+            shape = (some, width, self.terms, form, size)
+            found.append(Call(QUANTISE[x.dtype], -(-some // PIECE_ROWS), (own, *quantised, *shape), scratch))
+            numbers = (*quantised, *parts, panels, to, some, width, self.height, int(tiled))
+            found.append(Call(_MULTIPLY, panels, numbers, scratch))
+        return tuple(found)
 
 
 def can_pack(height: int, width: int) -> bool:

@@ -31,13 +31,13 @@ def dots(
         query, keys, stride, tokens, out, apart = args[:6]
         parts = range(dim.literal_value // LANES)
         wanted = [
-            [_read(builder, query, head * dim.literal_value + part * LANES) for part in parts]
+            [read_lanes(builder, query, head * dim.literal_value + part * LANES) for part in parts]
             for head in range(heads.literal_value)
         ]
 
         def body(token: Any, sums: list[Any]) -> list[Any]:
             key = builder.gep(keys, [builder.mul(token, stride)])
-            read = [_read(builder, key, part * LANES) for part in parts]
+            read = [read_lanes(builder, key, part * LANES) for part in parts]
             for head, own in enumerate(wanted):
                 products = [builder.fmul(q, k, flags=_FAST) for q, k in zip(own, read, strict=True)]
                 lanes = products[0]
@@ -76,11 +76,11 @@ def add_weighted(
         places = [
             head * dim.literal_value + part * LANES for head in range(heads.literal_value) for part in parts
         ]
-        before = [_read(builder, out, place) for place in places]
+        before = [read_lanes(builder, out, place) for place in places]
 
         def body(token: Any, sums: list[Any]) -> list[Any]:
             value = builder.gep(values, [builder.mul(token, stride)])
-            read = [_read(builder, value, part * LANES) for part in parts]
+            read = [read_lanes(builder, value, part * LANES) for part in parts]
             found: list[Any] = []
             for head in range(heads.literal_value):
                 at = builder.add(builder.mul(apart, ir.Constant(_I64, head)), token)
@@ -98,7 +98,7 @@ def add_weighted(
     return types.void(values, stride, tokens, weights, apart, out, heads, dim), generate
 
 
-def _read(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
+def read_lanes(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
     """LANES float32 numbers from a pointer to float32 or to the bits of bfloat16."""
     at = builder.gep(pointer, [ir.Constant(_I64, offset)])
     if pointer.type.pointee == ir.FloatType():
@@ -119,7 +119,7 @@ def call(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
     """Call an LLVM intrinsic by its name. A reduction may be reordered."""
     kind = ir.FunctionType(result, [each.type for each in arguments])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    return builder.call(function, arguments, fastmath=_FAST if "reduce" in name else ())
+    return builder.call(function, arguments, fastmath=_FAST if "reduce.f" in name else ())
 
 
 def loop(builder: ir.IRBuilder, count: Any, before: list[Any], body: Any) -> list[Any]:
