@@ -31,7 +31,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 async def ids_with_a_death_after(up: Up, tokens: int, victim: int) -> dict[tuple[str, int], list[int]]:
     """The ids of the reference prompts, all at once; process `victim` is killed when `tokens` have come."""
-    bus = await NatsBus.connect(up.nats_url, timeout_s=5)
+    bus = await NatsBus.connect(up.nats_url, timeout_s=30)
     client, tap = await Client.open(bus), Tap()
     enough = asyncio.Event()
 
