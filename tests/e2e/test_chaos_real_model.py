@@ -71,7 +71,8 @@ def test_a_dead_service_costs_no_token(real: Up, victim: str) -> None:
 @pytest.mark.parametrize("device", ["cpu/tp2", "cpu/pp2"])
 def test_a_dead_rank_costs_no_token_either(tmp_path: Path, device: str) -> None:
     """Its group ends and is started anew, and the sequences go on there."""
-    with running_up(tmp_path, "--backend", "torch", "--dtype", "f32", "--device", device) as up:
+    engine = ("--backend", "torch", "--dtype", "f32", "--threads", "1", "--device", device)
+    with running_up(tmp_path, *engine) as up:
         leader = up.child("executor")
         (rank,) = faults.children(leader)
         ids = asyncio.run(ids_with_a_death_after(up, 25, rank))
