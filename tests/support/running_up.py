@@ -36,7 +36,7 @@ READY_S = 180  # far above what it takes: a guard against hanging, no measure
 QUICK = {
     "HEADRACE_SIM": "step=1000",
     "HEADRACE_HTTP": "off",
-    "HEADRACE_HEARTBEAT_INTERVAL_MS": "200",
+    "HEADRACE_HEARTBEAT_INTERVAL_MS": "400",  # below, a process that a busy machine holds up seems dead
     "HEADRACE_L1": "32",  # MiB: to reserve the pages of more takes time
     "HEADRACE_L1_STORE": "plain",
     "HEADRACE_TOKENIZERS": "1",  # two of each by default
