@@ -297,6 +297,7 @@ class _Up:
             if not signalled.done():
                 if not ready.done():
                     ready.cancel()
+                    await asyncio.wait({ready})  # its connection closes while the loop still runs
                     raise SetupError(f"{failed.result()} before the server was ready: see its last log lines")
                 await ready
                 self._write_run_state()

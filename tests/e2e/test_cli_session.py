@@ -80,6 +80,26 @@ def test_an_interrupted_request_is_cancelled(up: Up) -> None:
     assert_idle(up)
 
 
+@pytest.mark.parametrize("while_it", ["waits", "answers"])
+def test_sigterm_ends_a_chat(up: Up, while_it: str) -> None:
+    """Its input stays open."""
+    chat = subprocess.Popen(
+        [*HEADRACE, "chat", "--max-tokens", "4000" if while_it == "answers" else "4"],
+        env=up.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+    chat.stdin.write("Hello\n")
+    chat.stdin.flush()
+    assert chat.stdout.read(1)
+    if while_it == "waits":
+        chat.stdout.readline()
+    chat.send_signal(signal.SIGTERM)
+    assert chat.wait(timeout=30) == 128 + signal.SIGTERM
+    chat.communicate()
+    assert_idle(up)
+
+
 def test_status_names_every_service(up: Up) -> None:
     kinds = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer"]
     for _ in range(10):  # a service of a busy machine may answer too late: status tells so
