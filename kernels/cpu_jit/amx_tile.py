@@ -65,7 +65,7 @@ def allowed() -> bool:
     registers more to save."""
     if not EXISTS:
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
 
 
 def unpack(format_: Format) -> Any:

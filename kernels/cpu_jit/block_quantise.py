@@ -18,7 +18,16 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu_jit.block_microkernel import BLOCK, FACTS, HALVES, SCALE, SHIFT, START_8, START_128, constant
-from kernels.cpu_jit.llvm_intrinsics import bf16_at, f32_at, fast, fetch_add, i8_at, i32_at, offset_by
+from kernels.cpu_jit.llvm_intrinsics import (
+    bf16_at,
+    f32_at,
+    fast,
+    fetch_add,
+    float_of,
+    i8_at,
+    i32_at,
+    offset_by,
+)
 from kernels.cpu_jit.thread_team import Kernel
 from kernels.cpu_jit.vectors import LANES, broadcast, call, read_lanes
 
@@ -34,16 +43,16 @@ _FLOATS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 @intrinsic
 def _largest(typing: Any, x: Any) -> Any:
-    """The largest absolute number of a block."""
+    """The bits of the largest absolute number of a block. Not as floats: NaN would be less than any number,
+    and the result finite."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        both = [
-            call(builder, "llvm.fabs.v16f32", _FLOATS, read_lanes(builder, args[0], at)) for at in (0, LANES)
-        ]
-        most = call(builder, "llvm.maxnum.v16f32", _FLOATS, *both)
-        return call(builder, "llvm.vector.reduce.fmax.v16f32", _F32, most)
+        both = [builder.bitcast(read_lanes(builder, args[0], at), _WORDS) for at in (0, LANES)]
+        positive = [builder.and_(each, _words(0x7FFFFFFF)) for each in both]
+        most = call(builder, "llvm.smax.v16i32", _WORDS, *positive)
+        return call(builder, "llvm.vector.reduce.smax.v16i32", _I32, most)
 
-    return types.float32(x), generate
+    return types.int32(x), generate
 
 
 def _stores(form: int, terms: int) -> Any:
@@ -117,7 +126,7 @@ def _quantise(x: Any, p: Any) -> None:
             return
         for block in range(first, min(first + PIECE_ROWS * blocks, rows * blocks)):
             own, to, at = offset_by(x, block * BLOCK), offset_by(out, block * size), block * FACTS
-            most = _largest(own)
+            most = float_of(_largest(own))
             inverse = limit / most if most > _LEAST else _ZERO
             half = _numbers(own, inverse, 0, to, form, terms)
             rest = _numbers(own, inverse, BLOCK // 2, to, form, terms)

@@ -35,7 +35,6 @@ def _pointer(element: types.Type, code: ir.Type) -> Any:
 
 bf16_at = _pointer(types.uint16, _I16)  # address -> pointer
 i8_at = _pointer(types.int8, ir.IntType(8))
-i16_at = _pointer(types.int16, _I16)
 i32_at = _pointer(types.int32, _I32)
 f32_at = _pointer(types.float32, _F32)
 i64_at = _pointer(types.int64, _I64)
@@ -147,17 +146,6 @@ def widen(typing: Any, value: types.Type) -> Any:
         return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
 
     return types.float32(value), generate
-
-
-@intrinsic
-def nearest(typing: Any, value: types.Type) -> Any:
-    """The integer nearest to a float32, ties to even."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        whole = builder.call(builder.module.declare_intrinsic("llvm.rint", [_F32]), args)
-        return builder.fptosi(whole, _I32)
-
-    return types.int32(types.float32), generate
 
 
 @intrinsic
