@@ -75,7 +75,7 @@ def test_an_interrupted_request_is_cancelled(up: Up) -> None:
     assert asking.stdout is not None
     assert json.loads(asking.stdout.readline())["type"] == "accepted"
     asking.send_signal(signal.SIGINT)
-    asking.communicate(timeout=30)
+    asking.communicate(timeout=120)
     assert asking.returncode == 130
     assert_idle(up)
 
