@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def take_turn(peer: Peer, number: int, loads: Loads, folder: Path) -> Turn:
     with running(peer, folder / f"{name}.log") as server:
         print(f"{peer.name}, round {number + 1}: answers after {server.ready_s:.1f} s", flush=True)
         began_s, used_s = time.monotonic(), server.cpu_s()
-        for flags, out in zip(loads, outs, strict=True):
-            words = [*client, "--seed", str(number), *flags, "--json", str(out)]
+        for seed, flags, out in zip(count(number * len(loads)), loads, outs, strict=False):
+            # Another seed: no prompt of a load is in the prefix cache from an earlier one.
+            words = [*client, "--seed", str(seed), *flags, "--json", str(out)]
             if subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode:
                 raise SetupError(
                     f"the load on {peer.name} failed; {out} and {folder / name}.log have the rest"

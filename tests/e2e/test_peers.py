@@ -67,10 +67,11 @@ def test_two_servers_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "| 4 in, 5 out, concurrency 1 | output_throughput | slow |" in printed
     for peer in result["peers"]:
         assert f"| {peer['name']} | `{peer['command']}` | `KNOWN=1` |" in printed
-    first, second = (
-        json.loads((out / f"fast-{i}.json").read_text())["configuration"]["seed"] for i in (1, 2)
-    )
-    assert (first, second) == (0, 1)
+    seeds = [
+        json.loads((out / f"fast-{name}.json").read_text())["configuration"]["seed"]
+        for name in ("1", "1-1", "2", "2-1")
+    ]
+    assert seeds == [0, 1, 2, 3]
 
 
 def test_turns_change_places() -> None:
