@@ -74,7 +74,7 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     async with AsyncExitStack() as stack:
 
         async def open_bus() -> Bus:
-            bus: Bus = broker.connect() if broker else await NatsBus.connect(url, timeout_s=5)
+            bus: Bus = broker.connect() if broker else await NatsBus.connect(url, timeout_s=30)
             stack.push_async_callback(bus.drain)
             return bus
 

@@ -51,10 +51,12 @@ from kernels.cpu_jit.llvm_intrinsics import (
     f32_at,
     fast,
     fetch_add,
+    float_of,
     i8_at,
     i16_at,
     i32_at,
     i64_at,
+    magnitude,
     nearest,
     offset_by,
     on_stack,
@@ -245,9 +247,10 @@ def _quantise(x: Any, out: Any, facts: Any, sums: Any, rows: int, width: int, te
         if first >= rows * blocks:
             return
         for block in range(first, min(first + _QUANTISED_ROWS * blocks, rows * blocks)):
-            most = _ZERO
+            bits = np.int32(0)  # not as floats: NaN would be less than any number, and the result finite
             for i in range(BLOCK):
-                most = max(most, abs(widen(x[block * BLOCK + i])))
+                bits = max(bits, magnitude(widen(x[block * BLOCK + i])))
+            most = float_of(bits)
             inverse = limit / most if most > _LEAST else _ZERO
             half = _numbers(x, out, block, 0, inverse, terms)
             rest = _numbers(x, out, block, _HALF, inverse, terms)

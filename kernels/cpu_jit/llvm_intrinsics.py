@@ -136,6 +136,17 @@ def float_of(typing: Any, bits: types.Type) -> Any:
 
 
 @intrinsic
+def magnitude(typing: Any, value: types.Type) -> Any:
+    """The bits of a float32 without its sign, as int32: in the order of the absolute numbers, NaN above
+    infinity."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.and_(builder.bitcast(args[0], _I32), ir.Constant(_I32, 0x7FFFFFFF))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
 def widen(typing: Any, value: types.Type) -> Any:
     """A stored bfloat16 (its bits as uint16) or float32, as float32."""
 

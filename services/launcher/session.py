@@ -23,7 +23,7 @@ from shared.nats.subjects import DEFAULT_TENANT
 if TYPE_CHECKING:
     from shared.config import Settings
 
-CONNECT_TIMEOUT_S = 2.0
+CONNECT_TIMEOUT_S = 5.0  # a busy machine takes seconds for the first answer
 
 
 @dataclass(frozen=True, slots=True)

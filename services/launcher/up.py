@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from services.launcher import background, console, durable, joining, leaf, nats_server, own_folder, session
@@ -62,6 +62,9 @@ from shared.processes import bind, http_url, with_import_path
 from shared.unix_socket import UnixListener, url_of
 from shared.vocab.files import resolve, size_bytes
 
+if TYPE_CHECKING:
+    from shared.nats.bus import NatsBus
+
 SHARED = (
     "gateway",
     "kv_offload",
@@ -76,7 +79,8 @@ DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 REPORT_EVERY_S = 10.0
 STATUS_S = 0.3
 ANSWER_S = 1.5  # a healthy nats-server answers its monitoring port within this time
-CONNECT_S = 5.0  # to a nats-server, on a busy machine or another continent
+CONNECT_S = 5.0  # to a nats-server on another continent
+OWN_CONNECT_S = 60.0  # to that of `up`, which runs, however busy the machine is
 
 
 def up(
@@ -293,6 +297,7 @@ class _Up:
             if not signalled.done():
                 if not ready.done():
                     ready.cancel()
+                    await asyncio.wait({ready})  # its connection closes while the loop still runs
                     raise SetupError(f"{failed.result()} before the server was ready: see its last log lines")
                 await ready
                 self._write_run_state()
@@ -357,9 +362,7 @@ class _Up:
 
     async def _serve_models(self) -> None:
         """Load, unload, sleep and wake, until cancelled."""
-        from shared.nats.bus import NatsBus
-
-        bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
+        bus = await self._connect()
         try:
             s = self._settings
             awake_mib = int(s.awake_gib * 1024)
@@ -386,11 +389,15 @@ class _Up:
         path = self._logins.users / "tokenizer" / auth.CLASSES
         return {"HEADRACE_TENANT_CLASSES": str(path.resolve())} if path.exists() else {}
 
-    async def _become_ready(self) -> None:
+    async def _connect(self) -> NatsBus:
         # Imported after the services have been started: the import takes longer than the nats-server's start.
         from shared.nats.bus import NatsBus
 
-        bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
+        timeout_s = CONNECT_S if self._server is None else OWN_CONNECT_S
+        return await NatsBus.connect(self._url, name="headrace-up", timeout_s=timeout_s)
+
+    async def _become_ready(self) -> None:
+        bus = await self._connect()
         try:
             readiness = Readiness(bus, self._settings.fleet)
             if self._joined is not None:
@@ -424,9 +431,7 @@ class _Up:
         self._contexts = {model: readiness.context(model) for model in self._models}
 
     async def _idle(self) -> None:
-        from shared.nats.bus import NatsBus
-
-        bus = await NatsBus.connect(self._url, name="headrace-up", timeout_s=5)
+        bus = await self._connect()
         try:
             may_end = partial(background.retire, session.path_for(self._settings))
             await background.until_idle(bus, self._settings.fleet, self._settings.keep_alive_s, may_end)

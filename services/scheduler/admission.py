@@ -54,7 +54,7 @@ class Offer:
     hits: list[int]  # cached blocks of the prompt
     tail: int | None  # the cached partial block after them, of a preempted sequence
     reservations: list[int]  # blocks for each choice that starts
-    option: RoutingOption
+    room_blocks: int  # free and unreserved, now or soon
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
             _start(state, offer, group)
             return True
         held.awaits_lookup = True
-        held.sources.add(offer.option.source)
+        held.sources.add(offer.executor.source)
         return False
     if why := model_kinds.stranded(state, group.request):
         finish.fail(state, group.request, Unavailable.code, why, RETRY_AFTER_MS)
@@ -264,11 +264,7 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
             reservations.pop()
         if not reservations:
             return None
-    coming = pool.unreserved_blocks + pool.coming_blocks
-    empty = pool.free_blocks - pool.cached_blocks
-    held = len(hits) * hello.block_tokens
-    option = RoutingOption(executor.source, held, coming, len(executor.running), empty)
-    return Offer(executor, hits, tail, reservations, option)
+    return Offer(executor, hits, tail, reservations, pool.unreserved_blocks + pool.coming_blocks)
 
 
 def can_start(state: State, executor: Executor, group: SequenceGroup) -> bool:
@@ -338,20 +334,25 @@ def _safe(executor: Executor, group: SequenceGroup) -> bool:
 def _route(state: State, offers: list[Offer], group: SequenceGroup) -> Offer:
     if len(offers) == 1:
         return offers[0]
-    if state.limits.policy.forecasts:
-        for offer in offers:
-            held_blocks = len(offer.hits)
-            below = load.predicted(state, offer.executor, group, held_blocks)
-            ttft_us, harm_us = routing_forecast.forecast(offer.executor, group, held_blocks, below)
-            offer.option = offer.option._replace(ttft_us=ttft_us, harm_us=harm_us)
-    chosen = state.limits.policy.function("routing")([offer.option for offer in offers])
-    return next(offer for offer in offers if offer.option == chosen)
+    options, forecasts = [], state.limits.policy.forecasts
+    for offer in offers:
+        executor, held_blocks, ttft_us, harm_us = offer.executor, len(offer.hits), 0, 0
+        if forecasts:
+            below = load.predicted(state, executor, group, held_blocks)
+            ttft_us, harm_us = routing_forecast.forecast(executor, group, held_blocks, below)
+        held = held_blocks * executor.hello.block_tokens
+        empty = executor.pool.free_blocks - executor.pool.cached_blocks
+        running = len(executor.running)
+        options.append(
+            RoutingOption(executor.source, held, offer.room_blocks, running, empty, ttft_us, harm_us)
+        )
+    return offers[options.index(state.limits.policy.function("routing")(options))]
 
 
 def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
     executor, parent, request, level = offer.executor, group.sequences[0], group.request, group.level
     head = state.waiting.first(executor.hello.model)
-    if head is not None and head is not group and head.held_executor == offer.option.source:
+    if head is not None and head is not group and head.held_executor == executor.source:
         head.overtaken += 1
     if (begins := len(offer.reservations)) < len(group.sequences):
         group = state.waiting.split(group, begins)
@@ -377,7 +378,7 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
             _take_hits(state, offer, group)
         executor.add(sequence)
         _record(state, offer, group, sequence)
-        state.send(offer.option.source, _slot_open(sequence), sequence.request.trace)
+        state.send(executor.source, _slot_open(sequence), sequence.request.trace)
     load.begin(state, executor, parent, group)
     recompute_cost.on_resume(state, executor, parent, group)
 
@@ -406,7 +407,7 @@ def _record(state: State, offer: Offer, group: SequenceGroup, sequence: Sequence
     sequence.record_decision(
         state.now_us,
         "resume" if group.resumes else "admit",
-        f"{state.limits.policy.routing}: {offer.option.source}, {offer.option.room_blocks} blocks free",
+        f"{state.limits.policy.routing}: {offer.executor.source}, {offer.room_blocks} blocks free",
         blocks=sequence.reserved,
         hit_tokens=sequence.computed,
         recompute_tokens=max(0, sequence.most_computed - sequence.computed),

@@ -55,6 +55,7 @@ def tail_is_copied(executor: Executor, sequence: Sequence) -> bool:
 def claim_tail(executor: Executor, sequence: Sequence, block: int) -> None:
     """Take the block with the sequence's tail, to append to it."""
     executor.pool.claim(block)
+    executor.change_rows()
     sequence.table.append(block)
     sequence.computed += sequence.tail.valid
 
@@ -63,6 +64,7 @@ def adopt(executor: Executor, sequence: Sequence, blocks: list[int]) -> int:
     """Append cached blocks to the table instead of computing them. Returns how many of their tokens were
     never computed for this sequence."""
     executor.pool.adopt(blocks)
+    executor.change_rows()
     start = sequence.computed
     sequence.table.extend(blocks)
     sequence.computed += len(blocks) * executor.hello.block_tokens

@@ -35,18 +35,21 @@ class RecomputeCost:
     @classmethod
     def of(cls, executor: Executor) -> RecomputeCost:
         """With the executor's present decodes."""
-        return cls._with_base(executor, decode_shape(executor))
+        base, sums = decode_shape(executor), executor.row_sums()
+        if sums.base_us < 0:
+            sums.base_us = executor.cost_model.predict_us(base) if base.rows else 0
+        return cls._with_base(executor, base, sums.base_us)
 
     @classmethod
     def after_admission(cls, executor: Executor, sequence: Sequence) -> RecomputeCost:
         """For a sequence that has just been admitted: the sequences before it decode by then."""
         before = [s for s in executor.running if s is not sequence and not s.load_job]
         cached = sum(max(s.computed, s.opened_length) for s in before)
-        return cls._with_base(executor, StepShape(len(before), len(before), cached + len(before), cached))
+        base = StepShape(len(before), len(before), cached + len(before), cached)
+        return cls._with_base(executor, base, executor.cost_model.predict_us(base) if base.rows else 0)
 
     @classmethod
-    def _with_base(cls, executor: Executor, base: StepShape) -> RecomputeCost:
-        base_us = executor.cost_model.predict_us(base) if base.rows else 0
+    def _with_base(cls, executor: Executor, base: StepShape, base_us: int) -> RecomputeCost:
         chunk_tokens = executor.chunk_tokens or CHUNK_TOKENS
         return cls(executor.cost_model, base, base_us, executor.hello.block_tokens, chunk_tokens)
 

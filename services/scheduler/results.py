@@ -51,8 +51,8 @@ def _apply(state: State, executor: Executor, result: StepResult) -> None:
     flight = executor.in_flight.popleft()
     executor.pool.acknowledge(result.step)
     executor.steps_done += 1
-    executor.changes += 1
     _note(state, executor, flight, result)
+    executor.changes += 1  # after the cost model has learned: what is derived from it starts anew
     if result.error:
         _fail_step(state, executor, flight, result)
         return

@@ -149,6 +149,7 @@ def _add_decodes(state: State, executor: Executor, columns: StepColumns, decodes
     columns.sample_slots = columns.slots[:]
     for s in rows:
         s.computed += 1
+    executor.count_decodes(count)
     return count
 
 
@@ -247,6 +248,7 @@ def _add_chunk(
     columns.from_device.append(0)
     _account(state, sequence, count)
     sequence.computed += count
+    executor.change_rows()
     sequence.steps += 1
     sequence.prefill_chunks += 1
     if not sequence.generated:
@@ -568,6 +570,7 @@ def fork(executor: Executor, parent: Sequence) -> None:
         child.keyed, child.keys, child.registered = parent.keyed, parent.keys[:full], full
         child.cached_tokens = parent.cached_tokens
         executor.pool.adopt(child.table)
+        executor.change_rows()
         if tail:
             child.reserved -= 1  # reserved at admission
             child.table += executor.pool.allocate(1)

@@ -36,7 +36,7 @@ def server() -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def bus(server: NatsServer) -> AsyncIterator[NatsBus]:
-    bus = await NatsBus.connect(server.url, timeout_s=5)
+    bus = await NatsBus.connect(server.url, timeout_s=30)
     yield bus
     await bus.drain()
 
@@ -110,14 +110,14 @@ async def test_pulled_messages_come_again_until_they_are_acked(bus: NatsBus) -> 
     js.ack(got[0].reply)
     js.progress(got[1].reply)
     js.nak(got[1].reply, 1_000)
-    async with asyncio.timeout(20):  # acks are handled some time after they were sent
+    async with asyncio.timeout(60):  # acks are handled some time after they were sent
         while not await puller.pull("W", "k", 3):
             pass
     assert [(d.subject, deliveries(d.reply)) for d in got[2:]] == [("w.2", 2)]
     js.ack(got[2].reply)
     assert await puller.pull("W", "k", 1) == 0, "the end of an empty pull was not received"
     assert len(got) == 3
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await js.subjects_like("W", "w.>"):
             pass
     assert await js.last("W", "w.1") is await js.last("W", "w.2") is None
@@ -174,7 +174,7 @@ def test_the_count_of_deliveries_is_read_from_both_forms_of_an_ack() -> None:
 
 
 async def test_without_jetstream_every_call_is_unavailable_with_the_reason(nats_server: NatsServer) -> None:
-    bus = await NatsBus.connect(nats_server.url, timeout_s=5)
+    bus = await NatsBus.connect(nats_server.url, timeout_s=30)
     js = JetStream(bus)
     calls = (
         js.create("w.1", b""),

@@ -61,7 +61,7 @@ class World:
         self.came = asyncio.Event()
 
     async def open(self) -> None:
-        self.bus = await NatsBus.connect(self.server.url, timeout_s=5)
+        self.bus = await NatsBus.connect(self.server.url, timeout_s=30)
         self.client = await Client.open(self.bus)
         await self.bus.subscribe("headrace.store.check.*.m", self._check)
         await self.bus.subscribe("headrace.v1.generate.*.m", self._generate)
@@ -72,7 +72,7 @@ class World:
         await self.bus.flush()
 
     async def keeper(self) -> Runtime:
-        bus = await NatsBus.connect(self.server.url, timeout_s=5)
+        bus = await NatsBus.connect(self.server.url, timeout_s=30)
         keeper = Runtime(KeeperActor(), bus, "f", f"k{len(self.keepers)}")
         await keeper.start()
         self.keepers.append(keeper)
@@ -81,7 +81,7 @@ class World:
     async def opened(self) -> Runtime:
         """A keeper that has made the streams."""
         keeper = await self.keeper()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     await self.result("no such id")
@@ -123,7 +123,7 @@ class World:
         return await self.client.request(subjects.result("public", request_id))
 
     async def until(self, what: list[Any], count: int = 1) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(what) < count:
                 self.came.clear()
                 await self.came.wait()
@@ -334,7 +334,7 @@ async def test_a_request_runs_also_for_a_keeper_that_does_not_have_it(world: Wor
     await world.submit()
     await world.until(world.asked)
     second = await world.keeper()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(second.mailbox.peers.ready("keeper")) < 2:
             await asyncio.sleep(0.01)
     assert [(await world.result())["status"] for _ in range(20)] == ["running"] * 20  # both have answered
@@ -377,7 +377,7 @@ async def test_one_that_waits_is_cancelled_and_never_asked_for(
     assert {n["id"]: n["status"] for n in world.news} == {
         "first": "cancelled", "second": "completed", "third": "completed", "fourth": "cancelled",
     }  # fmt: skip
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await world.messages(subjects.WORK_STREAM):
             await asyncio.sleep(0.05)
     assert [json.loads(asked.data)["request_id"] for asked in world.asked].count("fourth") == 0
@@ -405,7 +405,7 @@ async def test_a_deleted_request_is_gone_and_never_computed_again(world: World) 
     world.keepers.clear()
     await world.opened()
     world.answer(world.asked[1])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await world.messages(subjects.WORK_STREAM):
             await asyncio.sleep(0.05)
     assert len(world.asked) == 2

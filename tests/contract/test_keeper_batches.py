@@ -51,7 +51,7 @@ class World:
         self.keepers: list[Runtime] = []
 
     async def open(self) -> None:
-        self.bus = await NatsBus.connect(self.server.url, timeout_s=5)
+        self.bus = await NatsBus.connect(self.server.url, timeout_s=30)
         self.client = await Client.open(self.bus)
         await self.bus.subscribe("headrace.v1.generate.*.m", self._generate)
         await self.bus.subscribe("headrace.v1.cancel.*.*", lambda d: self.cancelled.append(d.subject))
@@ -61,11 +61,11 @@ class World:
 
     async def keeper(self) -> Runtime:
         """A keeper that has made the streams."""
-        bus = await NatsBus.connect(self.server.url, timeout_s=5)
+        bus = await NatsBus.connect(self.server.url, timeout_s=30)
         keeper = Runtime(KeeperActor(), bus, "f", f"k{len(self.keepers)}")
         await keeper.start()
         self.keepers.append(keeper)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     await self.files().request("list", {})
@@ -117,13 +117,13 @@ class World:
         return str(made["id"])
 
     async def ended(self, batch: str) -> dict[str, Any]:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             while (found := await self.batch("show", id=batch))["status"] not in ENDED:
                 await asyncio.sleep(0.05)
         return found
 
     async def until_asked(self, count: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(self.asked) < count:
                 await asyncio.sleep(0.01)
 

@@ -32,7 +32,7 @@ def server() -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def store(server: NatsServer) -> AsyncIterator[ObjectStore]:
-    bus = await NatsBus.connect(server.url, timeout_s=5)
+    bus = await NatsBus.connect(server.url, timeout_s=30)
     store = ObjectStore(JetStream(bus))
     await store.open()
     yield store
@@ -109,7 +109,7 @@ async def test_chunks_without_a_file_are_found(store: ObjectStore) -> None:
 
 
 async def test_a_full_store_refuses(server: NatsServer) -> None:
-    bus = await NatsBus.connect(server.url, timeout_s=5)
+    bus = await NatsBus.connect(server.url, timeout_s=30)
     store = ObjectStore(JetStream(bus))
     await store.streams.make_stream(subjects.FILE_STREAM, {**STREAM, "max_bytes": 400_000})
     with pytest.raises(StreamFull):

@@ -266,8 +266,8 @@ async def test_a_detokenizer_stores_checkpoints_and_a_keeper_reads_and_removes_t
     limits = replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB")
     server = servers.start(limits=limits, extra=auth.authorization(users, FLEET))
     connect = NatsBus.connect
-    keeper = await connect(auth.url_of(users, "keeper", server.url), timeout_s=5)
-    detokenizer = await connect(auth.url_of(users, "detokenizer", server.url), timeout_s=5)
+    keeper = await connect(auth.url_of(users, "keeper", server.url), timeout_s=30)
+    detokenizer = await connect(auth.url_of(users, "detokenizer", server.url), timeout_s=30)
     streams, subject = JetStream(keeper), subjects.state("acme", "r")
     await streams.make_stream(subjects.STATE_STREAM, STATE)
     acks = asyncio.Queue[Delivery]()
@@ -296,7 +296,7 @@ async def test_stored_requests_move_with_the_services_into_their_account(tmp_pat
 
     async def last(*, stores: bool = False) -> bytes | None:
         server = servers.start(limits=limits, extra=auth.authorization(tmp_path, FLEET))
-        keeper = await NatsBus.connect(auth.url_of(tmp_path, "keeper", server.url), timeout_s=5)
+        keeper = await NatsBus.connect(auth.url_of(tmp_path, "keeper", server.url), timeout_s=30)
         streams = JetStream(keeper)
         if stores:
             await streams.make_stream(subjects.STATE_STREAM, STATE)
@@ -335,8 +335,8 @@ async def test_a_service_answers_whoever_asks_it_once(server: NatsServer, users:
 async def test_a_gateway_hears_each_tenants_answers_on_a_connection_of_its_own(
     server: NatsServer, users: Path
 ) -> None:
-    main = await NatsBus.connect(auth.url_of(users, "gateway", server.url), timeout_s=5)
-    tokenizer = await NatsBus.connect(auth.url_of(users, "tokenizer", server.url), timeout_s=5)
+    main = await NatsBus.connect(auth.url_of(users, "gateway", server.url), timeout_s=30)
+    tokenizer = await NatsBus.connect(auth.url_of(users, "tokenizer", server.url), timeout_s=30)
     asked: list[str] = []
 
     def reply(delivery: Delivery) -> None:
@@ -391,7 +391,7 @@ async def test_a_tenant_of_a_running_server_is_added_by_a_signal(tmp_path: Path,
     auth.generate(tmp_path, Plan("nats://nats:4222", FLEET, accounts=accounts), print)
     server = servers.start(extra=auth.authorization(tmp_path, FLEET))
     conf = Path(server.folder.name) / servers.CONFIG_NAME
-    tokenizer = await NatsBus.connect(auth.url_of(tmp_path, "tokenizer", server.url), timeout_s=5)
+    tokenizer = await NatsBus.connect(auth.url_of(tmp_path, "tokenizer", server.url), timeout_s=30)
     await tokenizer.subscribe("headrace.v1.generate.*.m", lambda m: tokenizer.publish(m.reply, m.data))
     await tokenizer.flush()
     try:
@@ -414,7 +414,7 @@ async def test_a_tenant_of_a_running_server_is_added_by_a_signal(tmp_path: Path,
 async def _let_in(server: NatsServer, users: Path, name: str) -> str:
     """The URL of `name`, once the server has read its file again."""
     url = auth.url_of(users, name, server.url)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 await (await NatsBus.connect(url)).drain()

@@ -68,7 +68,7 @@ class Reader:
 
 @asynccontextmanager
 async def connected(url: str, tenant: str = "public") -> AsyncIterator[Client]:
-    bus = await NatsBus.connect(url, timeout_s=5)
+    bus = await NatsBus.connect(url, timeout_s=30)
     try:
         yield await Client.open(bus, tenant)
     finally:

@@ -95,6 +95,6 @@ def test_refused_requests_are_told_and_sent_again(tmp_path: Path) -> None:
             while not (tmp_path / "second.jsonl").exists():
                 time.sleep(0.01)
             os.kill(process.pid, signal.SIGINT)
-            _, said = process.communicate(timeout=30)
+            _, said = process.communicate(timeout=120)
         assert process.returncode == 130
         assert said.endswith("0 of 1 requests, 0 tokens/s; --resume continues\n")

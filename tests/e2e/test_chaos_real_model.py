@@ -31,7 +31,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 async def ids_with_a_death_after(up: Up, tokens: int, victim: int) -> dict[tuple[str, int], list[int]]:
     """The ids of the reference prompts, all at once; process `victim` is killed when `tokens` have come."""
-    bus = await NatsBus.connect(up.nats_url, timeout_s=5)
+    bus = await NatsBus.connect(up.nats_url, timeout_s=30)
     client, tap = await Client.open(bus), Tap()
     enough = asyncio.Event()
 
@@ -71,7 +71,8 @@ def test_a_dead_service_costs_no_token(real: Up, victim: str) -> None:
 @pytest.mark.parametrize("device", ["cpu/tp2", "cpu/pp2"])
 def test_a_dead_rank_costs_no_token_either(tmp_path: Path, device: str) -> None:
     """Its group ends and is started anew, and the sequences go on there."""
-    with running_up(tmp_path, "--backend", "torch", "--dtype", "f32", "--device", device) as up:
+    engine = ("--backend", "torch", "--dtype", "f32", "--threads", "1", "--device", device)
+    with running_up(tmp_path, *engine) as up:
         leader = up.child("executor")
         (rank,) = faults.children(leader)
         ids = asyncio.run(ids_with_a_death_after(up, 25, rank))

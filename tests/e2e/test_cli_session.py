@@ -75,8 +75,28 @@ def test_an_interrupted_request_is_cancelled(up: Up) -> None:
     assert asking.stdout is not None
     assert json.loads(asking.stdout.readline())["type"] == "accepted"
     asking.send_signal(signal.SIGINT)
-    asking.communicate(timeout=30)
+    asking.communicate(timeout=120)
     assert asking.returncode == 130
+    assert_idle(up)
+
+
+@pytest.mark.parametrize("while_it", ["waits", "answers"])
+def test_sigterm_ends_a_chat(up: Up, while_it: str) -> None:
+    """Its input stays open."""
+    chat = subprocess.Popen(
+        [*HEADRACE, "chat", "--max-tokens", "4000" if while_it == "answers" else "4"],
+        env=up.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+    chat.stdin.write("Hello\n")
+    chat.stdin.flush()
+    assert chat.stdout.read(1)
+    if while_it == "waits":
+        chat.stdout.readline()
+    chat.send_signal(signal.SIGTERM)
+    assert chat.wait(timeout=30) == 128 + signal.SIGTERM
+    chat.communicate()
     assert_idle(up)
 
 

@@ -40,7 +40,7 @@ LOST_S = 120  # far above the 10 s after which deliveries come again: a guard ag
 
 async def submitted(up: Up, ended: int) -> None:
     """Submit all requests; returns when `ended` of them have a record."""
-    bus = await NatsBus.connect(up.nats_url, timeout_s=5)
+    bus = await NatsBus.connect(up.nats_url, timeout_s=30)
     client, news, enough = await Client.open(bus), list[bytes](), asyncio.Event()
 
     def on_news(delivery: Any) -> None:
@@ -150,7 +150,7 @@ def test_under_credentials_a_tenant_reads_only_its_own(start_up: StartUp, tmp_pa
 
     async def meet() -> None:
         buses = [
-            await NatsBus.connect(auth.url_of(users, n, up.nats_url), timeout_s=5) for n in ("acme", "bob")
+            await NatsBus.connect(auth.url_of(users, n, up.nats_url), timeout_s=30) for n in ("acme", "bob")
         ]
         acme, bob = [await Client.open(bus, name) for bus, name in zip(buses, ("acme", "bob"), strict=True)]
         asked = {"prompt": "Hi", "max_tokens": 3, "request_id": "r"}

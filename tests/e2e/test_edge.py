@@ -43,7 +43,7 @@ def start_durable(tmp_path: Path) -> Iterator[StartUp]:
 
 @asynccontextmanager
 async def client_of(url: str, tenant: str = subjects.DEFAULT_TENANT) -> AsyncIterator[Client]:
-    bus = await NatsBus.connect(url, timeout_s=5)
+    bus = await NatsBus.connect(url, timeout_s=30)
     try:
         yield await Client.open(bus, tenant)
     finally:

@@ -55,7 +55,7 @@ async def schedulers(bus: NatsBus, count: int) -> dict[str, int]:
 
 async def through(up: Up, fault: signal.Signals | None) -> Counter[str]:
     """How the requests of 24 clients ended, with the first scheduler killed or stopped in their middle."""
-    bus = await NatsBus.connect(up.nats_url, timeout_s=5)
+    bus = await NatsBus.connect(up.nats_url, timeout_s=30)
     assert sorted((await schedulers(bus, 2)).values()) == [0, 1]
     storm, middle = Storm(await Client.open(bus), DEADLINE_S), asyncio.Event()
     storm.on_outcome = lambda _: middle.set() if len(storm.outcomes) >= CLIENTS else None

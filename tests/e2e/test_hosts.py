@@ -33,7 +33,7 @@ FULL_BLOCKS = (PROMPT_TOKENS - 1) // 16  # of a prompt; its last token is always
 PROMPTS, ROUNDS = 6, 20
 REQUESTS, ANSWER_TOKENS = 8, 192
 DEATH_S = 5  # of silence, until requests are queued again
-LONGEST_S = 60  # a guard against hanging
+LONGEST_S = 180  # a guard against hanging
 MODEL = "small-llama"
 SERVICES = ("tokenizer", "scheduler", "detokenizer")
 

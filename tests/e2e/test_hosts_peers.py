@@ -36,7 +36,7 @@ SLOW_MBIT = 5  # a read takes 4 s, so that a busy machine cuts the link in time
 SENT_BYTES = 2 * BLOCK_BYTES  # that a killed process leaves to its kernel, which sends them; by default MiBs
 FULL_BLOCKS = (PROMPT_TOKENS - 1) // 16
 PROMPTS = 8  # a busy machine answers some lookups too late: those prompts are computed
-LONGEST_S = 60  # a guard against hanging
+LONGEST_S = 180  # a guard against hanging
 MODEL = "small-llama"
 
 

@@ -41,7 +41,7 @@ def test_sigterm_drains_and_ends_with_0(start_up: StartUp) -> None:
     assert len(children) == 7
     asking = streaming(up, 50)
     assert up.stop(signal.SIGTERM) == 0
-    frames = [json.loads(line) for line in asking.communicate(timeout=30)[0].splitlines()]
+    frames = [json.loads(line) for line in asking.communicate(timeout=120)[0].splitlines()]
     assert frames[-1]["type"] == "done"
     assert frames[-1]["usage"]["completion_tokens"] == 50
     assert up.printed[-1] == "stopped"
@@ -68,7 +68,7 @@ def test_a_death_during_the_drain_loses_no_answer(start_up: StartUp) -> None:
     up.read_until("^draining")
     os.kill(up.child("executor"), signal.SIGKILL)
     assert up.stop() == 0
-    frames = [json.loads(line) for line in asking.communicate(timeout=30)[0].splitlines()]
+    frames = [json.loads(line) for line in asking.communicate(timeout=120)[0].splitlines()]
     assert frames[-1]["type"] == "done"
     assert frames[-1]["usage"]["completion_tokens"] == 100
     assert up.printed[-1] == "stopped"
@@ -84,7 +84,7 @@ def test_gateways_share_a_port_one_that_dies_takes_nobody_else_along_and_a_hang_
     assert len(pids) == 2
 
     def ask(path: str) -> httpx.Response:
-        return httpx.get(f"{root}{path}", timeout=30)  # each on a connection of its own
+        return httpx.get(f"{root}{path}", timeout=120)  # each on a connection of its own
 
     told: set[str] = set()
     for _ in range(400):  # until both have come up, and each has been given some
@@ -114,7 +114,7 @@ def test_a_socket_is_served_replaced_and_removed(start_up: StartUp, tmp_path: Pa
     *command, url = shlex.split(curl)
     assert command == ["curl", "--unix-socket", str(path)]
     transport = httpx.HTTPTransport(uds=str(path))
-    http = httpx.Client(transport=transport, timeout=30)
+    http = httpx.Client(transport=transport, timeout=120)
     assert len(http.get(url).json()["data"]) == 1
     status = up.run("status").stdout
     assert url_of(str(path)) in status
@@ -162,7 +162,7 @@ def test_whoever_still_waits_when_the_time_to_drain_is_over_is_told(start_up: St
     assert plain.result().status_code == 503
     assert "its time to drain is over" in plain.result().json()["error"]["message"]
     for each in asking:
-        _, said = each.communicate(timeout=30)
+        _, said = each.communicate(timeout=120)
         assert each.returncode == 1
         assert "its time to drain is over" in said
     assert up.printed[-1] == "stopped: requests that did not end in time got an error"

@@ -23,7 +23,7 @@ from shared.nats.subjects import WORK_ALL, WORK_STREAM
 QUICK = {
     "HEADRACE_BACKEND": "sim",
     "HEADRACE_SIM": "step=10000,token=0",
-    "HEADRACE_HEARTBEAT_INTERVAL_MS": "200",
+    "HEADRACE_HEARTBEAT_INTERVAL_MS": "400",
     "HEADRACE_L1": "32",
     "HEADRACE_L1_STORE": "plain",
 }

@@ -124,7 +124,7 @@ def test_promtool_finds_nothing() -> None:
 
 def test_every_page_is_clean_and_says_that_its_process_is_ready(up: Up) -> None:
     for url in pages(up).values():
-        while "headrace_ready 1.0" not in (answer := httpx.get(url, timeout=30)).text.splitlines():
+        while "headrace_ready 1.0" not in (answer := httpx.get(url, timeout=120)).text.splitlines():
             time.sleep(0.05)  # kv_offload starts after the others
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         lines = answer.text.splitlines()
@@ -138,8 +138,8 @@ def test_the_gateway_has_the_metrics_of_all_services_on_one_page(up: Up) -> None
     def families(text: str) -> set[str]:
         return {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
 
-    apart = {name: families(httpx.get(url, timeout=30).text) for name, url in pages(up).items()}
-    page = httpx.get(httpx.URL(up.http_url).join("/metrics"), timeout=30).text
+    apart = {name: families(httpx.get(url, timeout=120).text) for name, url in pages(up).items()}
+    page = httpx.get(httpx.URL(up.http_url).join("/metrics"), timeout=120).text
     assert set().union(*apart.values()) <= families(page)
     living = {line for line in page.splitlines() if line.startswith("headrace_up{")}
     assert {line.partition('service="')[2].partition('"')[0] for line in living} == KINDS
@@ -150,9 +150,9 @@ def test_the_gateway_has_the_metrics_of_all_services_on_one_page(up: Up) -> None
 
 def test_what_is_not_the_page_is_refused(up: Up) -> None:
     url = pages(up)["tokenizer"]
-    assert httpx.get(url.replace("/metrics", "/"), timeout=30).status_code == 404
-    assert httpx.post(url, timeout=30).status_code == 405
-    assert (httpx.head(url, timeout=30).status_code, httpx.head(url, timeout=30).content) == (200, b"")
+    assert httpx.get(url.replace("/metrics", "/"), timeout=120).status_code == 404
+    assert httpx.post(url, timeout=120).status_code == 405
+    assert (httpx.head(url, timeout=120).status_code, httpx.head(url, timeout=30).content) == (200, b"")
 
 
 def test_a_port_that_is_taken_is_told_before_anything_starts(up: Up, start_up: StartUp) -> None:

@@ -46,13 +46,13 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 @pytest.fixture
 def client(up: Up) -> Iterator[OpenAI]:
-    with OpenAI(base_url=up.http_url, api_key="any", max_retries=0, timeout=30) as client:
+    with OpenAI(base_url=up.http_url, api_key="any", max_retries=0, timeout=120) as client:
         yield client
 
 
 @pytest.fixture
 async def later(up: Up) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=up.http_url, api_key="any", max_retries=0, timeout=30) as client:
+    async with AsyncOpenAI(base_url=up.http_url, api_key="any", max_retries=0, timeout=120) as client:
         yield client
 
 
@@ -155,7 +155,7 @@ def test_keys_health_drain_and_trace(start_up: StartUp, tmp_path: Path, receiver
         HEADRACE_SIM="step=5000",
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url,
     )
-    with httpx.Client(base_url=up.http_url.removesuffix("/v1"), timeout=30) as http:
+    with httpx.Client(base_url=up.http_url.removesuffix("/v1"), timeout=120) as http:
         assert http.get("/v1/models").status_code == 401
         assert health(http, 200) == {"status": "ok"}
         os.kill(up.child("executor"), signal.SIGSTOP)
@@ -174,7 +174,7 @@ def test_keys_health_drain_and_trace(start_up: StartUp, tmp_path: Path, receiver
         stopping.join()
     assert rest[-1].usage.completion_tokens == 200
     assert up.process.returncode == 0
-    native = receiver.wait_for(["traced"], 30)["traced"]
+    native = receiver.wait_for(["traced"], 120)["traced"]
     (edge,) = (s for s in receiver.spans if s.name == "POST /v1/chat/completions")
     assert (edge.trace_id, edge.parent_id) == (native.trace_id, TRACE.split("-")[2])
     assert native.parent_id == edge.span_id

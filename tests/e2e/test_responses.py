@@ -33,7 +33,7 @@ CHAT: Any = {
 }
 LATER = {"Prefer": "respond-async"}
 EVENTS = {"Accept": "text/event-stream"}
-LIMIT_S = 60  # a guard against hanging
+LIMIT_S = 180  # a guard against hanging
 
 
 def keeping(up: Up, key: str = "any") -> Up:

@@ -42,7 +42,7 @@ def test_ranks_talk_under_the_compute_of_the_other_half(tmp_path: Path, receiver
     traced = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "100", **SMALL_L1}
     with running_up(tmp_path, *RANKS, "--overlap", "auto/two_stream", **traced) as up:
         text = asyncio.run(ask(up.nats_url, "halved"))
-        receiver.wait_for(["halved"], 30)
+        receiver.wait_for(["halved"], 120)
         shown = up.run("trace", "halved", "--overlap")
         assert shown.returncode == 0, shown.stderr
         found = json.loads(up.run("trace", "halved", "--overlap", "--json").stdout)["two_streams"]

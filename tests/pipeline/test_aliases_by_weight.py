@@ -282,7 +282,7 @@ def durable() -> Any:
 
 async def test_aliases_outlive_the_fleet_and_a_stored_request_keeps_its_model(durable: NatsServer) -> None:
     async def connect() -> Any:
-        return await NatsBus.connect(durable.url, timeout_s=5)
+        return await NatsBus.connect(durable.url, timeout_s=30)
 
     two = await Two.start(connect, "stored", model_name="big")
     assert isinstance(two, Two)

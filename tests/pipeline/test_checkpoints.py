@@ -76,7 +76,7 @@ async def connect() -> AsyncIterator[Connect]:
     async with AsyncExitStack() as stack:
 
         async def open_bus() -> NatsBus:
-            bus = await NatsBus.connect(server.url, timeout_s=5)
+            bus = await NatsBus.connect(server.url, timeout_s=30)
             stack.push_async_callback(bus.drain)
             return bus
 

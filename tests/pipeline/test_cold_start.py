@@ -33,7 +33,7 @@ async def at_zero(cold_start_wait_s: float) -> AsyncIterator[tuple[Pipeline, htt
     await pipeline.runtimes.pop("executor-1").finish(5)
     url = await add_gateway(pipeline)
     await healthy(pipeline)
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         yield pipeline, http
     await remove_gateway(pipeline)
     await pipeline.stop()

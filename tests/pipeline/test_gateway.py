@@ -60,7 +60,7 @@ async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
 
 @each_test
 async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         yield client
 
 
@@ -361,7 +361,7 @@ async def test_keys_are_tenants(pipeline: Pipeline, tmp_path: Path) -> None:
     keys.write_text("acme one\nother two\nheadrace-operator three\n")
     url = await add_gateway(pipeline, "gateway-2", keys)
     await healthy(pipeline, "gateway-2")
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         body = {
             "prompt": "the same words for both of the two tenants, longer than a block of the cache",
             "max_tokens": 1,

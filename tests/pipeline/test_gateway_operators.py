@@ -149,7 +149,7 @@ async def test_bodies_only_when_asked_for(pipeline: Pipeline, tmp_path: Path) ->
     url = await add_gateway(pipeline, "logged", access_log=AccessLog(str(path), prompts=True))
     await healthy(pipeline, "logged")
     asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2}
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         await http.post("/v1/chat/completions", json=asked)
     await remove_gateway(pipeline, "logged")
     (line,) = [json.loads(text) for text in path.read_text().splitlines()]

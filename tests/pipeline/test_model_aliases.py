@@ -45,7 +45,7 @@ async def pipeline() -> AsyncIterator[Pipeline]:
 async def http(pipeline: Pipeline) -> AsyncIterator[httpx.AsyncClient]:
     url = await add_gateway(pipeline)
     await healthy(pipeline)
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         yield client
     await remove_gateway(pipeline)
 

@@ -128,7 +128,7 @@ async def over_nats(nats_server: Any, fleet: str) -> AsyncIterator[tuple[Pipelin
     buses = []
 
     async def connect() -> NatsBus:
-        buses.append(await NatsBus.connect(nats_server.url, timeout_s=5))
+        buses.append(await NatsBus.connect(nats_server.url, timeout_s=30))
         return buses[-1]
 
     pipeline, tap = await start(connect, fleet)

@@ -34,7 +34,7 @@ async def request(pipeline: Pipeline, subject: str, text: str = "") -> dict[str,
 async def until_state(pipeline: Pipeline, wanted: str) -> None:
     """Until the scheduler and the list of models say so."""
     await pipeline.until(lambda: pipeline.status("scheduler")["states"] == {"executor-1": wanted})
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             (entry,) = (await request(pipeline, subjects.MODELS))["data"]
             if entry["state"] == wanted:

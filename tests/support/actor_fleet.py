@@ -157,7 +157,7 @@ class Hand(Actor):
         return [message for message in self.heard if isinstance(message, kind)]
 
     async def until(self, kind: type[M], count: int = 1) -> M:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.of(kind)) < count:
                 self._news.clear()
                 await self._news.wait()

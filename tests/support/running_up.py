@@ -32,11 +32,11 @@ INSTALLED = (
     "-P",
     *HEADRACE[1:],
 )  # as the script of an installation: by PYTHONPATH, from anywhere
-READY_S = 60  # far above what it takes: a guard against hanging, no measure
+READY_S = 180  # far above what it takes: a guard against hanging, no measure
 QUICK = {
     "HEADRACE_SIM": "step=1000",
     "HEADRACE_HTTP": "off",
-    "HEADRACE_HEARTBEAT_INTERVAL_MS": "200",
+    "HEADRACE_HEARTBEAT_INTERVAL_MS": "400",  # below, a process that a busy machine holds up seems dead
     "HEADRACE_L1": "32",  # MiB: to reserve the pages of more takes time
     "HEADRACE_L1_STORE": "plain",
     "HEADRACE_TOKENIZERS": "1",  # two of each by default
@@ -91,7 +91,7 @@ class Up:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
         )
 
@@ -108,7 +108,7 @@ class Up:
         """Signal it, wait for its end; its exit status."""
         for number in signals:
             self.process.send_signal(number)
-        status = self.process.wait(60)
+        status = self.process.wait(180)
         assert self.process.stdout is not None
         self.printed += self.process.stdout.read().splitlines()
         return status
@@ -166,7 +166,7 @@ async def statuses(nc: Nats) -> dict[str, dict[str, Any]]:
 async def assert_all_free(nc: Nats) -> None:
     """Requests, blocks, slots, sequences and inboxes are all free, at the latest after what is on its way
     has arrived: asked again and again, and no longer than a fence could last."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while _held(await statuses(nc)):
             pass
 
@@ -201,7 +201,7 @@ def wait_until_gone(pids: list[int]) -> None:
             handle = os.pidfd_open(pid)
         except ProcessLookupError:
             continue
-        ended, _, _ = select.select([handle], [], [], 30)
+        ended, _, _ = select.select([handle], [], [], 120)
         os.close(handle)
         assert ended, f"process {pid} is an orphan: {Path(f'/proc/{pid}/cmdline').read_text()}"
 

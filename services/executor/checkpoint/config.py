@@ -20,6 +20,7 @@ from shared.vocab.files import unreadable
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
 SUPPORTED = tuple(FAMILIES)
+_MOST_LAYERS = 4096  # far above any model's; a damaged number would take minutes to describe
 IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
 
 
@@ -83,7 +84,8 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
 def _plausible(shapes: Shapes) -> Shapes:
     """`shapes`. Raises ValueError for impossible numbers."""
     counts = {name: getattr(shapes, name) for name in _COUNTS}
-    if min(counts.values()) <= 0 or shapes.heads % shapes.kv_heads or shapes.head_dim % 2:
+    fit = min(counts.values()) > 0 and shapes.layers <= _MOST_LAYERS
+    if not fit or shapes.heads % shapes.kv_heads or shapes.head_dim % 2:
         raise ValueError(f"no model has these numbers: {counts}")
     return shapes
 

@@ -161,7 +161,7 @@ class GgufTensors:
         self._view = self._data.data
         try:
             self._entries = self._directory(start)
-        except (struct.error, UnicodeDecodeError, ValueError) as error:
+        except (struct.error, UnicodeDecodeError, ValueError, TypeError) as error:
             raise unreadable(path, "a whole GGUF file", error) from error
 
     @property
@@ -223,13 +223,19 @@ class GgufTensors:
             parsed.append((name, tuple(reversed(shape)), kind, offset))
             at += 4 + 8 * dimensions + 12
         alignment = int(self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT_BYTES))
+        if alignment < 1:
+            raise ValueError(f"an alignment of {alignment} bytes")
         base = -(-at // alignment) * alignment
+        if len({name for name, *_ in parsed}) < len(parsed):
+            raise ValueError("two tensors have one name")
         return {name: self._checked(shape, kind, base + offset) for name, shape, kind, offset in parsed}
 
     def _checked(self, shape: tuple[int, ...], kind: int, start: int) -> _Entry:
         quantisation = Kind(kind)
         block, block_bytes = GGML_QUANT_SIZES[quantisation]
-        size = int(np.prod(shape)) // block * block_bytes
+        if not shape or shape[-1] % block:
+            raise ValueError(f"a tensor of {list(shape)} is not in whole blocks of {quantisation.name}")
+        size = math.prod(shape) // block * block_bytes
         if start + size > self._data.size:
             raise ValueError("a tensor runs past the end")
         return _Entry(shape, quantisation, start, size)
@@ -299,7 +305,7 @@ def dequantize(raw: NDArray[np.uint8], kind: Kind, shape: tuple[int, ...]) -> Te
         return torch.from_numpy(raw.view(np.float32).copy()).view(shape)
     if kind in _FAST:
         return _FAST[kind](torch.from_numpy(raw.copy())).view(shape)
-    return torch.from_numpy(gguf_dequantize(raw.reshape(shape[0], -1), kind)).view(shape)
+    return torch.from_numpy(gguf_dequantize(raw.reshape(math.prod(shape[:-1]), -1), kind)).view(shape)
 
 
 def _float16s(blocks: Tensor, count: int) -> Tensor:

@@ -85,7 +85,7 @@ def _compressed(given: Mapping[str, Any]) -> tuple[int, int] | None:
         if given.get(key):
             raise _refused(key, given[key])
     sparsity = given.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise _refused("sparsity_config", sparsity)
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -104,6 +104,8 @@ def _group(name: str, group: Any) -> tuple[int, int] | None:
         raise _refused(name, group)
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     for where, part, dynamic in (("weights", weights, False), ("input_activations", inputs, True)):
+        if not isinstance(part, Mapping):
+            raise _refused(f"{name}.{where}", part)
         found = {**{key: part.get(key) for key in _FLOAT8}, "dynamic": bool(part.get("dynamic"))}
         for key, value in {**_FLOAT8, "dynamic": dynamic}.items():
             if found[key] != value:
@@ -117,7 +119,7 @@ def _block(given: Any) -> tuple[int, int]:
     sizes = given.split("x") if isinstance(given, str) else given
     try:
         rows, columns = (int(size) for size in sizes)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise _refused("the size of blocks", given) from error
     if min(rows, columns) < 1:
         raise _refused("the size of blocks", given)

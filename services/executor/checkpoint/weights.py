@@ -350,6 +350,7 @@ def stored_hf(folder: Path) -> Iterator[StoredTensor]:
     """Every tensor of a folder, in order of names. Raises SetupError as `load_hf`."""
     found: list[StoredTensor] = []
     for file in _weight_files(folder):
+        _opened(file)  # it checks the header and the size
         data = np.memmap(file, mode="r", dtype=np.uint8)
         size = int.from_bytes(data[:8].tobytes(), "little")
         for name, entry in json.loads(data[8 : 8 + size].tobytes()).items():

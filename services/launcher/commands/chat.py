@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
@@ -93,8 +94,8 @@ async def ask_once(target: Target, question: str, said: Conversation, timeout_s:
 
 
 def converse(target: Target, said: Conversation, timeout_s: float) -> None:
-    """Answer lines from stdin until its end or /bye. Raises SetupError."""
-    with LoopThread() as loop, _editing():
+    """Answer lines from stdin until its end, /bye or SIGTERM. Raises SetupError."""
+    with _ended_by_sigterm(), LoopThread() as loop, _editing():
         stack = AsyncExitStack()
         bus = loop.run(stack.enter_async_context(connected(target.nats_url)))
         chat = Chat(loop.run(Client.open(bus, target.tenant)), target.model, timeout_s, said)
@@ -107,6 +108,20 @@ def converse(target: Target, said: Conversation, timeout_s: float) -> None:
                     _answer(loop, chat, line)
         finally:
             loop.run(stack.aclose())
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the chat; elsewhere it is a Ctrl-C, which ends no more than an answer here."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _read_line() -> str | None:
@@ -256,7 +271,8 @@ def _path(file: str) -> Path:
 
 
 class LoopThread:
-    """An event loop in a thread; `run` waits for a coroutine on it and cancels the coroutine on Ctrl-C."""
+    """An event loop in a thread; `run` waits for a coroutine on it and cancels the coroutine on Ctrl-C
+    and SIGTERM."""
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
@@ -274,7 +290,7 @@ class LoopThread:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             future.cancel()
             self._settle()
             raise

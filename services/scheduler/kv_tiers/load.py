@@ -125,7 +125,7 @@ def _send_prefetch(
     sequence.reserved -= len(keys)
     blocks = executor.pool.allocate(len(keys))
     sequence.table.extend(blocks)
-    executor.changes += 1  # and it has a job from here on
+    executor.change_rows()  # and it has a job from here on
     if any(source in blocks for source, _ in executor.fork_copies):
         return None  # the next step reads one of them for a fork: compute instead
     deadline_us = min(max(compute_us or MOST_DEADLINE_US, LEAST_DEADLINE_US), MOST_DEADLINE_US)
@@ -251,7 +251,7 @@ def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = T
     sequence.load_job = 0
     executor = executor_of(state, job)
     if executor is not None:
-        executor.changes += 1
+        executor.change_rows()
         if sequence.preemptions:
             recompute_cost.start_debt(executor, sequence)
     sequence.record_decision(

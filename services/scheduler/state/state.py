@@ -73,16 +73,18 @@ class InFlight:
 
 @dataclass(slots=True)
 class RowSums:
-    """Sums over the running sequences of an executor, and what others derive from them; for one number of
-    `changes`."""
+    """Sums over the running sequences of an executor, for one number of `row_changes`; and what others derive
+    from them, for one number of `changes`."""
 
-    changes: int
+    row_changes: int
+    changes: int = 0
     decodes: int = 0
     decode_tokens: int = 0  # in their KV cache
     prompt_tokens: list[int] = field(default_factory=lambda: [0] * len(requests.CLASS_NAMES))  # by level
     backlog_tokens: int = 0  # of all levels, without tokens that are loaded
     backlog_prompts: int = 0  # sequences that have some
     speed: int = 0  # see ../load_shedding.py; 0: not derived yet
+    base_us: int = -1  # of a step of the decodes alone, see ../recompute_cost.py; -1: not derived yet
     ends: dict[int, tuple[int, list[tuple[int, int]], int]] = field(default_factory=dict)  # likewise
 
 
@@ -101,8 +103,9 @@ class Executor:
     forked_step: int = 0  # the last step with such copies: the blocks that it reads may be free already
     generation: int = 0
     changes: int = 0  # of its rows: admitted, planned, loaded, with a result, gone
+    row_changes: int = 0  # likewise, without decodes and results: those `RowSums` follows
     settled: int = -1  # `changes` when no step could be planned before another one
-    sums: RowSums = field(default_factory=lambda: RowSums(-1))
+    sums: RowSums = field(default_factory=lambda: RowSums(-1, -1))
     steps_done: int = 0
     draining: bool = False  # finishes what it has, gets nothing new
     drains_since_us: int = 0
@@ -151,11 +154,14 @@ class Executor:
         self._count(sequence, -1)
 
     def row_sums(self) -> RowSums:
-        """The sums, counted again only after the rows have changed: so an arrival takes no loop over all rows
-        of all executors."""
-        if self.sums.changes == self.changes:
-            return self.sums
-        sums, block_tokens = RowSums(self.changes), self.hello.block_tokens
+        """The sums, counted again only after the rows have changed otherwise than by a decode: so an arrival
+        takes no loop over all rows of all executors."""
+        sums = self.sums
+        if sums.row_changes == self.row_changes:
+            if sums.changes != self.changes:
+                sums.changes, sums.speed, sums.base_us, sums.ends = self.changes, 0, -1, {}
+            return sums
+        sums, block_tokens = RowSums(self.row_changes, self.changes), self.hello.block_tokens
         for s in self.running:
             if not s.prefilling:
                 sums.decodes += 1
@@ -167,8 +173,17 @@ class Executor:
         self.sums = sums
         return sums
 
-    def _count(self, sequence: Sequence, one: int) -> None:
+    def change_rows(self) -> None:
+        """Count a change of the rows that is no decode."""
         self.changes += 1
+        self.row_changes += 1
+
+    def count_decodes(self, rows: int) -> None:
+        """So many decodes are planned: each has a token more in its KV cache."""
+        self.sums.decode_tokens += rows
+
+    def _count(self, sequence: Sequence, one: int) -> None:
+        self.change_rows()
         self.host_fed += one if sequence.host_fed else 0
         self.fixed_lengths += one if sequence.fixed_length else 0
         self.running_by_class[sequence.request.level] += one

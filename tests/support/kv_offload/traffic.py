@@ -148,7 +148,7 @@ def leased(store: Status) -> list[int]:
 @asynccontextmanager
 async def traffic_to(up: Up, model: str, tenant: str = subjects.DEFAULT_TENANT) -> AsyncIterator[Traffic]:
     """A connection for the length of a block, when kv_offload is ready."""
-    bus = await NatsBus.connect(up.nats_url, timeout_s=5)
+    bus = await NatsBus.connect(up.nats_url, timeout_s=30)
     try:
         traffic = await Traffic.open(bus, model, tenant)
         await traffic.until(lambda found: found.get("kv_offload", {}).get("state") == "ready")

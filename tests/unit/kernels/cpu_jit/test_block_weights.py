@@ -95,6 +95,19 @@ def test_a_row_of_zeros() -> None:
     assert not multiply(torch.zeros(2, COLUMNS), packed).any()
 
 
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_stays_visible(kind: Format, bad: float) -> None:
+    """In its own row, in every product: logits that are not finite fail the sequence."""
+    packed = pack([random_blocks(kind, PANEL)], torch.float32)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(3, COLUMNS).to(dtype)
+        x[1] = torch.where(torch.arange(COLUMNS) == 40, bad, x[1])
+        found = multiply(x, packed, torch.float32)
+        assert not found[1].isfinite().any()
+        assert found[::2].isfinite().all()
+
+
 @pytest.mark.skipif(not VNNI, reason="this machine's own kernels are those of AVX2")
 def test_as_on_an_avx2_machine() -> None:
     """The kernels of an AVX2 machine, compiled and run here."""

@@ -111,7 +111,7 @@ async def test_an_error_behind_a_timer_is_no_silence(
     else:
         monkeypatch.setattr(where, broken, fail)
     await cause(fleet, runtime)  # type: ignore[operator]  # one of the above
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         error = await runtime.failed()
     assert str(error) == f"broken in {broken}"
 

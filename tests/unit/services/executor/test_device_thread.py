@@ -21,7 +21,7 @@ def run(backend: Scripted, *work: Work) -> list[StepResult]:
     built: queue.SimpleQueue[Any] = queue.SimpleQueue()
     device = DeviceThread(lambda: backend, backend.clock, results.append)
     device.start(built.put)
-    assert built.get(timeout=10) is backend
+    assert built.get(timeout=60) is backend
     for item in work:
         device.put(item)
     device.join(10)
@@ -124,7 +124,7 @@ def test_an_engine_that_cannot_be_built_is_reported(in_warm_up: bool) -> None:
     built: queue.SimpleQueue[Any] = queue.SimpleQueue()
     device = DeviceThread(build, backend.clock, lambda result: None)
     device.start(built.put)
-    assert built.get(timeout=10) is error
+    assert built.get(timeout=60) is error
     device.join(10)
 
 

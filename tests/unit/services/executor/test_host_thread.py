@@ -15,7 +15,7 @@ from services.executor.engine import Pending, StepOutput
 from services.executor.host_thread import HostThread
 from shared.messages import SlotClose, SlotOpen, StepPlan, StepResult, ints
 
-WITHIN_S = 30
+WITHIN_S = 90
 
 
 class Gated(Scripted):

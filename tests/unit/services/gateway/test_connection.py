@@ -15,7 +15,7 @@ from services.gateway.connection import MAX_HEAD_BYTES, MAX_PIPELINED, Connectio
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
-WITHIN_S = 30  # a guard against hanging, no measure
+WITHIN_S = 90  # a guard against hanging, no measure
 
 
 class App:

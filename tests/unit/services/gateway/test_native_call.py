@@ -138,7 +138,7 @@ def server() -> Iterator[NatsServer]:
 
 async def test_a_tenants_flood_is_not_ahead_of_another_tenants_frame(server: NatsServer) -> None:
     """All of it lies in the server and in the sockets before the gateway reads the first of it."""
-    main = await NatsBus.connect(server.url, timeout_s=5)
+    main = await NatsBus.connect(server.url, timeout_s=30)
     lines, order, done = TenantConnections(await Client.open(main), apart=True), list[str](), asyncio.Event()
     for tenant in "ab":
 
@@ -158,7 +158,7 @@ async def test_a_tenants_flood_is_not_ahead_of_another_tenants_frame(server: Nat
 
 
 async def test_a_connection_lets_others_have_their_turn(server: NatsServer) -> None:
-    bus, turns, most, done = await NatsBus.connect(server.url, timeout_s=5), 0, 0, asyncio.Event()
+    bus, turns, most, done = await NatsBus.connect(server.url, timeout_s=30), 0, 0, asyncio.Event()
     got = 0
 
     def count(_: Delivery) -> None:

@@ -75,7 +75,7 @@ class House:
                 seen.set()
 
         kv.upkeep = counted  # type: ignore[method-assign]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await seen.wait()
         kv.upkeep = upkeep  # type: ignore[method-assign]
 
@@ -85,7 +85,7 @@ class House:
 
 
 async def opened(kv: KvOffloadActor) -> bool:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not kv.heartbeat_payload().arena:
             await asyncio.sleep(0.002)
     return not kv.status().get("not_shared")
@@ -136,7 +136,7 @@ async def test_no_room_for_it_is_reported_as_at_the_start(host: str, monkeypatch
     house = House(host)
     kv = await house.start()
     await house.join(Executor(replace(ALONE, load=())), "e")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "why_off" not in kv.status():
             await asyncio.sleep(0.002)
     assert (kv.status()["why_off"], "not_shared" in kv.status()) == ("no room", False)

@@ -75,7 +75,7 @@ async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pyt
     server, told = servers.start(), list[str]()
     before, url, monitoring = server.process, server.url, server.monitoring_url
     keeping = asyncio.create_task(up.keep_running(server, told.append))
-    bus = await NatsBus.connect(url, timeout_s=5)
+    bus = await NatsBus.connect(url, timeout_s=30)
     back = asyncio.Event()
     bus.on_fault(lambda fault: back.set() if fault.kind == "reconnected" else None)
     before.kill()
@@ -97,7 +97,7 @@ async def test_a_server_that_hangs_is_killed_and_started_again(monkeypatch: pyte
         asyncio.create_task(up.keep_running(server, told.append)),
         asyncio.create_task(up.watch_server(server, told.append)),
     ]
-    bus = await NatsBus.connect(server.url, timeout_s=5)
+    bus = await NatsBus.connect(server.url, timeout_s=30)
     back = asyncio.Event()
     bus.on_fault(lambda fault: back.set() if fault.kind == "reconnected" else None)
     before.send_signal(signal.SIGSTOP)

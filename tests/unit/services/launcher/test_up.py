@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from support.memory_bus import MemoryBroker
 from services.launcher.supervisor import service_specs
 from services.launcher.up import Readiness, _Logins, _Up, same_seed, starts_later
 from shared.config import load
+from shared.errors import SetupError
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 from shared.replies import to_json
@@ -54,6 +56,32 @@ async def test_an_executor_knows_how_many_share_l1(
     assert not [spec for spec in specs if spec.kind == "kv_offload" and "HEADRACE_EXECUTORS" in spec.env]
     up._folder.cleanup()
     up._pages.close()
+
+
+async def test_its_own_connection_is_closed_before_a_failed_start_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop would cancel the end of the connection, and print what that raises below the reason."""
+    (tmp_path / "a.gguf").touch()
+    settings = load(flags={"http": "off", "durable": False}).settings
+    up = _Up(settings, {"a": str(tmp_path / "a.gguf")}, None, _Logins("nats://n:1"))
+    connected = []
+
+    async def wait_for_services() -> None:
+        connected.append(True)
+        try:
+            up._supervisor.first_failure.set_result("executor ended with status 1")
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            connected.clear()
+
+    monkeypatch.setattr(up, "_become_ready", wait_for_services)
+    monkeypatch.setattr(up._supervisor, "start", lambda **more: None)
+    monkeypatch.setattr("services.launcher.up.usable_cores", lambda: 64)
+    with pytest.raises(SetupError, match="executor ended with status 1 before the server was ready"):
+        await up.run()
+    assert not connected
 
 
 def answer(bus: Bus, status: dict[str, str], asked: Delivery) -> None:

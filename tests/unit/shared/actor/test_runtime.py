@@ -348,7 +348,7 @@ async def test_beats_and_upkeep_go_on_by_themselves(fleet: Fleet) -> None:
     runtime = fleet.runtime(actor)
     runtime.heartbeat_interval_us = 1000
     await runtime.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(actor.of("heartbeat_payload")) < 5:
             await asyncio.sleep(0.001)
         actor.fail_on = "heartbeat_payload"

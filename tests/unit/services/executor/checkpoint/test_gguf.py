@@ -137,3 +137,24 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(SetupError, match=r"not a whole GGUF file .*past the end.*fetch the model again"):
         load_gguf(path, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("before", "new", "said"),
+    [
+        (b"output_norm.weight\1\0\0\0\x40" + bytes(7), b"\x0c", "not in whole blocks of Q4_K"),
+        (b"blk.1.attn_", b"k", "two tensors have one name"),
+        (b"general.alignment\5\0\0\0", b"\0", "an alignment of 0 bytes"),
+        (b"llama.block_count\4\0\0\0", b"\xff\xff\xff\x7f", "no model has these numbers"),
+    ],
+)
+def test_changed_bytes_of_a_header_are_an_error_that_names_the_file(
+    before: bytes, new: bytes, said: str, tmp_path: Path
+) -> None:
+    path = write_gguf("llama", tmp_path / "m.gguf", more={"general.alignment": 32})
+    data = bytearray(path.read_bytes())
+    at = data.index(before) + len(before)
+    data[at : at + len(new)] = new
+    path.write_bytes(data)
+    with pytest.raises(SetupError, match=rf"m\.gguf is not .*{said}.*fetch the model again"):
+        load_gguf(path, torch.float32, CPU, packed=True)

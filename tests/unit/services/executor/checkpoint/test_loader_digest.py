@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import save_tiny, tiny_model
 
-from services.executor.checkpoint.loader import TorchOptions, check_digest
+import kernels.cpu_jit
+from services.executor.actor import engine_builder
+from services.executor.checkpoint.loader import TorchOptions, check_digest, model_digest
 from services.executor.cpu.engine import build
+from shared.config import load
 from shared.errors import SetupError
 
 
@@ -47,11 +51,11 @@ def test_weights_and_modes_change_it(tmp_path: Path) -> None:
         state[name] = state[name] * 1.01
         save_file(state, folder / "model.safetensors")
         found.add(digest(folder))
-    gguf = write_gguf("llama", tmp_path / "m.gguf")
+    file = write_gguf("llama", tmp_path / "m.gguf")
     found |= {
-        digest(gguf),
+        digest(file),
         digest(write_gguf("llama3-rope", tmp_path / "n.gguf")),
-        digest(gguf, dtype="bf16"),
+        digest(file, dtype="bf16"),
     }
     assert len(found) == 11
 
@@ -79,3 +83,31 @@ def test_it_is_checked_before_weights_are_loaded(tmp_path: Path) -> None:
             check_digest(other, wanted)
     with pytest.raises(SetupError, match="are not those of the executors that serve it"):
         check_digest(usual, digest(write_gguf("llama", tmp_path / "m.gguf")))
+
+
+@pytest.mark.skipif(not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES), reason="no AVX2: packed weights need it")
+@pytest.mark.parametrize(("first", "second", "flags"), [("cpu", "cpu/tp2", "packed"), ("cpu/tp2", "cpu", "f32")])
+def test_one_rank_and_two_choose_other_dtypes_and_the_second_is_told_which(
+    first: str, second: str, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `auto` the weights of a GGUF file stay in blocks on one rank alone. Nothing is loaded here."""
+    types = dict.fromkeys(("attn_q.weight", "attn_v.weight", "ffn_gate.weight", "ffn_up.weight"), Kind.Q4_0)
+    path = write_gguf("llama", tmp_path / "m.gguf", types=types)
+    loaded: list[TorchOptions] = []
+    monkeypatch.setattr("services.executor.cpu.engine.build", loaded.append)
+    monkeypatch.setattr(
+        "services.executor.group.driver.build_group", lambda options, *more: loaded.append(options)
+    )
+
+    def start(device: str, **more: object) -> TorchOptions:
+        flags = {"model": str(path), "device": device, "slots": 2, **more}
+        engine_builder(load(flags=flags).settings)()
+        return loaded.pop()
+
+    serving = start(first)
+    wanted = model_digest(serving, serving.dtype, "f32")
+    with pytest.raises(SetupError, match=f"compute otherwise: start with --dtype {flags} --no-deterministic"):
+        start(second, model_digest=wanted)
+    assert not loaded
+    assert start(second, model_digest=wanted, dtype=flags).dtype == flags == serving.dtype
+    assert start(second, model_digest=wanted, accept_mixed=True).dtype != flags

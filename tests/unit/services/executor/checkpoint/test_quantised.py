@@ -98,6 +98,9 @@ def set_weights(**keys: Any) -> Callable[[dict[str, Any]], object]:
             "input_activations.dynamic = False",
         ),
         (lambda c: c["config_groups"]["group_0"].update(input_activations=None), "input_activations"),
+        (lambda c: c["config_groups"]["group_0"].update(weights="e4m3"), "group_0.weights = 'e4m3'"),
+        (lambda c: c.update(sparsity_config="dense"), "sparsity_config = 'dense'"),
+        (set_weights(strategy="block", block_structure=[128, 1e400]), "the size of blocks = [128, inf]"),
     ],
 )
 def test_what_is_not_computed_as_meant_is_refused(

@@ -11,7 +11,7 @@ from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import save_tiny
 
 from services.executor.checkpoint.gguf import load_gguf
-from services.executor.checkpoint.weights import load_dummy, load_hf
+from services.executor.checkpoint.weights import load_dummy, load_hf, stored_hf
 from shared.errors import SetupError
 from shared.vocab.vocabulary import hf_parts
 
@@ -29,6 +29,14 @@ def sharded(tmp_path: Path) -> Path:
 def refused(folder: Path, *said: str) -> None:
     with pytest.raises(SetupError) as caught:
         load_hf(folder, torch.float32, CPU)
+    assert all(each in caught.value.message for each in said), caught.value.message
+
+
+def refused_by_all(folder: Path, *said: str) -> None:
+    """Also where only the digest is computed."""
+    refused(folder, *said)
+    with pytest.raises(SetupError) as caught:
+        stored_hf(folder)
     assert all(each in caught.value.message for each in said), caught.value.message
 
 
@@ -50,11 +58,11 @@ def test_a_missing_or_damaged_shard_is_named(sharded: Path) -> None:
     first, second = sorted(sharded.glob("*-of-*.safetensors"))[:2]
     whole = second.read_bytes()
     second.write_bytes(whole[:-100])
-    refused(sharded, str(second), "is not a whole safetensors file", "fetch the model again")
+    refused_by_all(sharded, str(second), "is not a whole safetensors file", "fetch the model again")
     second.write_bytes(b"")
-    refused(sharded, str(second), "is not a whole safetensors file")
+    refused_by_all(sharded, str(second), "is not a whole safetensors file")
     second.unlink()
-    refused(sharded, str(second), "is missing", "fetch it again")
+    refused_by_all(sharded, str(second), "is missing", "fetch it again")
     (sharded / "model.safetensors.index.json").unlink()
     refused(sharded, "has no tensor")
     second.write_bytes(first.read_bytes())
@@ -76,7 +84,7 @@ def test_a_broken_index_is_named(text: str, sharded: Path) -> None:
         "", "{", "[]", "null", "\x00\xff", {"num_hidden_layers": "many"}, {"hidden_size": [64]},
         {"num_attention_heads": 0, "head_dim": None}, {"num_key_value_heads": 3}, {"vocab_size": -1},
         {"rope_parameters": "default"}, {"rope_parameters": {"rope_type": "linear", "factor": {}}},
-        {"layer_types": 3}, {"architectures": 3}, {"num_hidden_layers": None},
+        {"layer_types": 3}, {"architectures": 3}, {"num_hidden_layers": None}, {"num_hidden_layers": 10**7},
     ],
 )  # fmt: skip
 def test_a_broken_configuration_is_named(

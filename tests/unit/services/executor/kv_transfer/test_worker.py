@@ -19,7 +19,7 @@ from services.executor.kv_transfer.worker import RECENT_US, CopyCallbacks, CopyR
 from services.kv_offload.backends.builtin import PlainArena
 from shared.messages import KvCopied, KvCopy, ints, longs
 
-WITHIN_S = 30
+WITHIN_S = 90
 SIZE = 64  # of a block
 ROOM = 8
 

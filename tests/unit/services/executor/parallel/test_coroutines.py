@@ -18,7 +18,7 @@ from services.executor.parallel.coroutines import (
     run_interleaved,
 )
 
-WITHIN_S = 30.0
+WITHIN_S = 90.0
 
 
 @pytest.fixture
