@@ -2,6 +2,8 @@
 
 text.py         a text as windows of tokens, and which of them are scored
 engines.py      the engines to compare: settings, each with its own changes
+llama_cpp.py    llama.cpp as one of them
+wider.py        a model again with widths that K-quants need
 logits.py       computes the logits of windows with an engine
 divergence.py   computes figures from logits
 report.py       the table and the JSON          command.py   `headrace eval kl|perplexity`

@@ -18,7 +18,7 @@ from shared.vocab.files import resolve
 
 if TYPE_CHECKING:
     from loadtest.eval.divergence import Seen
-    from services.executor.engine import Backend
+    from loadtest.eval.logits import Engine
 
 
 CONTEXT = 512  # llama.cpp's
@@ -69,7 +69,7 @@ def _evaluate(given: argparse.Namespace) -> None:
     from loadtest.eval import logits, report
 
     with ExitStack() as stack:
-        engines = [stack.enter_context(closing(arm.build(given.model, given.context))) for arm in arms]
+        engines = [stack.enter_context(closing(arm.open(given.model, given.context))) for arm in arms]
         path = logits.path_for(given.path, engines)
         seen = compare(engines, windows, path, with_reference=bool(given.reference))
         about = [report.about_engine(engine.info) for engine in engines]
@@ -86,7 +86,7 @@ def _evaluate(given: argparse.Namespace) -> None:
 
 
 def compare(
-    engines: Sequence[Backend], windows: list[list[int]], path: str, *, with_reference: bool
+    engines: Sequence[Engine], windows: list[list[int]], path: str, *, with_reference: bool
 ) -> list[Seen]:
     """What was seen of each engine; with a reference, the first is it."""
     from loadtest.eval.divergence import Seen, log_probs

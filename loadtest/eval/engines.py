@@ -1,6 +1,7 @@
 """The engines under comparison: the settings of this machine, each with its own changes.
 
-An engine is written as its changes, `bf16,device=cuda`; a first word without `=` is the dtype.
+An engine is written as its changes, `bf16,device=cuda`; a first word without `=` is the dtype. The dtype
+`llama.cpp` is llama.cpp.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from services.executor.actor import engine_builder
 from shared.config import load
 from shared.errors import BadRequest, SetupError
 from shared.kv_blocks import blocks_for
+from shared.vocab.files import resolve
 
 if TYPE_CHECKING:
+    from loadtest.eval.llama_cpp import LlamaCpp
     from services.executor.engine import Backend
 
 
@@ -36,6 +39,16 @@ class Arm:
         if not all(name and value for name, value in pairs):
             raise BadRequest(f"an engine is written as DTYPE,SETTING=VALUE,..., not {text!r}")
         return cls(text, tuple(pairs))
+
+    def open(self, model: str, context: int) -> Backend | LlamaCpp:
+        """The engine, or llama.cpp if that is the dtype. Raises SetupError as `build`, and as LlamaCpp."""
+        changes = {"model": model, **dict(self.changes)}
+        if changes.get("dtype") != "llama.cpp":
+            return self.build(model, context)
+        from loadtest.eval.llama_cpp import LlamaCpp
+
+        settings = load(flags={"model": changes["model"] or None}).settings
+        return LlamaCpp(resolve(settings.model, settings.cache_dir).path, context)
 
     def build(self, model: str, context: int) -> Backend:
         """The engine, warmed up, with room for windows of `context` tokens. Raises SetupError for settings

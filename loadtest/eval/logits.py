@@ -15,27 +15,34 @@ from torch import Tensor
 
 from loadtest.driver import Driver
 from loadtest.eval.engines import SIDE_BY_SIDE
+from loadtest.eval.llama_cpp import LlamaCpp
 from loadtest.eval.text import scored
 from services.executor.cpu.engine import TorchBackend
 from services.executor.engine import Backend
 from shared.errors import BadRequest
 
+Engine = Backend | LlamaCpp
 Windows = Sequence[list[int]]
 Scored = Iterator[
     tuple[Tensor, Tensor]
 ]  # logits [positions, vocab] in float32, and what followed [positions]
 
 
-def path_for(wanted: str, engines: Sequence[Backend]) -> str:
+def path_for(wanted: str, engines: Sequence[Engine]) -> str:
     """The path that all engines can take: `auto` prefers prefill. Raises BadRequest."""
-    able = all(isinstance(engine, TorchBackend) for engine in engines)
+    able = all(isinstance(engine, TorchBackend | LlamaCpp) for engine in engines)
     if wanted == "prefill" and not able:
         raise BadRequest("an engine on a GPU gives logits by decode alone: --path decode")
-    return ("prefill" if able else "decode") if wanted == "auto" else wanted
+    path = ("prefill" if able else "decode") if wanted == "auto" else wanted
+    if path == "decode" and any(isinstance(engine, LlamaCpp) for engine in engines):
+        raise BadRequest("llama.cpp gives logits by prefill alone: --path prefill, without a GPU")
+    return path
 
 
-def logits_by(path: str, engine: Backend, windows: Windows) -> Scored:
+def logits_by(path: str, engine: Engine, windows: Windows) -> Scored:
     """The scored positions, in an order that depends on the path alone."""
+    if isinstance(engine, LlamaCpp):
+        return by_llama_cpp(engine, windows)
     if path == "prefill":
         assert isinstance(engine, TorchBackend)
         return prefill(engine, windows)
@@ -55,6 +62,14 @@ def prefill(engine: TorchBackend, windows: Windows) -> Scored:
         assert logits is not None, "an engine that is not a stage of one"
         yield logits, torch.tensor(window)[wanted.start + 1 :]
         driver.close()
+
+
+def by_llama_cpp(engine: LlamaCpp, windows: Windows) -> Scored:
+    """A window at a time."""
+    for window in windows:
+        wanted = scored(len(window))
+        logits = engine.logits(window)[wanted.start : wanted.stop]
+        yield logits, torch.tensor(window)[wanted.start + 1 :]
 
 
 def decode(engine: Backend, windows: Windows) -> Scored:

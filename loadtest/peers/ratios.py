@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from loadtest.bench.compare import point_name
 from loadtest.peers.server import Peer
 from loadtest.peers.turns import Turn
 
@@ -20,9 +19,9 @@ def rows(turns: Sequence[Turn]) -> list[Row]:
     the first server's figure to this one's, round by round. A figure that is 0 has no ratio."""
     peers = list(dict.fromkeys(turn.peer for turn in turns))
     made = []
-    for i, point in enumerate(point_name(run) for run in turns[0].result["runs"]):
+    for point in turns[0].runs():
         for peer, figure in product(peers, FIGURES):
-            first, own = (_values(turns, name, i, figure) for name in (peers[0], peer))
+            first, own = (_values(turns, name, point, figure) for name in (peers[0], peer))
             row = {"point": point, "peer": peer, "figure": figure, **_spread("value", own)}
             if all(own):
                 row |= _spread("ratio", [a / b for a, b in zip(first, own, strict=True)])
@@ -72,10 +71,10 @@ def settings(peers: Sequence[Peer]) -> str:
     return "\n".join(lines)
 
 
-def _values(turns: Sequence[Turn], peer: str, point: int, figure: str) -> list[float]:
+def _values(turns: Sequence[Turn], peer: str, point: str, figure: str) -> list[float]:
     """By round."""
     own = sorted((turn for turn in turns if turn.peer == peer), key=lambda turn: turn.round)
-    return [float(turn.result["runs"][point]["figures"][figure]) for turn in own]
+    return [float(turn.runs()[point]["figures"][figure]) for turn in own]
 
 
 def _spread(name: str, values: Sequence[float]) -> Row:

@@ -1,4 +1,4 @@
-"""The turns of servers under one load: one at a time, each started anew for its turn and ended after it.
+"""The turns of servers under the same loads: one at a time, started anew for its turn and ended after it.
 
     round 1: a b c     round 2: b c a     round 3: c a b
 
@@ -13,25 +13,37 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from loadtest.bench import document
+from loadtest.bench.compare import point_name
 from loadtest.peers.server import Peer, running
 from shared.errors import SetupError
+
+Loads = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One server in one round. `result` as `headrace bench run --json` writes it; `cores` are those that it
-    kept busy while it was under load, on average."""
+    """One server in one round. `results` as `headrace bench run --json` writes them, one for each load;
+    `cores` are those that it kept busy while it was under load, on average."""
 
     round: int
     peer: str
     ready_s: float
     memory_bytes: int
     cores: float
-    result: dict[str, Any]
+    results: list[dict[str, Any]]
+
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """Those of all loads, by name."""
+        return {
+            "{input_len} in, {output_len} out, ".format_map(result["configuration"]) + point_name(run): run
+            for result in self.results
+            for run in result["runs"]
+        }
 
 
 def order(peers: Sequence[Peer], number: int) -> list[Peer]:
@@ -40,26 +52,30 @@ def order(peers: Sequence[Peer], number: int) -> list[Peer]:
     return [*peers[first:], *peers[:first]]
 
 
-def take_turns(peers: Sequence[Peer], rounds: int, flags: Sequence[str], folder: Path) -> list[Turn]:
-    """Every turn; `flags` are those of `headrace bench run`. Results and logs are kept in `folder`. Raises
+def take_turns(peers: Sequence[Peer], rounds: int, loads: Loads, folder: Path) -> list[Turn]:
+    """Every turn; a load is flags of `headrace bench run`. Results and logs are kept in `folder`. Raises
     SetupError when a server does not start or a request fails."""
     folder.mkdir(parents=True, exist_ok=True)
     return [
-        take_turn(peer, number, flags, folder) for number in range(rounds) for peer in order(peers, number)
+        take_turn(peer, number, loads, folder) for number in range(rounds) for peer in order(peers, number)
     ]
 
 
-def take_turn(peer: Peer, number: int, flags: Sequence[str], folder: Path) -> Turn:
+def take_turn(peer: Peer, number: int, loads: Loads, folder: Path) -> Turn:
     """One of them: the client is a process of its own, the same for every server."""
     name = f"{peer.name}-{number + 1}"
-    out = folder / f"{name}.json"
     client = [sys.executable, "-m", "loadtest.bench", "run", "--url", peer.url, "--label", peer.name]
+    outs = [folder / (name + f"-{i}" * bool(i) + ".json") for i in range(len(loads))]
     with running(peer, folder / f"{name}.log") as server:
         print(f"{peer.name}, round {number + 1}: answers after {server.ready_s:.1f} s", flush=True)
-        words = [*client, "--seed", str(number), *flags, "--json", str(out)]
         began_s, used_s = time.monotonic(), server.cpu_s()
-        ended = subprocess.run(words, stdout=subprocess.DEVNULL, check=False)
+        for seed, flags, out in zip(count(number * len(loads)), loads, outs, strict=False):
+            # Another seed: no prompt of a load is in the prefix cache from an earlier one.
+            words = [*client, "--seed", str(seed), *flags, "--json", str(out)]
+            if subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode:
+                raise SetupError(
+                    f"the load on {peer.name} failed; {out} and {folder / name}.log have the rest"
+                )
         cores = (server.cpu_s() - used_s) / (time.monotonic() - began_s)
-        if ended.returncode:
-            raise SetupError(f"the load on {peer.name} failed; {out} and {folder / name}.log have the rest")
-        return Turn(number, peer.name, server.ready_s, server.memory_bytes(), cores, document.read(out))
+        results = [document.read(out) for out in outs]
+        return Turn(number, peer.name, server.ready_s, server.memory_bytes(), cores, results)

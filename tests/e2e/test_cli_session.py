@@ -104,11 +104,11 @@ def test_status_names_every_service(up: Up) -> None:
     kinds = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer"]
     for _ in range(10):  # a service of a busy machine may answer too late: status tells so
         head, *table = up.run("status").stdout.splitlines()
-        if not any("Try again" in line for line in table):
+        services = status_of(up)
+        if not any("Try again" in line for line in table) and set(services) >= set(kinds):
             break
     assert head == f"fleet default at {up.nats_url}, {MODEL}: no problems", table
     assert [line.split(".")[0] for line in table if " ready " in line] == kinds
-    services = status_of(up)
     assert set(services) == set(kinds)
     assert {s["state"] for s in services.values()} == {"ready"}
     up.env["HEADRACE_LINKS"] = "Jaeger=http://j:1/?a=b,Wiki=https://w"
@@ -132,11 +132,15 @@ def test_status_of_one_service_has_every_fact(up: Up) -> None:
 
 
 def test_the_last_seconds_have_the_tokens_of_a_request(up: Up) -> None:
-    before = status_of(up)["scheduler"]["measured"]["tokens"]["generated"]
-    assert up.run("request", '{"prompt": "Hello", "max_tokens": 200}').returncode == 0
-    scheduler = status_of(up)["scheduler"]
-    assert scheduler["measured"]["tokens"]["generated"] - before == 200
-    assert scheduler["last_10_s"]["generated"] >= 200
+    recent = 0
+    for _ in range(10):  # a busy machine may take longer for the request and the status after it
+        before = status_of(up)["scheduler"]["measured"]["tokens"]["generated"]
+        assert up.run("request", '{"prompt": "Hello", "max_tokens": 200}').returncode == 0
+        scheduler = status_of(up)["scheduler"]
+        assert scheduler["measured"]["tokens"]["generated"] - before == 200
+        if (recent := scheduler["last_10_s"]["generated"]) >= 200:
+            break
+    assert recent >= 200
 
 
 def test_the_log_lines_of_a_service(up: Up) -> None:

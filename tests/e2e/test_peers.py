@@ -47,26 +47,31 @@ def test_two_servers_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path, out = tmp_path / "peers.toml", tmp_path / "out"
     path.write_text(toml({"fast": known("fast", FAST, tmp_path), "slow": known("slow", SLOW, tmp_path)}))
     load = ["--num-prompts", "6", "--input-len", "4", "--output-len", "5", "--max-concurrency", "1,3"]
-    assert main([str(path), "--rounds", "2", "--out", str(out), "--", *load]) == 0
+    long = ["--num-prompts", "2", "--input-len", "9", "--output-len", "3", "--max-concurrency", "1"]
+    assert main([str(path), "--rounds", "2", "--out", str(out), "--", *load, "--", *long]) == 0
     printed = capsys.readouterr().out
     starts = [line.split(":")[0] for line in printed.splitlines() if "answers after" in line]
     assert starts == ["fast, round 1", "slow, round 1", "slow, round 2", "fast, round 2"]
     result = json.loads((out / "peers.json").read_text())
     found = {(row["point"], row["peer"], row["figure"]): row for row in result["rows"]}
-    for point in ("concurrency 1", "concurrency 3"):
+    points = [f"4 in, 5 out, concurrency {number}" for number in (1, 3)] + ["9 in, 3 out, concurrency 1"]
+    assert [*dict.fromkeys(point for point, _, _ in found)] == points
+    assert result["loads"] == [load, long]
+    for point in points:
         ours, theirs = (found[point, peer, "output_throughput"] for peer in ("fast", "slow"))
         assert ours["value_least"] <= ours["value"] <= ours["value_most"]
         assert (ours["ratio_least"], ours["ratio_most"]) == (1.0, 1.0)
         assert 1 < theirs["ratio_least"] <= theirs["ratio"] <= theirs["ratio_most"]
     assert all(row["memory_mib"] > 5 and row["ready_s"] > 0 for row in result["starts"])
     assert all(0 <= row["cores_least"] <= row["cores"] < 1 for row in result["starts"])
-    assert "| concurrency 1 | output_throughput | slow |" in printed
+    assert "| 4 in, 5 out, concurrency 1 | output_throughput | slow |" in printed
     for peer in result["peers"]:
         assert f"| {peer['name']} | `{peer['command']}` | `KNOWN=1` |" in printed
-    first, second = (
-        json.loads((out / f"fast-{i}.json").read_text())["configuration"]["seed"] for i in (1, 2)
-    )
-    assert (first, second) == (0, 1)
+    seeds = [
+        json.loads((out / f"fast-{name}.json").read_text())["configuration"]["seed"]
+        for name in ("1", "1-1", "2", "2-1")
+    ]
+    assert seeds == [0, 1, 2, 3]
 
 
 def test_turns_change_places() -> None:

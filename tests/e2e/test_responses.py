@@ -108,8 +108,9 @@ def test_a_response_is_kept_and_continued(client: OpenAI) -> None:
     off = client.responses.create(**chain, store=False)
     with pytest.raises(openai.NotFoundError, match="there is no resp_"):
         client.responses.retrieve(off.id)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as caught:
         client.responses.create(**chain, previous_response_id=off.id)
+    assert caught.value.param == "previous_response_id"
 
 
 def test_in_the_background(client: OpenAI) -> None:

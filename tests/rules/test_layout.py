@@ -62,8 +62,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 84, 23_793
-PRODUCT_FILES, PRODUCT_LINES = 272, 64_239
+PATH_FILES, PATH_LINES = 84, 23_822
+PRODUCT_FILES, PRODUCT_LINES = 272, 64_307
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -338,4 +338,14 @@ def _q8_0(raw: Tensor) -> Tensor:
     return blocks[:, 2:].view(torch.int8) * _float16s(blocks, 1)
 
 
-_FAST = {Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1, Kind.Q8_0: _q8_0}
+def _f16(raw: Tensor) -> Tensor:
+    return raw.view(torch.float16).float()
+
+
+def _bf16(raw: Tensor) -> Tensor:
+    return raw.view(torch.bfloat16).float()
+
+
+_FAST = {
+    Kind.F16: _f16, Kind.BF16: _bf16, Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1, Kind.Q8_0: _q8_0,
+}  # fmt: skip

@@ -32,6 +32,7 @@ from torch import Tensor
 
 import kernels.cpu_jit
 from services.executor.checkpoint.stored import Stored
+from shared.errors import SetupError
 
 Linear = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 
@@ -96,13 +97,20 @@ class Products:
         return _tiled(product) if self._deterministic else product
 
     def _in_bytes(self, stored: Stored, dtype: torch.dtype | None) -> Linear | None:
-        """The product with a matrix that stays in the blocks of its file, or in int8 if asked."""
+        """The product with a matrix that stays in the blocks of its file, or in int8 if asked. Raises
+        SetupError for scales that are not finite: a row of -inf would hide from the check of the logits."""
         from kernels.cpu_jit.block_weights import can_pack, in_int8, pack
         from kernels.cpu_jit.packed_weights import PackedProduct
         from services.executor.checkpoint.gguf_blocks import InBlocks
 
         if isinstance(stored, InBlocks):
             matrices = stored.blocks()
+            scales = (each for blocks in matrices for each in (blocks.scales, blocks.minima))
+            if not all(each is None or each.isfinite().all() for each in scales):
+                raise SetupError(
+                    "a matrix of the model has scales that are not finite, or too large for float16: fetch "
+                    "the model again, or use dtype f32"
+                )
         elif self._int8 and can_pack(*stored.shape):
             matrices = [in_int8(stored.values)]
         else:

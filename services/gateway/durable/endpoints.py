@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from services.gateway.durable.numbered import NumberedChunks, read_last_id
 from services.gateway.durable.store import COMPLETED, ENDED, Pause, Store, call_of
+from services.gateway.errors import Gone
 from services.gateway.exchange import ExchangeCounters, answer, exchange_of
 from services.gateway.openai_response import Chunks, EventStream
 from services.gateway.responses.events import START, Place, ResponseEvents, place_of
@@ -100,7 +101,11 @@ class Durable:
         repeated = fields["keep"]["response"]
         if (previous := repeated["previous_response_id"]) is None:
             return fields
-        state = await Store(client).state(previous, PATH, self._now_s())
+        try:
+            state = await Store(client).state(previous, PATH, self._now_s())
+        except (UnknownRequest, Gone) as error:
+            why = f"`previous_response_id`: {error.message}"
+            raise type(error)(why, param="previous_response_id") from None
         if state["status"] != COMPLETED:
             why = f"`previous_response_id`: {previous} has no answer, its status is {state['status']}"
             raise BadRequest(why, param="previous_response_id")

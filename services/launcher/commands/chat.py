@@ -30,6 +30,7 @@ from shared.api import ChatRequest
 from shared.client import Client
 from shared.errors import BadRequest, HeadraceError
 from shared.nats import access
+from shared.openai.error_shape import CONTEXT_LENGTH
 
 Message = dict[str, str]
 T = TypeVar("T")
@@ -169,6 +170,8 @@ def _answer(loop: LoopThread, chat: Chat, line: str) -> None:
         print(dim("[stopped]"))
     except HeadraceError as error:
         print(f"error ({kind_of(error)}): {error.message}")
+        if error.message.startswith(CONTEXT_LENGTH):
+            print(dim("/reset forgets the conversation; /set max_tokens N asks for a shorter answer"))
 
 
 @dataclass(slots=True)

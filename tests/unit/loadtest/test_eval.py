@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.default_model import model_path
+from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import VOCAB, reference_logprobs, save_tiny
 
 from loadtest.eval.command import compare
 from loadtest.eval.divergence import Seen, log_probs
 from loadtest.eval.engines import Arm
-from loadtest.eval.logits import decode, path_for, prefill
+from loadtest.eval.llama_cpp import LlamaCpp
+from loadtest.eval.logits import decode, logits_by, path_for, prefill
 from loadtest.eval.text import TEXT, scored, windows
+from loadtest.eval.wider import write_wider
+from services.executor.checkpoint.gguf import GgufTensors
 from services.executor.cpu.engine import TorchBackend, TorchOptions, build
 from services.executor.engine import Backend
 from services.launcher.cli import main as headrace
@@ -180,3 +186,68 @@ def test_what_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "cannot be read as text" in capsys.readouterr().err
     assert headrace(["eval", "kl", "--context", "3"]) == 1
     assert "--context is 4 or more" in capsys.readouterr().err
+
+
+class OfOnes:
+    """llama.cpp's binding, of a model whose logits count the tokens so far."""
+
+    def __init__(self, path: str, *, n_ctx: int, logits_all: bool, **_: Any) -> None:
+        if not Path(path).is_file():
+            raise ValueError(f"Model path does not exist: {path}")
+        assert logits_all
+        self.scores, self.closed, self.done = np.zeros((n_ctx, VOCAB), np.float32), False, 0
+
+    def reset(self) -> None:
+        self.done = 0
+
+    def eval(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self.scores[self.done] = self.scores[self.done - 1] if self.done else 0
+            self.scores[self.done, token] += 1
+            self.done += 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_llama_cpp_has_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=OfOnes))
+    path = write_gguf("llama", tmp_path / "m.gguf")
+    engine = Arm.read(f"llama.cpp,model={path}").open("", CONTEXT)
+    assert isinstance(engine, LlamaCpp)
+    assert engine.info.model == path.name
+    for window, (logits, targets) in zip(WINDOWS, logits_by("prefill", engine, WINDOWS), strict=True):
+        assert targets.tolist() == window[CONTEXT // 2 + 1 :]
+        wanted = [np.bincount(window[: i + 1], minlength=VOCAB) for i in scored(CONTEXT)]
+        assert np.array_equal(logits.numpy(), np.stack(wanted))
+    with pytest.raises(BadRequest, match=r"llama\.cpp gives logits by prefill alone"):
+        path_for("decode", [engine])
+    engine.close()
+    assert engine._model.closed
+
+
+def test_without_the_package_llama_cpp_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf("llama", tmp_path / "m.gguf")
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(SetupError, match="needs the package llama-cpp-python"):
+        LlamaCpp(path, CONTEXT)
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=OfOnes))
+    with pytest.raises(SetupError, match=r"does not load .*none\.gguf: Model path does not exist"):
+        LlamaCpp(tmp_path / "none.gguf", CONTEXT)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_wider_model_computes_the_same(kind: str, tmp_path: Path) -> None:
+    path = write_gguf(kind, tmp_path / "m.gguf")
+    write_wider(path, tmp_path / "wide.gguf")
+    engines = [
+        build(TorchOptions(
+            model_path=each, model_name="m", device="cpu", dtype="f32", slots=8, blocks=32, threads=1
+        )) for each in (path, tmp_path / "wide.gguf")
+    ]  # fmt: skip
+    matrix = GgufTensors(tmp_path / "wide.gguf").shape("blk.0.attn_k.weight")
+    assert matrix[1] == 256
+    for (one, _), (other, _) in zip(*(prefill(engine, WINDOWS) for engine in engines), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)

@@ -36,7 +36,7 @@ def test_a_gguf_file_holds_the_same_model_as_its_folder(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
 def test_rows_of_an_embedding_are_read_from_the_file_and_take_no_memory(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

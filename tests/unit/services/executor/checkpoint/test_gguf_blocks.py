@@ -9,7 +9,10 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from services.executor.checkpoint.gguf_blocks import blocks_of, stays_in_blocks
+import kernels.cpu_jit
+from services.executor.checkpoint.gguf_blocks import InBlocks, blocks_of, stays_in_blocks
+from services.executor.cpu.linear import Products
+from shared.errors import SetupError
 
 SCALES = {  # where a block has its float16 numbers
     Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q5_0: [0], Kind.Q5_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2],
@@ -37,3 +40,21 @@ def test_values_are_those_of_the_library(kind: Kind) -> None:
 def test_other_types_are_left_to_the_library() -> None:
     assert all(stays_in_blocks(kind) for kind in SCALES)
     assert not any(stays_in_blocks(kind) for kind in (Kind.F16, Kind.Q2_K, Kind.IQ4_XS))
+
+
+@pytest.mark.skipif(not kernels.cpu_jit.available(), reason="no Numba: matrices do not stay in blocks")
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [(Kind.Q8_0, np.inf), (Kind.Q4_1, np.nan), (Kind.Q4_K, 6e4)],
+    ids=lambda each: str(each),
+)
+def test_scales_that_are_not_finite_are_refused(kind: Kind, scale: float) -> None:
+    """Also a product of two numbers that float16 does not hold."""
+    columns, size = GGML_QUANT_SIZES[kind]
+    raw = np.ones((64, 256 // columns * size), dtype=np.uint8)
+    products = Products(torch.float32, torch.device("cpu"), deterministic=False)
+    products.linear(InBlocks.of(raw, kind, 64))
+    raw[5, 4 * (kind == Kind.Q4_K) : 16 if kind == Kind.Q4_K else 0] = 63
+    raw[5, :2] = np.frombuffer(np.float16(scale).tobytes(), dtype=np.uint8)
+    with pytest.raises(SetupError, match="scales that are not finite, or too large for float16"):
+        products.linear(InBlocks.of(raw, kind, 64))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.launcher.commands.chat import Chat, Commands, Conversation
+from services.launcher.commands.chat import Chat, Commands, Conversation, LoopThread, _answer
 from services.launcher.commands.request import read_body
 from shared.api import ChatRequest
 from shared.errors import BadRequest, Unavailable
@@ -151,3 +151,17 @@ async def test_a_question_without_an_answer_is_not_kept(capsys: pytest.CaptureFi
     with pytest.raises(Unavailable):
         await cut.send("Hi")
     assert cut.said.messages == [HI, HO]
+
+
+def test_who_has_filled_the_context_is_told_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every further question has the same error."""
+    full = BadRequest("context_length_exceeded: the maximum is 128 tokens: ask for at most 7")
+    with LoopThread() as loop:
+        for error in (full, BadRequest("`seed` is wrong")):
+            _answer(loop, Chat(Scripted(error), "m", 9, Conversation()), "Hi")  # type: ignore[arg-type]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said] == [
+        "error (invalid request)",
+        "/reset forgets the conversation; /set max_tokens N asks for a shorter answer",
+        "error (invalid request)",
+    ]
