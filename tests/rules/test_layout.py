@@ -63,7 +63,7 @@ HANGING = (
     "shared/nats/object_store.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 84, 23_822
-PRODUCT_FILES, PRODUCT_LINES = 272, 64_307
+PRODUCT_FILES, PRODUCT_LINES = 274, 64_701
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
