@@ -39,10 +39,10 @@ _STARTS = {8: START_8, 128: START_128}
 _HALF = BLOCK // 2
 
 _I8, _I16, _I32, _I64, _F32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
-WORDS, FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+_WORDS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _SCALES = ir.VectorType(ir.HalfType(), LANES)
 _SHORTS = ir.VectorType(_I16, 2 * LANES)
-FMA = f"llvm.fma.v{LANES}f32"
+_FMA = f"llvm.fma.v{LANES}f32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,11 @@ def unpack(format_: Format) -> Any:
             blocks, panel, wide = args
 
             def store(block: Any, sums: list[Any]) -> list[Any]:
-                chunk = builder.gep(panel, [builder.mul(block, constant(format_.bytes))])
-                to = builder.gep(wide, [builder.mul(block, constant(WIDE_BYTES))])
+                chunk = builder.gep(panel, [builder.mul(block, _index(format_.bytes))])
+                to = builder.gep(wide, [builder.mul(block, _index(WIDE_BYTES))])
                 for column, odd, part in product(range(0, BLOCK, 4), range(2), range(PARTS)):
                     found = _shorts(builder, format_, chunk, column, odd, part)
-                    at = builder.gep(to, [constant(_place(column, odd, part))])
+                    at = builder.gep(to, [_index(_place(column, odd, part))])
                     builder.store(found, builder.bitcast(at, _SHORTS.as_pointer()), align=1)
                 return sums
 
@@ -142,34 +142,34 @@ def _generator(rows: int, kind: Format, stored: Any, *, unpacked: bool) -> Calla
         x, facts, blocks, panel, out, height, wide = args
 
         def add(block: Any, sums: list[Any]) -> list[Any]:
-            chunk = builder.gep(panel, [builder.mul(block, constant(kind.bytes))])
-            places = [builder.add(builder.mul(blocks, constant(row)), block) for row in range(rows)]
-            of_x = [builder.gep(facts, [builder.mul(place, constant(FACTS))]) for place in places]
-            lines = [builder.gep(x, [builder.mul(place, constant(kind.x_bytes))]) for place in places]
-            apart = builder.gep(wide, [builder.mul(block, constant(WIDE_BYTES))]) if unpacked else None
+            chunk = builder.gep(panel, [builder.mul(block, _index(kind.bytes))])
+            places = [builder.add(builder.mul(blocks, _index(row)), block) for row in range(rows)]
+            of_x = [builder.gep(facts, [builder.mul(place, _index(FACTS))]) for place in places]
+            lines = [builder.gep(x, [builder.mul(place, _index(kind.x_bytes))]) for place in places]
+            apart = builder.gep(wide, [builder.mul(block, _index(WIDE_BYTES))]) if unpacked else None
             at = BLOCK * PANEL * kind.bits // 8
             for first in range(0, BLOCK, kind.columns):
                 whole = _integers(builder, kind, lines, of_x, chunk, first, apart)
-                factors = None if kind.by_row else scales(builder, chunk, at)
+                factors = None if kind.by_row else _scales(builder, chunk, at)
                 at += 2 * PANEL
                 sums = _scaled(builder, sums, whole, of_x, factors)
             if kind.minimum:
-                minima = scales(builder, chunk, at)
-                added = [broadcast(builder, load(builder, each, SHIFT, _F32)) for each in of_x]
+                minima = _scales(builder, chunk, at)
+                added = [_broadcast(builder, _load(builder, each, SHIFT, _F32)) for each in of_x]
                 sums = [
-                    call(builder, FMA, FLOATS, minima[i % PARTS], added[i // PARTS], old)
+                    call(builder, _FMA, _FLOATS, minima[i % PARTS], added[i // PARTS], old)
                     for i, old in enumerate(sums)
                 ]
             return sums
 
-        zero = ir.Constant(FLOATS, [0.0] * LANES)
+        zero = ir.Constant(_FLOATS, [0.0] * LANES)
         for i, end in enumerate(loop(builder, blocks, [zero] * (rows * PARTS), add)):
             row, part = divmod(i, PARTS)
-            target = builder.add(builder.mul(height, constant(row)), constant(part * LANES))
+            target = builder.add(builder.mul(height, _index(row)), _index(part * LANES))
             if kind.by_row:
-                at = builder.add(builder.mul(blocks, constant(kind.bytes)), constant(4 * part * LANES))
-                end = builder.fmul(end, load(builder, panel, at, FLOATS))
-            store(builder, end, builder.gep(out, [target]), stored)
+                at = builder.add(builder.mul(blocks, _index(kind.bytes)), _index(4 * part * LANES))
+                end = builder.fmul(end, _load(builder, panel, at, _FLOATS))
+            _store(builder, end, builder.gep(out, [target]), stored)
         return context.get_dummy_value()
 
     return generate
@@ -181,12 +181,12 @@ def _scaled(
     """`sums`, with the integers of a block times the scale of `x` and, if given, those of the matrix."""
     found = []
     for row, own in enumerate(whole):
-        scale = broadcast(builder, load(builder, of_x[row], SCALE, _F32))
+        scale = _broadcast(builder, _load(builder, of_x[row], SCALE, _F32))
         for part, integers in enumerate(own):
-            first, second, old = builder.sitofp(integers, FLOATS), scale, sums[row * PARTS + part]
+            first, second, old = builder.sitofp(integers, _FLOATS), scale, sums[row * PARTS + part]
             if factors is not None:
                 first, second = builder.fmul(first, scale), factors[part]
-            found.append(call(builder, FMA, FLOATS, first, second, old))
+            found.append(call(builder, _FMA, _FLOATS, first, second, old))
     return found
 
 
@@ -200,31 +200,31 @@ def _integers(
     wide: Any = None,
 ) -> _Tile:
     """The sums of products of the columns from `first` on that share a scale, by row and part."""
-    starts: list[Any] = [ir.Constant(WORDS, None)] * len(lines)
+    starts: list[Any] = [ir.Constant(_WORDS, None)] * len(lines)
     if offset := kind.offset + kind.stored_offset:
         fact = _STARTS[offset] if kind.columns == BLOCK else HALVES + first // kind.columns
-        starts = [broadcast(builder, load(builder, each, fact, _I32)) for each in of_x]
+        starts = [_broadcast(builder, _load(builder, each, fact, _I32)) for each in of_x]
     columns = [*range(first, first + kind.columns, 4)]
     if kind.bits == 4:  # the halves of a byte one after the other
         columns.sort(key=lambda column: column % _HALF)
     if not VNNI:
         return _by_pairs(builder, kind, lines, starts, chunk, first, wide)
-    found = [[ir.Constant(WORDS, None)] * PARTS for _ in lines]
+    found = [[ir.Constant(_WORDS, None)] * PARTS for _ in lines]
     for term in range(kind.terms):
         if term:
-            found = [[builder.shl(each, ir.Constant(WORDS, [8] * LANES)) for each in own] for own in found]
+            found = [[builder.shl(each, ir.Constant(_WORDS, [8] * LANES)) for each in own] for own in found]
         if term + 1 == kind.terms:
             found = [
                 [builder.add(each, start) for each in own] for own, start in zip(found, starts, strict=True)
             ]
         for column in columns:
-            matrix = [matrix_words(builder, kind, chunk, column, part) for part in range(PARTS)]
+            matrix = [_numbers(builder, kind, chunk, column, part) for part in range(PARTS)]
             for row, line in enumerate(lines):
-                four = broadcast(builder, load(builder, line, term * BLOCK + column, _I32))
+                four = _broadcast(builder, _load(builder, line, term * BLOCK + column, _I32))
                 # A word is four bytes: the signature before LLVM 22, which still accepts it.
                 name = "llvm.x86.avx512.vpdpbusd.512"
                 found[row] = [
-                    call(builder, name, WORDS, old, read, four)
+                    call(builder, name, _WORDS, old, read, four)
                     for old, read in zip(found[row], matrix, strict=True)
                 ]
     return found
@@ -244,45 +244,45 @@ def _by_pairs(
 
     def add(step: Any, sums: list[Any]) -> list[Any]:
         source, stride = (chunk, 4 * PANEL) if wide is None else (wide, 8 * PANEL)
-        word = builder.gep(source, [builder.mul(step, constant(stride))])
-        of_x = [builder.gep(line, [builder.mul(step, constant(8))]) for line in lines]
+        word = builder.gep(source, [builder.mul(step, _index(stride))])
+        of_x = [builder.gep(line, [builder.mul(step, _index(8))]) for line in lines]
         found = list(sums)
         for column in range(first, first + kind.columns, _HALF):
             for odd in range(2):
                 matrix = [
                     _shorts(builder, kind, word, column, odd, part)
                     if wide is None
-                    else load(builder, word, _place(column, odd, part), _SHORTS)
+                    else _load(builder, word, _place(column, odd, part), _SHORTS)
                     for part in range(PARTS)
                 ]
                 for row, at in enumerate(of_x):
-                    two = broadcast(builder, load(builder, at, 2 * column + 4 * odd, _I32))
+                    two = _broadcast(builder, _load(builder, at, 2 * column + 4 * odd, _I32))
                     for part, read in enumerate(matrix):
                         pairs = builder.bitcast(two, _SHORTS)
-                        pairs = call(builder, "llvm.x86.avx2.pmadd.wd", WORDS, read, pairs)
+                        pairs = call(builder, "llvm.x86.avx2.pmadd.wd", _WORDS, read, pairs)
                         found[row * PARTS + part] = builder.add(found[row * PARTS + part], pairs)
         return found
 
     before = [start for start in starts for _ in range(PARTS)]
-    found = loop(builder, constant(_HALF // 4), before, add)
+    found = loop(builder, _index(_HALF // 4), before, add)
     return [found[row * PARTS : (row + 1) * PARTS] for row in range(len(lines))]
 
 
-def matrix_words(builder: ir.IRBuilder, kind: Format, chunk: Any, column: int, part: int) -> Any:
+def _numbers(builder: ir.IRBuilder, kind: Format, chunk: Any, column: int, part: int) -> Any:
     """Four columns of the matrix from `column` on, as bytes in the words of a register."""
     if kind.bits == 8:
-        return load(builder, chunk, column * PANEL + part * 4 * LANES, WORDS)
-    words = load(builder, chunk, (column % _HALF) * PANEL + part * 4 * LANES, WORDS)
+        return _load(builder, chunk, column * PANEL + part * 4 * LANES, _WORDS)
+    words = _load(builder, chunk, (column % _HALF) * PANEL + part * 4 * LANES, _WORDS)
     if column >= _HALF:  # the upper halves of the bytes
-        words = builder.lshr(words, ir.Constant(WORDS, [4] * LANES))
-    return builder.and_(words, ir.Constant(WORDS, [0x0F0F0F0F] * LANES))
+        words = builder.lshr(words, ir.Constant(_WORDS, [4] * LANES))
+    return builder.and_(words, ir.Constant(_WORDS, [0x0F0F0F0F] * LANES))
 
 
 def _shorts(builder: ir.IRBuilder, kind: Format, chunk: Any, column: int, odd: int, part: int) -> Any:
     """The columns `column + odd` and `column + odd + 2` of the matrix, as int16 in the words of a
     register."""
     place = column if kind.bits == 8 else column % _HALF
-    pairs = builder.bitcast(load(builder, chunk, place * PANEL + part * 4 * LANES, WORDS), _SHORTS)
+    pairs = builder.bitcast(_load(builder, chunk, place * PANEL + part * 4 * LANES, _WORDS), _SHORTS)
     if kind.bits == 8:
         by = ir.Constant(_SHORTS, [8] * (2 * LANES))
         return builder.ashr(pairs if odd else builder.shl(pairs, by), by)
@@ -291,35 +291,35 @@ def _shorts(builder: ir.IRBuilder, kind: Format, chunk: Any, column: int, odd: i
     return builder.and_(pairs, ir.Constant(_SHORTS, [15] * (2 * LANES)))
 
 
-def scales(builder: ir.IRBuilder, chunk: Any, at: int) -> list[Any]:
+def _scales(builder: ir.IRBuilder, chunk: Any, at: int) -> list[Any]:
     """float16 of the rows of a panel, widened, by part."""
-    reads = (load(builder, chunk, at + part * 2 * LANES, _SCALES) for part in range(PARTS))
-    return [builder.fpext(each, FLOATS) for each in reads]
+    reads = (_load(builder, chunk, at + part * 2 * LANES, _SCALES) for part in range(PARTS))
+    return [builder.fpext(each, _FLOATS) for each in reads]
 
 
-def store(builder: ir.IRBuilder, sums: Any, out: Any, dtype: Any) -> None:
+def _store(builder: ir.IRBuilder, sums: Any, out: Any, dtype: Any) -> None:
     """Store LANES sums, as float32 or rounded to bfloat16 (ties to even)."""
     if dtype == types.float32:
-        builder.store(sums, builder.bitcast(out, FLOATS.as_pointer()), align=4)
+        builder.store(sums, builder.bitcast(out, _FLOATS.as_pointer()), align=4)
         return
     shorts = ir.VectorType(_I16, LANES)
-    bits = builder.bitcast(sums, WORDS)
-    sixteen, one, half = (ir.Constant(WORDS, [number] * LANES) for number in (16, 1, 0x7FFF))
+    bits = builder.bitcast(sums, _WORDS)
+    sixteen, one, half = (ir.Constant(_WORDS, [number] * LANES) for number in (16, 1, 0x7FFF))
     odd = builder.and_(builder.lshr(bits, sixteen), one)
     rounded = builder.lshr(builder.add(bits, builder.add(odd, half)), sixteen)
     builder.store(builder.trunc(rounded, shorts), builder.bitcast(out, shorts.as_pointer()), align=2)
 
 
-def broadcast(builder: ir.IRBuilder, number: Any) -> Any:
+def _broadcast(builder: ir.IRBuilder, number: Any) -> Any:
     undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     one = builder.insert_element(undefined, number, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(WORDS, [0] * LANES))
+    return builder.shuffle_vector(one, undefined, ir.Constant(_WORDS, [0] * LANES))
 
 
-def constant(value: int) -> Any:
+def _index(value: int) -> Any:
     return ir.Constant(_I64, value)
 
 
-def load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
-    at = builder.gep(pointer, [constant(offset) if isinstance(offset, int) else offset])
+def _load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
+    at = builder.gep(pointer, [_index(offset) if isinstance(offset, int) else offset])
     return builder.load(builder.bitcast(at, kind.as_pointer()), align=1)

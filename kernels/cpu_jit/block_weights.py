@@ -29,19 +29,17 @@ import torch
 from torch import Tensor
 
 import kernels.cpu_jit
-from kernels.cpu_jit import amx_tile
 from kernels.cpu_jit.block_microkernel import (
     BLOCK,
     FACTS,
     PANEL,
-    PARTS,
     VNNI,
     WIDE_BYTES,
     Format,
     tile,
     unpack,
 )
-from kernels.cpu_jit.block_quantise import BYTES, PIECE_ROWS, QUANTISE, SHORTS, TILES
+from kernels.cpu_jit.block_quantise import PIECE_ROWS, QUANTISE
 from kernels.cpu_jit.llvm_intrinsics import (
     bf16_at,
     call_with,
@@ -69,8 +67,6 @@ _TILE = 6 if VNNI else 3  # rows of `x`: their sums fill the registers
 # On AVX2 numbers become int16, which costs half as much as a tile's products: from _MANY rows on, a panel of
 # up to 4,096 columns is unpacked once, to 128 KiB on the stack (the second cache holds them).
 _MANY, _UNPACKED_BLOCKS = 12, 128
-# With AMX: from how many rows on, the most blocks of a row, and how many rows stay in the second cache.
-_TILED_ROWS, _TILED_BLOCKS, _BAND = 32, 256, 128
 _HALF = BLOCK // 2
 
 
@@ -102,49 +98,8 @@ def _by_a_panel(format_: Format) -> Any:
     return multiply
 
 
-def _by_tiles(format_: Format) -> Any:
-    """See _by_an_unpacked_panel; with AMX."""
-    widen, configure, release = amx_tile.unpack(format_), amx_tile.configure(format_), amx_tile.release
-    products, add_up, finish = amx_tile.multiply(format_), amx_tile.add_up(format_), amx_tile.finish(format_)
-    size, groups = 2 * BLOCK * format_.terms, BLOCK // format_.columns
-    at_wide, at_products = (
-        on_stack(_TILED_BLOCKS * amx_tile.UNPACKED_BYTES),
-        on_stack(amx_tile.PRODUCTS_BYTES),
-    )
-    at_sums = on_stack(amx_tile.SUMS_BYTES)
-
-    @fast
-    def multiply(p: Any, panel: Any, out: Any) -> Any:
-        rows, blocks, height, numbers = p[6], p[7] // BLOCK, p[8], i8_at(panel[0])
-        if not p[9]:
-            return 0
-        wide, found, sums, count = at_wide(), at_products(), at_sums(), blocks * groups
-        configure()
-        widen(blocks, numbers, wide)
-        for i in range(amx_tile.SUMS_BYTES):
-            sums[i] = 0
-        for first in range(0, rows, amx_tile.ROWS):
-            row = min(first, rows - amx_tile.ROWS)  # the last tile may begin within the one before
-            at, of_x = (
-                offset_by(i8_at(p[1]), row * blocks * size),
-                offset_by(i32_at(p[2]), row * blocks * FACTS),
-            )
-            for start in range(0, count, amx_tile.CHUNK):
-                some = min(amx_tile.CHUNK, count - start)
-                products(at, blocks, wide, start, some, found)
-                for part in range(PARTS):
-                    add_up(of_x, blocks, numbers, start, some, part, found, sums)
-            finish(sums, blocks, numbers, offset_by(out, row * height), height)
-        release()
-        return rows
-
-    return multiply
-
-
 def _by_an_unpacked_panel(format_: Format) -> Any:
     """A function for the first rows of `x`, if they are many; it returns their number."""
-    if amx_tile.EXISTS:
-        return _by_tiles(format_)
     if VNNI:  # tiles have rows enough to unpack in registers
         return fast(lambda p, panel, out: 0)
     widen, some, size = unpack(format_), tile(_TILE, format_, unpacked=True), format_.x_bytes
@@ -311,22 +266,17 @@ class BlockMatrix:
         """See PackedMatrix."""
         assert out.dtype == self.dtype, "packed for results of another dtype"
         rows, width = x.shape
-        tiled = rows >= _TILED_ROWS and width <= _TILED_BLOCKS * BLOCK and amx_tile.allowed()
-        form, size = (TILES, 2 * BLOCK * self.terms) if tiled else (BYTES if VNNI else SHORTS, self.x_bytes)
-        # The last band is the longest: up to two of them, so that none has less than a tile.
-        ends = [*range(_BAND, rows - _BAND + 1, _BAND), rows] if tiled else [rows]
-        starts = [0, *ends[:-1]]
-        blocks, panels = (rows - starts[-1]) * width // BLOCK, len(self.table)
-        scratch = torch.empty(blocks * (4 * FACTS + size), dtype=torch.uint8)
-        quantised = (scratch.data_ptr(), scratch.data_ptr() + size * blocks)
-        found: list[Call] = []
-        for start, end in zip(starts, ends, strict=True):
-            own, to, some = x[start:].data_ptr(), out[start:].data_ptr(), end - start
-            shape = (some, width, self.terms, form, size)
-            found.append(Call(QUANTISE[x.dtype], -(-some // PIECE_ROWS), (own, *quantised, *shape), scratch))
-            numbers = (*quantised, *parts, panels, to, some, width, self.height, int(tiled))
-            found.append(Call(_MULTIPLY, panels, numbers, scratch))
-        return tuple(found)
+        blocks = rows * width // BLOCK
+        scratch = torch.empty(blocks * (4 * FACTS + self.x_bytes), dtype=torch.uint8)
+        facts = scratch.data_ptr()
+        quantised = (facts + 4 * FACTS * blocks, facts)
+        (table,) = parts
+        to = (table, len(self.table), out.data_ptr(), rows, width, self.height)
+        pieces, shape = -(-rows // PIECE_ROWS), (rows, width, self.terms)
+        return (
+            Call(QUANTISE[x.dtype], pieces, (x.data_ptr(), *quantised, *shape), scratch),
+            Call(_MULTIPLY, len(self.table), (*quantised, *to), scratch),
+        )
 
 
 def can_pack(height: int, width: int) -> bool:

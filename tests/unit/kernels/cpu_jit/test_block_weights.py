@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu_jit import amx_tile
 from kernels.cpu_jit.block_microkernel import FACTS, PANEL, SCALE, VNNI, Format
 from kernels.cpu_jit.block_weights import FORMATS, BlockMatrix, Blocks, can_pack, pack
 from kernels.cpu_jit.packed_weights import multiply
@@ -38,17 +37,13 @@ def random_blocks(kind: Format, rows: int, columns: int = COLUMNS) -> Blocks:
 
 
 def in_int8(x: Tensor, matrix: BlockMatrix) -> Tensor:
-    """`x` as the kernels quantise it: float64."""
-    return torch.cat([few_in_int8(few, matrix) for few in x.split(8)])
-
-
-def few_in_int8(x: Tensor, matrix: BlockMatrix) -> Tensor:
+    """`x` as the kernel quantises it: float64."""
     out = torch.empty(len(x), matrix.height)
     quantise, _ = matrix.calls(x, out, [matrix.table.data_ptr()])
     quantise.run()
     assert quantise.scratch is not None
     blocks = x.numel() // 32
-    numbers, facts = quantise.scratch.split([matrix.x_bytes * blocks, 4 * FACTS * blocks])
+    facts, numbers = quantise.scratch.split([4 * FACTS * blocks, matrix.x_bytes * blocks])
     scales = facts.view(torch.float32).view(blocks, FACTS)[:, SCALE].double()
     if not VNNI:  # even before odd ones
         found = numbers.view(torch.int16).view(blocks, 8, 2, 2).transpose(2, 3).double()
@@ -65,8 +60,7 @@ def few_in_int8(x: Tensor, matrix: BlockMatrix) -> Tensor:
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 33, 300])
 def test_a_product_is_that_of_float64(kind: Format, rows: int) -> None:
-    """Joined matrices of two formats and a height that is no multiple of a panel. With AMX many rows are
-    multiplied by it, few by VNNI."""
+    """Joined matrices of two formats and a height that is no multiple of a panel."""
     torch.manual_seed(rows)
     matrices = [random_blocks(kind, 100), random_blocks(kind if kind.by_row else FORMATS[2], 64)]
     packed, rounded = pack(matrices, torch.float32), pack(matrices, torch.bfloat16)
@@ -94,15 +88,6 @@ def test_the_largest_numbers_do_not_saturate(kind: Format, number: float) -> Non
         wanted = in_int8(x, packed) @ matrix.values().double().T
         found = multiply(x, packed).double()
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max() + 1e-9
-
-
-@pytest.mark.skipif(not amx_tile.allowed(), reason="no AMX")
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
-def test_bits_are_the_same_where_amx_is_refused(kind: Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, x = pack([random_blocks(kind, 100, 320)], torch.float32), torch.randn(150, 320)
-    found = multiply(x, packed)
-    monkeypatch.setattr(amx_tile, "allowed", lambda: False)
-    assert torch.equal(multiply(x, packed), found)
 
 
 def test_a_row_of_zeros() -> None:
