@@ -3,8 +3,10 @@
 `NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma,+f16c` makes them those of an AVX2 machine on any other.
 """
 
+import hashlib
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 BYTES = ("avx2", "f16c")  # CPU features that products of bytes and half bytes need
 
@@ -25,3 +27,11 @@ def has(*features: str) -> bool:
 
     found = get_host_cpu_features()
     return all(found.get(feature, False) for feature in features)
+
+
+def sources_digest() -> str:
+    """Hex digest of the sources of all kernels here."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]

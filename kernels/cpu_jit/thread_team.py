@@ -9,7 +9,6 @@ core for a while, the other threads do more.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import struct
 import threading
@@ -23,6 +22,8 @@ import numpy as np
 import torch
 from numba import cfunc, config, types
 from numpy.typing import NDArray
+
+from kernels.cpu_jit import sources_digest
 
 log = logging.getLogger("headrace.kernels")
 
@@ -85,10 +86,7 @@ def _first_start() -> bool:
 def _code_folder() -> Path:
     """The folder of the machine code. Its name has a digest of all sources here: Numba only notices changes
     of a kernel's own file."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    return Path.home() / ".cache" / "headrace" / "kernels" / digest.hexdigest()[:16]
+    return Path.home() / ".cache" / "headrace" / "kernels" / sources_digest()
 
 
 class Kernel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -93,14 +94,16 @@ def load_gguf(
     return shard.shapes, assemble(shard, find, dtype, device, load_part)
 
 
-def has_blocks(path: Path) -> bool:
-    """Whether most weights of a file are in blocks that kernels multiply with. Raises SetupError on a damaged
-    file."""
+def type_of_blocks(path: Path) -> Kind | None:
+    """The type of the most weights in blocks that kernels multiply with; None if most weights of a file are
+    in others. Raises SetupError on a damaged file."""
     from services.executor.checkpoint.gguf_blocks import stays_in_blocks
 
-    tensors = GgufTensors(path)
-    sizes = [(math.prod(tensors.shape(name)), stays_in_blocks(tensors.type(name))) for name in tensors.names]
-    return sum(size for size, stays in sizes if stays) * 2 > sum(size for size, _ in sizes)
+    tensors, sizes = GgufTensors(path), Counter[Kind]()
+    for name in tensors.names:
+        sizes[tensors.type(name)] += math.prod(tensors.shape(name))
+    found = Counter({kind: size for kind, size in sizes.items() if stays_in_blocks(kind)})
+    return found.most_common(1)[0][0] if found.total() * 2 > sizes.total() else None
 
 
 def stored_gguf(path: Path) -> tuple[Shapes, Iterator[StoredTensor]]:

@@ -17,7 +17,7 @@ import kernels.cpu_jit
 from kernels.attention import FP8
 from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.fp8 import LEAST_CAPABILITY, part_in_fp8
-from services.executor.checkpoint.gguf import has_blocks, load_gguf, stored_gguf
+from services.executor.checkpoint.gguf import load_gguf, stored_gguf, type_of_blocks
 from services.executor.checkpoint.kv_cache import (
     KvCache,
     allocate,
@@ -78,6 +78,7 @@ class TorchOptions:
     max_step_tokens: int = 256
     max_context: int = 0  # 0: the model's
     threads: int = 0  # 0: as many as usable cores, fewer while fewer are faster
+    first_threads: int = 0  # with `threads` 0, those to begin with; 0: as many as usable cores
     pipeline: bool = False  # each of several ranks is a stage; else they share every layer
     overlap_comm: str = "auto"  # several ranks: off, two_stream; auto: measures the split threshold at start
     deterministic: bool = False  # a row's bits depend on neither its batch nor the chunks of its prompt
@@ -103,7 +104,7 @@ class Loaded:
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     """Load this rank's weights and allocate its cache; takes seconds. Raises SetupError for options that
     cannot work."""
-    torch.set_num_threads(options.threads or usable_threads(ranks.size))
+    torch.set_num_threads(options.threads or options.first_threads or usable_threads(ranks.size))
     device = device_of(options.device, ranks.rank)
     name = _dtype_name(options, device)
     dtype = {**_DTYPES, **_KEPT}[name]
@@ -258,7 +259,7 @@ def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
         return "f32", "this CPU has no AVX2 with F16C, or Numba is missing"
     if ranks > 1:
         return "f32", "several ranks share the layers, and cuts may fall within a block"
-    if not has_blocks(path):
+    if type_of_blocks(path) is None:
         return "f32", "few weights of the file are in blocks of 4 to 8 bits"
     return "packed", "the weights stay in the file's blocks: the answers of f32, sooner"
 

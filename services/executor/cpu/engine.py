@@ -34,6 +34,7 @@ from services.executor.parallel.step_split import NEVER, MicroBatches, split
 from services.executor.sampling.host_sampling import HostRows
 from services.executor.sampling.sampler import Sampler
 from services.executor.sampling.slot_tokens import append_sampled, end_slots, take
+from shared.cores import usable_cores, usable_threads
 from shared.errors import EngineError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
@@ -82,7 +83,7 @@ class TorchBackend:
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
-        self._threads = None if fixed else ThreadCount(torch.get_num_threads())
+        self._threads = None if fixed else _thread_count()
         self._copier: Copier = CudaCopier(cache, lambda: self._computed) if on_gpu else HostCopier(cache)
 
     @property
@@ -219,9 +220,10 @@ class ThreadCount:
         steps with the chosen count ... │ trial: TRIAL_STEPS with the next count │ the faster count ...
     """
 
-    def __init__(self, most: int) -> None:
-        self._ladder = _ladder(most)
-        self._at = len(self._ladder) - 1  # index of the chosen count
+    def __init__(self, most: int, first: int = 0) -> None:
+        """`first`: the count to begin with; 0: `most`."""
+        self._ladder = sorted({*_ladder(most), first or most})
+        self._at = self._ladder.index(first or most)  # index of the chosen count
         self._tried: int | None = None  # index of the count in a trial
         self._failed = 0  # trials since the choice changed or steps became slow: each goes farther away
         self._least: dict[int, float] = {}  # least us by size of step: makes steps of all sizes comparable
@@ -282,6 +284,13 @@ class ThreadCount:
             self._failed += 1
             self._wait = min(2 * self._wait, LATEST)
         self._tried = None
+
+
+def _thread_count() -> ThreadCount:
+    """Of an engine that begins with the threads that torch has. A quota of 1.5 cores stops two threads for a
+    part of each 100 ms, which few of the steps show: trials would take more than autotune.py has chosen."""
+    first = torch.get_num_threads()
+    return ThreadCount(first if usable_cores() % 1 else max(first, usable_threads()), first)
 
 
 def _ladder(most: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from services.executor.sampling import grammar_compiler
 from services.launcher import console, nats_server
 from services.launcher.commands.pull import file_digest
+from services.launcher.serve import environment
 from services.launcher.session import connected, find_target
 from shared.config import Loaded
 from shared.cores import usable_cores
@@ -54,8 +56,8 @@ def doctor(loaded: Loaded) -> int:
 def examine(loaded: Loaded) -> Iterator[Finding]:
     """Run every check."""
     checks: tuple[Callable[[Loaded], Iterator[Finding]], ...] = (
-        _python, _packages, _uvloop, _torch, _grammars, _server_binary, _model, _dtype, _shared_memory,
-        _variables, _connection,
+        _python, _packages, _uvloop, _torch, _grammars, _server_binary, _model, _dtype_and_threads,
+        _shared_memory, _variables, _connection,
     )  # fmt: skip
     for check in checks:
         yield from check(loaded)
@@ -129,20 +131,31 @@ def _model(loaded: Loaded) -> Iterator[Finding]:
         yield Finding("fail", f"{files.path} is damaged", f"`headrace pull {entry.name}` fetches it again")
 
 
-def _dtype(loaded: Loaded) -> Iterator[Finding]:
-    """What `--dtype auto` is with this model on this machine."""
+def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
+    """What `--dtype auto` and `--threads 0` are with this model on this machine."""
     settings = loaded.settings
     dtype = settings.dtype.partition("/")[0]
-    if dtype != "auto" or settings.backend in ("sim", "dummy") or importlib.util.find_spec("torch") is None:
+    if settings.backend in ("sim", "dummy") or importlib.util.find_spec("torch") is None:
         return
+    os.environ.update(environment("executor", os.environ))
     from services.executor.checkpoint.loader import best_dtype
+    from services.executor.cpu.autotune import timing_for
 
     device, ranks = settings.device_and_ranks
     try:
-        found, why = best_dtype(resolve(settings.model, settings.cache_dir).path, device, ranks)
+        path = resolve(settings.model, settings.cache_dir).path
+        if dtype == "auto":
+            dtype, why = best_dtype(path, device, ranks)
+            yield Finding("ok", f"dtype {dtype}: {why}")
+        timing = timing_for(settings, path, dtype, ("f32", "bf16"), again=True)
     except SetupError:
         return  # `_model` reports it
-    yield Finding("ok", f"dtype {found}: {why}")
+    if timing is None:
+        return
+    yield Finding("ok", f"threads: {timing}")
+    if found := timing.faster():
+        said = f"products in {found[0]} take {found[1]:.2f} of the time of those in {dtype}"
+        yield Finding("warn", said, f"--dtype {found[0]}, if other near ties do no harm")
 
 
 def _shared_memory(_: Loaded) -> Iterator[Finding]:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from services.executor.cpu import autotune
+from services.executor.cpu.autotune import Timing
 from services.executor.sampling import grammar_compiler
 from services.launcher.cli import main
 from services.launcher.commands import doctor as doctor_module
 from services.launcher.commands.doctor import Finding
 from services.launcher.commands.request import read_body
-from shared.config import PREFIX, Settings, metavar
+from shared.config import PREFIX, Loaded, Settings, metavar
 from shared.errors import BadRequest
 
 
@@ -213,6 +215,7 @@ def test_doctor_passes_here_and_fails_when_something_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_SLOT", "4")
+    monkeypatch.setenv("HEADRACE_THREADS", "1")  # nothing to time
     assert main(["doctor", "--nats-url", "nats://127.0.0.1:1"]) in (0, 1)  # the model may not be here
     lines = capsys.readouterr().out.splitlines()
     assert all(line.split()[0] in ("ok", "warn", "fail") for line in lines)
@@ -226,6 +229,33 @@ def test_doctor_passes_here_and_fails_when_something_does(
     monkeypatch.setattr(doctor_module, "examine", lambda loaded: iter([Finding("fail", "x", "do y")]))
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out == "fail  x: do y\n"
+
+
+def test_doctor_says_which_dtype_and_threads_and_what_would_be_faster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    (tmp_path / "config.json").write_text("{}")
+    of_f32 = {1: [2.0, 8.0, 20.0], 2: [1.0, 4.0, 10.0]}
+
+    def found(bf16: list[float], **fields: object) -> list[tuple[str, str]]:
+        timing = Timing("f32", 2, {"f32": of_f32, "bf16": {2: bf16}})
+        monkeypatch.setattr(autotune, "timing_for", lambda *given, again: timing)
+        settings = Settings.model_validate({"model": str(tmp_path), "device": "cpu", **fields})
+        findings = doctor_module._dtype_and_threads(Loaded(settings, {}, ()))
+        return [(each.level, f"{each.what}: {each.mend}") for each in findings]
+
+    rule, threads = found([1.0, 4.0, 10.0])
+    assert rule == ("ok", "dtype f32: no GGUF file: int8 and bf16 are faster, with other near ties: ")
+    assert threads[0] == "ok"
+    assert threads[1].startswith("threads: 2 of 2 threads to begin with; ms for products")
+    *_, advice = found([0.5, 2.0, 5.0])
+    assert advice == (
+        "warn",
+        "products in bf16 take 0.50 of the time of those in f32: --dtype bf16, if other near ties do no harm",
+    )
+    assert [level for level, _ in found([0.5, 2.0, 5.0], dtype="f32")] == ["ok", "warn"]
+    assert found([0.5, 2.0, 5.0], backend="dummy") == []
 
 
 def test_versions_without_importing_anything() -> None:

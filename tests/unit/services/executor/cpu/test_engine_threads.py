@@ -21,8 +21,8 @@ KIND = "llama"
 class Counted:
     """One thread less with each step."""
 
-    def __init__(self, most: int) -> None:
-        self.now = most
+    def __init__(self, most: int, first: int) -> None:
+        self.most, self.now = most, first
         self.seen: list[tuple[int, int]] = []
 
     def observe(self, tokens: int, took_us: int) -> None:
@@ -39,11 +39,13 @@ def three_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def built(folder: Path, *, threads: int = 0, deterministic: bool = False) -> engine.TorchBackend:
+def built(
+    folder: Path, *, threads: int = 0, first_threads: int = 0, deterministic: bool = False
+) -> engine.TorchBackend:
     return engine.build(
         TorchOptions(
             model_path=save_tiny(KIND, folder), model_name=KIND, device="cpu", dtype="f32", blocks=80,
-            slots=8, threads=threads, deterministic=deterministic,
+            slots=8, threads=threads, first_threads=first_threads, deterministic=deterministic,
         )
     )  # fmt: skip
 
@@ -66,3 +68,14 @@ def test_a_number_that_is_asked_for_and_a_deterministic_engine_keep_theirs(
     backend = built(tmp_path, threads=threads, deterministic=deterministic)
     assert backend._threads is None
     assert torch.get_num_threads() == has
+
+
+@pytest.mark.parametrize(("cores", "first", "most"), [(3.0, 2, 3), (2.5, 2, 2), (2.5, 0, 3)])
+def test_steps_do_not_try_more_threads_than_a_part_of_a_core_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: float, first: int, most: int
+) -> None:
+    monkeypatch.setattr(engine, "usable_cores", lambda: cores)
+    monkeypatch.setattr(engine, "usable_threads", lambda: 3)
+    count = built(tmp_path, first_threads=first)._threads
+    assert isinstance(count, Counted)
+    assert (count.now, count.most) == (first or 3, most)

@@ -1,0 +1,286 @@
+"""Times the products of a CPU once, and chooses with how many threads an engine begins.
+
+The dtype stays a rule (`best_dtype`): it decides answers, KV keys and model digests, which must not differ
+between two starts, or between two hosts of a fleet, because other work ran during a measurement. Timings only
+say where another dtype would be faster.
+
+Matrices larger than the second cache are multiplied with 1, 8 and 32 rows, as the engine does it, with one
+thread, half of the cores and all, in turn, for BUDGET_S. The least time of each counts, so other work for a
+part of the time does no harm. Other work all the time shows in the CPU time of the threads: then the timing
+is not believed, and made again an hour later. Timings are in `timings/` of the cache folder, in a file for
+each CPU, quota, version of the kernels, dtype and type of weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+import kernels.cpu_jit
+from services.executor.checkpoint.gguf import type_of_blocks
+from services.executor.checkpoint.loader import device_of
+from services.executor.checkpoint.stored import Dense, Stored
+from services.executor.cpu.linear import Products
+from shared.config import Settings
+from shared.cores import usable_cores
+
+log = logging.getLogger("headrace.executor")
+
+ROWS = (1, 8, 32)  # of the steps of one user, of a few, of many
+# A number of threads is taken if it needs at most so much of the time of all of them: two measurements of a
+# quiet machine differ by less, so that equal machines begin alike.
+TIE = 0.95
+# The least time is believed if others are within NEAR times it, and its threads had most of the CPU time that
+# they could have: 0.5 for two threads on one core, 1.0 without other work.
+NEAR, AGREE = 1.2, 3
+SHARE = 0.75
+RETRY_S = 3600  # starts beside other work are not slowed down by one timing each
+BUDGET_S = 0.6  # with the matrices, of which packed ones take 0.2 s, less than a second
+_BYTES, _COLUMNS = 8 << 20, 1024  # of a matrix: more than the second cache of a core; in whole blocks
+_SCALE = 100_000_000  # weights: times of matrices of unlike dtypes are shown for so many
+_TYPES = {"f32": torch.float32, "packed": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
+_CPU = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU implementer", "CPU part",
+        "CPU variant", "Features")  # fmt: skip
+_LIMITS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "ONEDNN_MAX_CPU_ISA")  # instructions that are not used
+
+Product = tuple[Callable[[Tensor], Tensor], list[Tensor], int]  # with inputs of ROWS rows; its weights
+Passes = list[tuple[float, float]]  # s, and how much of the CPU time of its threads each had
+Times = Mapping[int, Sequence[float]]  # ms of _SCALE weights at ROWS, by threads
+
+
+class _Kept(BaseModel):
+    """A file of timings. `about`: the machine and versions; `made`: s, Unix time; the rest as in Timing."""
+
+    about: list[str]
+    made: float
+    steady: bool
+    ms: dict[str, dict[int, list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Times of one machine. `dtype`: what the engine computes in, timed with several numbers of threads;
+    other dtypes with the most. `steady`: whether they are believed."""
+
+    dtype: str
+    cores: float
+    ms: Mapping[str, Times]
+    steady: bool = True
+
+    @property
+    def threads(self) -> int:
+        """The threads to begin with."""
+        times = self.ms[self.dtype]
+        return best_threads(times, self.cores) if self.steady else max(times)
+
+    def faster(self) -> tuple[str, float] | None:
+        """The dtype whose products take the least time, and its part of the time of the engine's. None for
+        the engine's own, or one as fast."""
+        times = {name: _mean(of[max(of)]) for name, of in self.ms.items()}
+        best = min(times, key=lambda name: times[name])
+        part = times[best] / times[self.dtype]
+        return (best, part) if self.steady and part < TIE else None
+
+    def __str__(self) -> str:
+        most = max(self.ms[self.dtype])
+        shown = [f"{_shown(of)} ({n})" for n, of in sorted(self.ms[self.dtype].items(), reverse=True)]
+        shown += [f"{name} {_shown(of[most])}" for name, of in self.ms.items() if name != self.dtype]
+        why = "" if self.steady else ", as other work disturbed the timing"
+        return (
+            f"{self.threads} of {most} threads to begin with{why}; ms for products of 100M weights with "
+            f"{'/'.join(map(str, ROWS))} rows (threads): {self.dtype} {', '.join(shown)}"
+        )
+
+
+def best_threads(times: Times, cores: float) -> int:
+    """The number with the least mean time, the most unless another is clearly faster. A quota of `cores`
+    stops more threads for a part of each period, which short products do not show: that is added."""
+    means = {n: _mean(of) * max(1.0, n / cores) for n, of in times.items()}
+    best, most = min(means, key=lambda n: means[n]), max(means)
+    return best if means[best] < TIE * means[most] else most
+
+
+def counts(cores: float) -> list[int]:
+    """The numbers of threads to time."""
+    most = max(1, math.ceil(cores))
+    return sorted({1, max(1, most // 2), max(1, int(cores)), most})
+
+
+def timing_for(
+    settings: Settings, path: Path, dtype: str, others: Sequence[str] = (), *, again: bool = False
+) -> Timing | None:
+    """The kept timing of this machine for an engine in `dtype`, or a new one, in a second; the first on a
+    machine also compiles kernels. None where the settings decide, with nothing to choose, and on a GPU. One
+    that is not believed is made again after RETRY_S, or if `again`."""
+    device, ranks = settings.device_and_ranks
+    chosen = settings.threads or settings.deterministic or ranks > 1 or settings.backend in ("dummy", "sim")
+    if chosen or dtype not in _TYPES or device_of(device).type != "cpu":
+        return None
+    kind = type_of_blocks(path) if path.suffix == ".gguf" else None
+    if dtype == "packed" and kind is None:
+        return None
+    cores = usable_cores()
+    dtypes, threads = [dtype, *(other for other in others if other != dtype)], counts(cores)
+    if len(dtypes) == len(threads) == 1:
+        return None
+    about = [*_machine(), f"{cores:g} cores", dtype, kind.name if kind and dtype == "packed" else ""]
+    name = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+    file = settings.cache_dir.expanduser() / "timings" / f"{name}.json"
+    kept = _read(file, about, dtypes, threads)
+    if kept is not None and (kept.steady or (not again and time.time() < kept.made + RETRY_S)):
+        return Timing(dtype, cores, {each: kept.ms[each] for each in dtypes}, kept.steady)
+    with _alone(file.parent) as alone:
+        if not alone:
+            log.info("another process times products: %d threads to begin with", max(threads))
+            return None
+        ms, steady = _measured({each: _product(each, kind) for each in dtypes}, threads)
+        _write(file, _Kept(about=about, made=time.time(), steady=steady, ms=ms))
+        return Timing(dtype, cores, ms, steady)
+
+
+def _mean(times: Sequence[float]) -> float:
+    """The geometric mean: each of ROWS has the same weight, however long it takes."""
+    return math.exp(sum(map(math.log, times)) / len(times))
+
+
+def _shown(times: Sequence[float]) -> str:
+    return "/".join(f"{ms:.{0 if ms >= 10 else 1}f}" for ms in times)
+
+
+# ---- measure --------------------------------------------------------------------------------------------
+
+
+def _product(dtype: str, kind: Kind | None) -> Product:
+    """A product with a matrix, as the engine makes it."""
+    weight: Stored
+    if dtype == "packed":
+        from services.executor.checkpoint.gguf_blocks import InBlocks
+
+        assert kind is not None, "only a file has blocks"
+        columns, size = GGML_QUANT_SIZES[kind]
+        row_bytes = _COLUMNS // columns * size
+        raw = np.full((_BYTES // row_bytes, row_bytes), 1, np.uint8)
+        weight = InBlocks.of(raw, kind, len(raw))
+    else:
+        size = 1 if dtype == "int8" else _TYPES[dtype].itemsize
+        weight = Dense.of(torch.ones(_BYTES // _COLUMNS // size, _COLUMNS, dtype=_TYPES[dtype]))
+    products = Products(_TYPES[dtype], torch.device("cpu"), deterministic=False, int8=dtype == "int8")
+    inputs = [torch.ones(rows, _COLUMNS, dtype=_TYPES[dtype]) for rows in ROWS]
+    return products.linear(weight), inputs, math.prod(weight.shape)
+
+
+@torch.inference_mode()
+def _measured(
+    products: Mapping[str, Product], threads: Sequence[int]
+) -> tuple[dict[str, dict[int, list[float]]], bool]:
+    """The least times, of the first dtype with all numbers of threads, and whether to believe them."""
+    before, most = torch.get_num_threads(), max(threads)
+    cells = [(dtype, n) for n in threads for dtype in products if n == most or dtype == next(iter(products))]
+    taken: dict[tuple[str, int], list[Passes]] = {cell: [[] for _ in ROWS] for cell in cells}
+    try:
+        for dtype, n in cells:  # compiles
+            _time_once(products[dtype], n, [[] for _ in ROWS])
+        ends = time.perf_counter() + BUDGET_S
+        while time.perf_counter() < ends:
+            for dtype, n in cells:
+                _time_once(products[dtype], n, taken[dtype, n])
+    finally:
+        torch.set_num_threads(before)
+    ms: dict[str, dict[int, list[float]]] = {dtype: {} for dtype in products}
+    for (dtype, n), passes in taken.items():
+        ms[dtype][n] = [min(of)[0] * 1e3 * _SCALE / products[dtype][2] for of in passes]
+    return ms, all(believed(of) for passes in taken.values() for of in passes)
+
+
+def _time_once(made: Product, threads: int, taken: list[Passes]) -> None:
+    product, inputs, _ = made
+    torch.set_num_threads(threads)
+    product(inputs[0])  # starts the threads, and takes the matrix of another dtype out of the caches
+    for x, passes in zip(inputs, taken, strict=True):
+        cpu, began = time.process_time(), time.perf_counter()
+        product(x)
+        took = time.perf_counter() - began
+        passes.append((took, (time.process_time() - cpu) / (took * threads)))
+
+
+def believed(passes: Passes) -> bool:
+    """Whether the least time is that of the machine without other work."""
+    times = sorted(passes)
+    near = [took for took, _ in times if took <= NEAR * times[0][0]]
+    return len(near) >= AGREE and times[0][1] >= SHARE
+
+
+# ---- keep -----------------------------------------------------------------------------------------------
+
+
+def _machine() -> list[str]:
+    """What times depend on, besides the cores, the dtype and the type of the weights."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    cpu = [line for line in lines if line.partition(":")[0].strip() in _CPU]
+    limits = [f"{name}={os.environ.get(name, '')}" for name in _LIMITS]
+    return [*cpu, *limits, torch.__version__, kernels.cpu_jit.sources_digest()]
+
+
+def _read(file: Path, about: list[str], dtypes: Sequence[str], threads: list[int]) -> _Kept | None:
+    """The timing in a file. None without one, and for a damaged one, another machine or other dtypes."""
+    try:
+        kept = _Kept.model_validate_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    wanted = {dtype: threads if dtype == dtypes[0] else threads[-1:] for dtype in dtypes}
+    fits = kept.about == about and all(sorted(kept.ms.get(of, ())) == wanted[of] for of in dtypes)
+    if not fits or any(len(times) != len(ROWS) for of in kept.ms.values() for times in of.values()):
+        return None
+    return kept
+
+
+def _write(file: Path, kept: _Kept) -> None:
+    """All of it or nothing: another start may read at any time, or write the same."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".timings-", dir=file.parent) as folder:
+            draft = Path(folder) / file.name
+            draft.write_text(kept.model_dump_json())
+            draft.replace(file)
+    except OSError as error:
+        log.warning("timings are not kept: %s", error)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Whether no other process measures now: two that do disturb each other."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:  # no writable folder: measured at every start
+        yield True
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    except OSError:  # a file system without locks
+        free = True
+    try:
+        yield free
+    finally:
+        os.close(lock)
