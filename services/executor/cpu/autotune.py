@@ -1,8 +1,8 @@
-"""Times the products of a CPU once, and chooses with how many threads an engine begins.
+"""Times the products of a CPU once, and chooses with how many threads an engine starts.
 
 The dtype stays a rule (`best_dtype`): it decides answers, KV keys and model digests, which must not differ
 between two starts, or between two hosts of a fleet, because other work ran during a measurement. Timings only
-say where another dtype would be faster.
+show where another dtype would be faster.
 
 Matrices larger than the second cache are multiplied with 1, 8 and 32 rows, as the engine does it, with one
 thread, half of the cores and all, in turn, for BUDGET_S. The least time of each counts, so other work for a
@@ -254,9 +254,9 @@ def _read(file: Path, about: list[str], dtypes: Sequence[str], threads: list[int
 
 
 def _write(file: Path, kept: _Kept) -> None:
-    """All of it or nothing: another start may read at any time, or write the same."""
+    """All of it or nothing: another start may read at any time."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".timings-", dir=file.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=".draft-", dir=file.parent) as folder:
             draft = Path(folder) / file.name
             draft.write_text(kept.model_dump_json())
             draft.replace(file)
@@ -267,20 +267,14 @@ def _write(file: Path, kept: _Kept) -> None:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
     """Whether no other process measures now: two that do disturb each other."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
-    except OSError:  # no writable folder: measured at every start
-        yield True
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
-    except BlockingIOError:
-        free = False
-    except OSError:  # a file system without locks
-        free = True
-    try:
+    free = True
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):  # no writable folder, or one without locks
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY)
+            opened.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                free = False
         yield free
-    finally:
-        os.close(lock)

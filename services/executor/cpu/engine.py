@@ -287,8 +287,9 @@ class ThreadCount:
 
 
 def _thread_count() -> ThreadCount:
-    """Of an engine that begins with the threads that torch has. A quota of 1.5 cores stops two threads for a
-    part of each 100 ms, which few of the steps show: trials would take more than autotune.py has chosen."""
+    """The count of an engine that starts with the threads that torch has. A quota of 1.5 cores stops two
+    threads for a part of each 100 ms, which few of the steps show: trials would take more than autotune.py
+    chose."""
     first = torch.get_num_threads()
     return ThreadCount(first if usable_cores() % 1 else max(first, usable_threads()), first)
 

@@ -14,9 +14,12 @@ from gguf import GGMLQuantizationType as Kind
 from support.executor.tiny_gguf import write_gguf
 
 import kernels.cpu_jit
-from services.executor.cpu import autotune
+from services.executor import actor
+from services.executor.checkpoint import loader
+from services.executor.cpu import autotune, engine
 from services.executor.cpu.autotune import ROWS, Timing, believed, best_threads, counts, timing_for
 from services.executor.cpu.engine import ThreadCount
+from services.executor.engine import Alarm, GrammarNews
 from shared.config import Settings
 
 ONE, TWO = [2.0, 8.0, 20.0], [1.0, 4.0, 10.0]
@@ -265,7 +268,40 @@ def test_products_of_this_machine(tmp_path: Path, dtype: str, monkeypatch: pytes
     assert len(list((tmp_path / "timings").iterdir())) == 1
 
 
-def test_an_engine_begins_with_the_threads_of_the_timing() -> None:
+def test_the_counts_of_an_engine_start_where_they_are_told() -> None:
     assert ThreadCount(8, 5).now == 5
     assert ThreadCount(8, 5)._ladder == [1, 2, 3, 4, 5, 6, 8]
     assert ThreadCount(8).now == 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rule", "others"), [("auto", "f32", ("bf16",)), ("auto", "packed", ()), ("f32", "packed", ())]
+)
+def test_an_executor_starts_with_the_threads_that_were_timed_and_its_log_names_a_faster_dtype(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dtype: str,
+    rule: str,
+    others: tuple[str, ...],
+) -> None:
+    asked: list[object] = []
+
+    def found(given: Settings, path: Path, name: str, beside: tuple[str, ...]) -> Timing:
+        asked.append((name, beside))
+        return Timing(name, 4, {name: {2: ONE, 4: times(2)}, **{each: {4: ONE} for each in beside}})
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(autotune, "timing_for", found)
+    monkeypatch.setattr(loader, "best_dtype", lambda *_: (rule, "a reason"))
+    monkeypatch.setattr(engine, "build", lambda options: options)
+    caplog.set_level("INFO", "headrace.executor")
+    options = actor._torch(
+        settings(tmp_path, model=str(tmp_path), dtype=dtype, backend="torch"), Alarm(), GrammarNews()
+    )
+    name = dtype if dtype != "auto" else rule
+    assert isinstance(options, loader.TorchOptions)
+    assert (options.dtype, options.threads, options.first_threads) == (name, 0, 2)
+    assert asked == [(name, others)]
+    assert "2 of 4 threads to begin with; ms" in caplog.text
+    assert ("products in bf16 take 0.50 of the time: --dtype bf16" in caplog.text) == bool(others)
