@@ -21,7 +21,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -47,12 +47,15 @@ ROWS = (1, 8, 32)  # of the steps of one user, of a few, of many
 # A number of threads is taken if it needs at most so much of the time of all of them: two measurements of a
 # quiet machine differ by less, so that equal machines begin alike.
 TIE = 0.95
-# The least time is believed if others are within NEAR times it, and its threads had most of the CPU time that
-# they could have: 0.5 for two threads on one core, 1.0 without other work.
+# Least times are believed if AGREE times are within NEAR times each, and each number of threads had most of
+# the CPU time that it could have, in one of its windows: 0.92 to 1.0 of it without other work, 0.3 to 0.5 for
+# two threads where another process computes.
 NEAR, AGREE = 1.2, 3
 SHARE = 0.75
 RETRY_S = 3600  # starts beside other work are not slowed down by one timing each
-BUDGET_S = 0.6  # with the matrices, of which packed ones take 0.2 s, less than a second
+# Each number of threads has ROUNDS windows: where other processes run, Linux needs some ms to spread new
+# threads over the cores.
+ROUNDS, BUDGET_S = 2, 0.6  # with the matrices, of which packed ones take 0.2 s, less than a second
 _BYTES, _COLUMNS = 8 << 20, 1024  # of a matrix: more than the second cache of a core; in whole blocks
 _SCALE = 100_000_000  # weights: times of matrices of unlike dtypes are shown for so many
 _TYPES = {"f32": torch.float32, "packed": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
@@ -61,7 +64,6 @@ _CPU = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "
 _LIMITS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "ONEDNN_MAX_CPU_ISA")  # instructions that are not used
 
 Product = tuple[Callable[[Tensor], Tensor], list[Tensor], int]  # with inputs of ROWS rows; its weights
-Passes = list[tuple[float, float]]  # s, and how much of the CPU time of its threads each had
 Times = Mapping[int, Sequence[float]]  # ms of _SCALE weights at ROWS, by threads
 
 
@@ -150,7 +152,7 @@ def timing_for(
         if not alone:
             log.info("another process times products: %d threads to begin with", max(threads))
             return None
-        ms, steady = _measured({each: _product(each, kind) for each in dtypes}, threads)
+        ms, steady = _measured({each: _product(each, kind) for each in dtypes}, threads, cores)
         _write(file, _Kept(about=about, made=time.time(), steady=steady, ms=ms))
         return Timing(dtype, cores, ms, steady)
 
@@ -188,43 +190,49 @@ def _product(dtype: str, kind: Kind | None) -> Product:
 
 @torch.inference_mode()
 def _measured(
-    products: Mapping[str, Product], threads: Sequence[int]
+    products: Mapping[str, Product], threads: Sequence[int], cores: float
 ) -> tuple[dict[str, dict[int, list[float]]], bool]:
     """The least times, of the first dtype with all numbers of threads, and whether to believe them."""
     before, most = torch.get_num_threads(), max(threads)
-    cells = [(dtype, n) for n in threads for dtype in products if n == most or dtype == next(iter(products))]
-    taken: dict[tuple[str, int], list[Passes]] = {cell: [[] for _ in ROWS] for cell in cells}
+    dtypes = {n: [*products] if n == most else [*products][:1] for n in threads}
+    taken: dict[int, dict[str, list[list[float]]]]
+    taken = {n: {dtype: [[] for _ in ROWS] for dtype in dtypes[n]} for n in threads}
+    shares = dict.fromkeys(threads, 0.0)
     try:
-        for dtype, n in cells:  # compiles
-            _time_once(products[dtype], n, [[] for _ in ROWS])
-        ends = time.perf_counter() + BUDGET_S
-        while time.perf_counter() < ends:
-            for dtype, n in cells:
-                _time_once(products[dtype], n, taken[dtype, n])
+        for n in threads:  # compiles
+            for dtype in dtypes[n]:
+                _time_once(products[dtype], n, [[] for _ in ROWS])
+        for n in [*threads] * ROUNDS:
+            cpu, began, window = time.process_time(), time.perf_counter(), BUDGET_S / ROUNDS / len(threads)
+            while (took := time.perf_counter() - began) < window:
+                for dtype in dtypes[n]:
+                    _time_once(products[dtype], n, taken[n][dtype])
+            shares[n] = max(shares[n], (time.process_time() - cpu) / took / min(n, cores))
     finally:
         torch.set_num_threads(before)
     ms: dict[str, dict[int, list[float]]] = {dtype: {} for dtype in products}
-    for (dtype, n), passes in taken.items():
-        ms[dtype][n] = [min(of)[0] * 1e3 * _SCALE / products[dtype][2] for of in passes]
-    return ms, all(believed(of) for passes in taken.values() for of in passes)
+    for n, of_dtypes in taken.items():
+        for dtype, times in of_dtypes.items():
+            ms[dtype][n] = [min(of) * 1e3 * _SCALE / products[dtype][2] for of in times]
+    all_times = [of for of_dtypes in taken.values() for times in of_dtypes.values() for of in times]
+    return ms, believed(all_times, shares.values())
 
 
-def _time_once(made: Product, threads: int, taken: list[Passes]) -> None:
+def _time_once(made: Product, threads: int, taken: list[list[float]]) -> None:
     product, inputs, _ = made
     torch.set_num_threads(threads)
     product(inputs[0])  # starts the threads, and takes the matrix of another dtype out of the caches
-    for x, passes in zip(inputs, taken, strict=True):
-        cpu, began = time.process_time(), time.perf_counter()
+    for x, times in zip(inputs, taken, strict=True):
+        began = time.perf_counter()
         product(x)
-        took = time.perf_counter() - began
-        passes.append((took, (time.process_time() - cpu) / (took * threads)))
+        times.append(time.perf_counter() - began)
 
 
-def believed(passes: Passes) -> bool:
-    """Whether the least time is that of the machine without other work."""
-    times = sorted(passes)
-    near = [took for took, _ in times if took <= NEAR * times[0][0]]
-    return len(near) >= AGREE and times[0][1] >= SHARE
+def believed(all_times: Iterable[Sequence[float]], shares: Iterable[float]) -> bool:
+    """Whether the least of each of some times is that of a machine without other work. `shares`: how much of
+    the CPU time that it could have each number of threads had."""
+    near = (sum(took <= NEAR * min(times) for took in times) for times in all_times)
+    return all(count >= AGREE for count in near) and all(share >= SHARE for share in shares)
 
 
 # ---- keep -----------------------------------------------------------------------------------------------
