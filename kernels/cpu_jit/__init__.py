@@ -35,3 +35,12 @@ def sources_digest() -> str:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def has_amx() -> bool:
+    """Whether products in bfloat16 run in AMX's tiles."""
+    if not available():
+        return False
+    from kernels.cpu_jit import amx
+
+    return amx.usable()

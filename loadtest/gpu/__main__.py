@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-# Apart: fp8_weights, fp8_exact.
+# Apart: fp8_weights, fp8_exact, long_prompts.
 # Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
@@ -53,6 +53,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         fp8_weights,
         kernels,
         limits,
+        long_prompts,
         pp,
         products,
         profile,
@@ -87,7 +88,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
     if name.startswith("experts"):
         return spread.experts(int(name.removeprefix("experts")), step_tokens)
     parts = {
-        "deterministic": deterministic.deterministic, "fp8": fp8.fp8, "fp8_weights": fp8_weights.fp8_weights
+        "deterministic": deterministic.deterministic, "fp8": fp8.fp8, "fp8_weights": fp8_weights.fp8_weights,
+        "long_prompts": long_prompts.long_prompts,
     }  # fmt: skip
     if name in parts:  # engines of their own: no room for another
         deterministic.end(found.pop("_built", None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -250,10 +251,13 @@ def device_of(name: str, rank: int = 0) -> torch.device:
 
 def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
     """What a server computes in if no dtype is chosen, and why: `packed` for a GGUF file whose weights are
-    mostly in blocks, on one CPU rank with the instructions; else `f32`; on a GPU `auto`."""
+    mostly in blocks, on one CPU rank with the instructions; `bf16` for a checkpoint in bfloat16 on a CPU with
+    AMX; else `f32`; on a GPU `auto`."""
     if device_of(device).type != "cpu":
         return "auto", "fp8 on a GPU if the checkpoint is in fp8, else bf16"
     if path.suffix != ".gguf":
+        if _is_in_bf16(path) and kernels.cpu_jit.has_amx():
+            return "bf16", "the checkpoint is in bf16, which AMX multiplies"
         return "f32", "no GGUF file: int8 and bf16 are faster, with other near ties"
     if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
         return "f32", "this CPU has no AVX2 with F16C, or Numba is missing"
@@ -262,6 +266,15 @@ def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
     if type_of_blocks(path) is None:
         return "f32", "few weights of the file are in blocks of 4 to 8 bits"
     return "packed", "the weights stay in the file's blocks: the answers of f32, sooner"
+
+
+def _is_in_bf16(folder: Path) -> bool:
+    """Whether the config of a checkpoint names bfloat16."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
+    except (OSError, ValueError, AttributeError):
+        return False  # the loader names what is wrong
 
 
 def _dtype_name(options: TorchOptions, device: torch.device) -> str:

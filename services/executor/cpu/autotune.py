@@ -55,7 +55,7 @@ SHARE = 0.75
 RETRY_S = 3600  # starts beside other work are not slowed down by one timing each
 # Each number of threads has ROUNDS windows: where other processes run, Linux needs some ms to spread new
 # threads over the cores.
-ROUNDS, BUDGET_S = 2, 0.6  # with the matrices, of which packed ones take 0.2 s, less than a second
+ROUNDS, BUDGET_S = 2, 0.5  # with the matrices, of which packed ones take 0.2 s, less than a second
 _BYTES, _COLUMNS = 8 << 20, 1024  # of a matrix: more than the second cache of a core; in whole blocks
 _SCALE = 100_000_000  # weights: times of matrices of unlike dtypes are shown for so many
 _TYPES = {"f32": torch.float32, "packed": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
