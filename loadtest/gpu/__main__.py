@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-# Apart: fp8_weights, fp8_exact.
+# Apart: fp8_weights, fp8_exact, int4_products, int4_weights, int4_exact.
 # Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
@@ -51,6 +51,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         exact,
         fp8,
         fp8_weights,
+        int4_weights,
         kernels,
         limits,
         pp,
@@ -72,6 +73,10 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return chunks.chunks()
     if name == "fp8_exact":
         return fp8_weights.fp8_exact()
+    if name == "int4_exact":
+        return int4_weights.int4_exact()
+    if name == "int4_products":
+        return int4_weights.int4_products()
     if name == "draw":
         return draw.draw()
     if name == "products":
@@ -87,7 +92,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
     if name.startswith("experts"):
         return spread.experts(int(name.removeprefix("experts")), step_tokens)
     parts = {
-        "deterministic": deterministic.deterministic, "fp8": fp8.fp8, "fp8_weights": fp8_weights.fp8_weights
+        "deterministic": deterministic.deterministic, "fp8": fp8.fp8, "fp8_weights": fp8_weights.fp8_weights,
+        "int4_weights": int4_weights.int4_weights,
     }  # fmt: skip
     if name in parts:  # engines of their own: no room for another
         deterministic.end(found.pop("_built", None))
