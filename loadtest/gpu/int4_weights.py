@@ -41,8 +41,10 @@ def int4_weights(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
         engines.append({
             "dtype": info.dtype, "load_s": built.load_s, "warm_up_s": built.warm_up_s,
             "weight_bytes": built.weight_bytes, "kv_tokens": info.blocks * info.block_tokens,
-            "decode": decode(built, limits, BATCHES), "prefill": prefill(built, step_tokens, PREFILLS),
+            "decode": decode(built, limits, BATCHES),
         })  # fmt: skip
+        if len(engines) < 3:
+            engines[-1]["prefill"] = prefill(built, step_tokens, PREFILLS)
         end(built)
         print("engine", {k: v for k, v in engines[-1].items() if k not in ("decode", "prefill")}, flush=True)
     first, own, again = engines
@@ -50,8 +52,8 @@ def int4_weights(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
         f"decode {row['batch']}": (a["step_ms"] + b["step_ms"]) / 2 / row["step_ms"]
         for a, row, b in zip(first["decode"], own["decode"], again["decode"], strict=True)
     }
-    speeds = [each["prefill"][0]["tok_s"] for each in engines]
-    ratios["prefill"] = speeds[1] / (speeds[0] + speeds[2]) * 2
+    speeds = [each["prefill"][0]["tok_s"] for each in engines[:2]]
+    ratios["prefill"] = speeds[1] / speeds[0]
     print("ratios", {key: round(value, 3) for key, value in ratios.items()}, flush=True)
     return {"engines": engines, "ratios": ratios}
 

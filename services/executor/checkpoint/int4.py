@@ -1,7 +1,8 @@
 """Weights in 4 bits: from checkpoints of AWQ, GPTQ and compressed-tensors (`pack-quantized`).
 
     in a file    `InInt4`: numbers, scales and zero points in the layout of its authors
-    in memory    `ScaledInt4`: kernels.int4.Int4Groups, which products on a GPU take (`--dtype int4`)
+    in memory    `ScaledInt4`: kernels.int4.Int4Groups, which products take on a GPU (`--dtype int4`), and in
+                 blocks of 32 columns on a CPU (`--dtype packed`)
 
 The projections of attention and of dense MLPs are in 4 bits; embedding, norms, biases and head stay plain.
 With any other dtype the matrices are dequantised at load. Layouts, as their libraries write them:
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,10 +32,14 @@ from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import HEADS, KV_HEADS, WIDTH, Part
 from shared.errors import SetupError
 
+if TYPE_CHECKING:
+    from kernels.cpu_jit.block_weights import Blocks
+
 LEAST_CAPABILITY = (8, 0)  # matrix instructions in bf16
 GROUPS = (32, 64, 128)  # columns, of products; or a whole row
 DUMMY_GROUP = 128  # of random weights; what most checkpoints have
 _MULTIPLE = 128  # of both sizes of a weight, for the tiles of the product
+_BLOCK = 32  # columns with a scale, in the products of a CPU
 _LESS_ONE = 0x11111111  # added to a word, it adds one to each of its numbers
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where number i lies in a word
@@ -118,25 +124,31 @@ class InInt4:
     def read_rows_only(self) -> None:
         """See Stored."""
 
-    def in_int4(self, dtype: torch.dtype, device: torch.device) -> ScaledInt4:
-        """For the product. Raises SetupError for columns in another order than their groups, a group that the
-        product does not take, and a part that begins or ends within a group."""
-        rows, columns = self.ranges
-        whole = self.numbers.shape[1]
+    def unfit(self) -> str:
+        """Why products cannot read it in groups; empty if they can."""
+        columns, whole = self.ranges[1], self.group == self.numbers.shape[1]
         if self.of_columns is not None:
-            raise self._refused("has its columns in the order of activations (desc_act, g_idx)")
-        if self.group not in GROUPS and self.group != whole:
+            return "has its columns in the order of activations (desc_act, g_idx)"
+        if self.group not in GROUPS and not whole:
             sizes = ", ".join(map(str, GROUPS))
-            raise self._refused(f"has groups of {self.group} columns, where products take {sizes} or a row")
-        if self.group == whole:
-            groups = range(1)
-        elif columns.start % self.group or columns.stop % self.group:
-            raise self._refused(
-                f"would be cut within a group of {self.group} columns, at {columns.start} and {columns.stop}",
-                "fewer ranks, or stages (cuda/pp2), or ",
+            return f"has groups of {self.group} columns, where products take {sizes} or a row"
+        if not whole and (columns.start % self.group or columns.stop % self.group):
+            return (
+                f"would be cut within a group of {self.group} columns, at {columns.start} and "
+                f"{columns.stop}, by so many ranks"
             )
-        else:
-            groups = range(columns.start // self.group, columns.stop // self.group)
+        return ""
+
+    def in_int4(self, dtype: torch.dtype, device: torch.device) -> ScaledInt4:
+        """For products. Raises SetupError for what `unfit` says."""
+        if why := self.unfit():
+            raise SetupError(
+                f"tensor {self.name!r} {why}: dtype int4 cannot compute this; use dtype fp8 or bf16, which "
+                "dequantise it at load"
+            )
+        rows, columns = self.ranges
+        whole = self.group == self.numbers.shape[1]
+        groups = range(1) if whole else range(columns.start // self.group, columns.stop // self.group)
         scales, zeros = self._of_groups(rows, groups, device)
         numbers = pack(self.numbers.read(rows, columns, device))
         if zeros is not None:
@@ -177,12 +189,6 @@ class InInt4:
         centred = self.numbers.read(rows, columns, device).float()
         centred -= MIDDLE if zeros is None else zeros[:, of_columns].float()
         return centred.mul_(scales.float()[:, of_columns])
-
-    def _refused(self, what: str, instead: str = "") -> SetupError:
-        return SetupError(
-            f"tensor {self.name!r} {what}: dtype int4 cannot compute this; use {instead}dtype fp8 or bf16, "
-            "which dequantise it at load"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +251,17 @@ class ScaledInt4:
             scales = self.matrix.scales.float() * factors.float()  # float16 has no such exponent
         return replace(self, matrix=replace(self.matrix, scales=scales))
 
+    def blocks(self) -> list[Blocks]:
+        """For the products of a CPU, of a matrix that `part_in_blocks` has let pass."""
+        from kernels.cpu_jit.block_weights import NIBBLES, NIBBLES_MINIMUM, Blocks
+
+        numbers, zeros = unpack(self.matrix.numbers), self.matrix.zeros
+        scales = self.matrix.scales.half()
+        minima = None if zeros is None else (zeros.float() * -scales.float()).half()
+        each = self.matrix.group // _BLOCK
+        spread = (None if of is None else of.repeat_interleave(each, 1) for of in (scales, minima))
+        return [Blocks(NIBBLES if zeros is None else NIBBLES_MINIMUM, numbers, *spread)]
+
     def loaded(self, dtype: torch.dtype, device: torch.device) -> ScaledInt4:
         return replace(self._each(lambda tensor, _: tensor.to(device)), dtype=dtype)
 
@@ -266,6 +283,19 @@ def part_in_int4(part: Part, stored: Stored, dtype: torch.dtype, device: torch.d
     if part.units in (HEADS, KV_HEADS, WIDTH) and isinstance(stored, InInt4) and _fits(stored):
         return stored.in_int4(dtype, device)
     return stored.loaded(dtype, device)
+
+
+def part_in_blocks(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
+    """`part_in_int4` for the products of a CPU, which read blocks of 32 columns with scales in float16: what
+    they cannot read is dequantised."""
+    if part.units not in (HEADS, KV_HEADS, WIDTH) or not isinstance(stored, InInt4):
+        return stored.loaded(dtype, device)
+    if stored.shape[1] % _BLOCK or stored.unfit():
+        return stored.loaded(dtype, device)
+    found = stored.in_int4(dtype, device)
+    scales = found.matrix.scales.float()
+    exact = (scales.half().float() - scales).abs() <= scales.abs() * 2.0**-11
+    return found if exact.all() else stored.loaded(dtype, device)
 
 
 def dummy_in_int4(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:

@@ -20,7 +20,7 @@ from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.fp8 import LEAST_CAPABILITY, part_in_fp8
 from services.executor.checkpoint.gguf import has_blocks, load_gguf, stored_gguf
 from services.executor.checkpoint.int4 import LEAST_CAPABILITY as LEAST_FOR_INT4
-from services.executor.checkpoint.int4 import Int4Format, dummy_in_int4, part_in_int4
+from services.executor.checkpoint.int4 import Int4Format, dummy_in_int4, part_in_blocks, part_in_int4
 from services.executor.checkpoint.kv_cache import (
     KvCache,
     allocate,
@@ -112,7 +112,8 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     name = _dtype_name(options, device)
     dtype = {**_DTYPES, **_KEPT}[name]
     in_int4 = dummy_in_int4 if options.dummy else part_in_int4
-    load_part = {"fp8": part_in_fp8, "int4": in_int4}.get(name, plain_part)
+    by_name = {"fp8": part_in_fp8, "int4": in_int4, "packed": part_in_blocks}
+    load_part = by_name.get(name, plain_part)
     stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
     sharing = SOLO if options.pipeline else ranks
     shard_of = functools.partial(shard, rank=ranks.rank, size=ranks.size)
@@ -257,16 +258,18 @@ def device_of(name: str, rank: int = 0) -> torch.device:
 
 def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
     """What a server computes in if no dtype is chosen, and why: `packed` for a GGUF file whose weights are
-    mostly in blocks, on one CPU rank with the instructions; else `f32`; on a GPU `auto`."""
+    mostly in blocks and for a checkpoint in 4 bits, on one CPU rank with the instructions; else `f32`; on a
+    GPU `auto`."""
     if device_of(device).type != "cpu":
         return "auto", "on a GPU fp8 or int4 if the checkpoint is so, else bf16"
-    if path.suffix != ".gguf":
+    in_4_bits = stored_in(path) == "int4"
+    if path.suffix != ".gguf" and not in_4_bits:
         return "f32", "no GGUF file: int8 and bf16 are faster, with other near ties"
     if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
         return "f32", "this CPU has no AVX2 with F16C, or Numba is missing"
     if ranks > 1:
         return "f32", "several ranks share the layers, and cuts may fall within a block"
-    if not has_blocks(path):
+    if not in_4_bits and not has_blocks(path):
         return "f32", "few weights of the file are in blocks of 4 to 8 bits"
     return "packed", "the weights stay in the file's blocks: the answers of f32, sooner"
 
@@ -290,8 +293,10 @@ def _dtype_name(options: TorchOptions, device: torch.device) -> str:
             raise SetupError(f"dtype {name} is for CPUs; use bf16 or fp8")
         if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
             raise SetupError(f"dtype {name} needs a CPU with AVX2 and F16C, and Numba; use bf16")
-        if name == "packed" and path.suffix != ".gguf":
-            raise SetupError("dtype packed is for GGUF files; use int8, bf16 or f32")
+        if name == "packed" and path.suffix != ".gguf" and stored_in(path) != "int4":
+            raise SetupError(
+                "dtype packed is for GGUF files and checkpoints in 4 bits; use int8, bf16 or f32"
+            )
     elif name not in _DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join((*_DTYPES, *_KEPT))}")
     return name
@@ -319,7 +324,7 @@ def _why_not_int4(options: TorchOptions, device: torch.device) -> str:
     """Why these weights cannot stay in 4 bits on `device`; empty if they can."""
     instead = "use dtype fp8 or bf16, which dequantise the weights at load, to twice or four times the memory"
     if device.type != "cuda":
-        return "dtype int4 is for GPUs; on a CPU use f32, bf16 or int8, which dequantise the weights at load"
+        return "dtype int4 is for GPUs; on a CPU use packed, or f32, bf16 or int8, which dequantise at load"
     if not options.dummy and stored_in(options.model_path) != "int4":
         return (
             "dtype int4 is for checkpoints in 4 bits (awq, gptq, compressed-tensors pack-quantized); use fp8 "

@@ -136,13 +136,19 @@ def _dtype(loaded: Loaded) -> Iterator[Finding]:
     if dtype != "auto" or settings.backend in ("sim", "dummy") or importlib.util.find_spec("torch") is None:
         return
     from services.executor.checkpoint.loader import best_dtype
+    from services.executor.checkpoint.quantised import stored_in
 
     device, ranks = settings.device_and_ranks
     try:
-        found, why = best_dtype(resolve(settings.model, settings.cache_dir).path, device, ranks)
+        path = resolve(settings.model, settings.cache_dir).path
+        found, why = best_dtype(path, device, ranks)
     except SetupError:
         return  # `_model` reports it
-    yield Finding("ok", f"dtype {found}: {why}")
+    if found == "auto" and stored_in(path) == "int4" and importlib.util.find_spec("humming") is None:
+        mend = "pip install 'headrace[int4]', or use --dtype fp8 or bf16"
+        yield Finding("fail", "a GPU cannot keep the model's weights in 4 bits", mend)
+    else:
+        yield Finding("ok", f"dtype {found}: {why}")
 
 
 def _shared_memory(_: Loaded) -> Iterator[Finding]:

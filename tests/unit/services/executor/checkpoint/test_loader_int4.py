@@ -10,17 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.executor.fp8_folders import changed
-from support.executor.int4_folders import GROUP, save_int4
+from support.executor.int4_folders import GROUP, KINDS, compressed, gptq, packed, save_int4
 from support.executor.plan_maker import PlanMaker, Row
 from support.executor.row_by_row import logits
 from support.executor.tiny_models import random_tokens, save_tiny
 
+import kernels.cpu_jit
 from services.executor.checkpoint import int4, loader
 from services.executor.checkpoint.int4 import ScaledInt4
 from services.executor.checkpoint.kv_cache import size_bytes
 from services.executor.checkpoint.loader import Loaded, TorchOptions, best_dtype, load, model_digest
+from services.executor.checkpoint.quantised import scheme_of
 from services.executor.checkpoint.stored import Dense
 from services.executor.cpu.engine import build
+from services.executor.model.description import WIDTH, Part
 from shared.errors import SetupError
 
 CUDA = torch.device("cuda")
@@ -62,11 +65,46 @@ def test_a_cpu_computes_the_dequantised_weights(kind: str, tmp_path: Path) -> No
     assert of(folder).equal(of(plain))
 
 
+@pytest.mark.skipif(not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES), reason="no AVX2")
+@pytest.mark.parametrize("kind", ["compressed rows", "zeros", "gptq act-order"])
+def test_a_cpu_keeps_what_lies_in_whole_blocks(kind: str, tmp_path: Path) -> None:
+    """`down` has 112 columns, which are no whole blocks; columns in the order of activations have none."""
+    config = gptq(group_size=-1) if kind == "zeros" else KINDS[kind]
+    folder, _ = save_int4(config, "llama", tmp_path)
+    kept = load(options(folder, dtype="packed")).weights.layers[1]
+    assert [isinstance(kept[name], ScaledInt4) for name in MATRICES] == (
+        [False] * 4 if kind == "gptq act-order" else [True, True, True, False]
+    )
+    found = {}
+    for dtype in ("packed", "f32"):
+        maker = PlanMaker(build(options(folder, dtype=dtype, threads=1)))
+        maker.open(0, random_tokens(13, 3), logprobs=1)
+        chunk = logits(maker, [Row(0, 0, 12, feeds=(0,))])
+        found[dtype] = torch.cat((chunk, logits(maker, [Row(0, 12, 1, feeds=(0,))]))).double().log_softmax(-1)
+    kl = (found["f32"].exp() * (found["f32"] - found["packed"])).sum(-1)
+    assert kl.max() < 1e-5
+
+
+def test_scales_that_float16_does_not_hold_are_dequantised() -> None:
+    part = Part("gate", (32, 64), WIDTH)
+    tensors, wanted = packed(compressed(group_size=32), torch.randn(32, 64))
+    tensors["weight_scale"] = (tensors["weight_scale"].float() * 2.0**-20).bfloat16()
+    scheme = scheme_of({"quantization_config": compressed(group_size=32)})
+    assert isinstance(scheme, int4.Int4Format)
+    lazily = {f"w.{end}": tensor for end, tensor in tensors.items()}
+    stored = scheme.stored("w.weight", lazily, lambda key: Dense.of(lazily[key]))
+    found = int4.part_in_blocks(part, stored, torch.float32, torch.device("cpu"))
+    assert isinstance(found, Dense)
+    torch.testing.assert_close(found.values, wanted * 2.0**-20, rtol=2**-7, atol=0.0)
+
+
 def test_another_device_says_what_to_use_instead(tmp_path: Path) -> None:
     folder, _ = save_int4("awq", "llama", tmp_path)
-    with pytest.raises(SetupError, match="dtype int4 is for GPUs; on a CPU use f32, bf16 or int8"):
+    with pytest.raises(SetupError, match="dtype int4 is for GPUs; on a CPU use packed, or f32, bf16 or int8"):
         load(options(folder, dtype="int4"))
-    assert best_dtype(folder, "cpu", 1)[0] == "f32"
+    in_blocks = kernels.cpu_jit.has(*kernels.cpu_jit.BYTES)
+    assert best_dtype(folder, "cpu", 1)[0] == ("packed" if in_blocks else "f32")
+    assert best_dtype(folder, "cpu", 2)[0] == "f32"
     assert loader._dtype_name(options(folder), torch.device("cpu")) == "f32"
 
 
