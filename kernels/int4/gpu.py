@@ -50,7 +50,7 @@ class Int4Weight:
 
 @functools.cache
 def _library() -> Any:
-    """The library; a wheel has its native parts, so that the import need not start processes to build them.
+    """The library; a wheel has its native parts, so that the import starts no processes to build them.
     Raises ImportError."""
     kept = os.environ.get("HUMMING_DISABLE_PARALLEL_BUILD")
     os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"

@@ -42,7 +42,9 @@ _MULTIPLE = 128  # of both sizes of a weight, for the tiles of the product
 _BLOCK = 32  # columns with a scale, in the products of a CPU
 _LESS_ONE = 0x11111111  # added to a word, it adds one to each of its numbers
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where number i lies in a word
+# Where number i lies in a word.
+_IN_ORDER = tuple(range(IN_WORD))
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Packed:
     words: Dense
     dim: int
     turned: bool = False
-    order: tuple[int, ...] = tuple(range(IN_WORD))
+    order: tuple[int, ...] = _IN_ORDER
     added: int = 0
 
     @property
@@ -70,7 +72,8 @@ class Packed:
             size = IN_WORD if dim == self.dim else 1
             words = words.cut(Cut(dim, part.start // size, -(-part.stop // size)))
         found = unpack(words.values.to(device).transpose(self.dim, 1) + self.added)
-        found = found.unflatten(1, (-1, IN_WORD))[..., list(self.order)].flatten(1)
+        if self.order != _IN_ORDER:
+            found = found.unflatten(1, (-1, IN_WORD))[..., list(self.order)].flatten(1)
         skipped = along[self.dim].start % IN_WORD
         found = found[:, skipped : skipped + len(along[self.dim])].transpose(self.dim, 1)
         return found.T if self.turned else found
@@ -140,7 +143,7 @@ class InInt4:
         return ""
 
     def in_int4(self, dtype: torch.dtype, device: torch.device) -> ScaledInt4:
-        """For products. Raises SetupError for what `unfit` says."""
+        """For products. Raises SetupError for an unfit matrix."""
         if why := self.unfit():
             raise SetupError(
                 f"tensor {self.name!r} {why}: dtype int4 cannot compute this; use dtype fp8 or bf16, which "
@@ -345,7 +348,7 @@ class Int4Format:
                 raise SetupError(
                     f"tensor {module + end!r} is missing beside {module + numbers_end!r}; fetch it again"
                 )
-        order = _AWQ_ORDER if self.method == "awq" else tuple(range(IN_WORD))
+        order = _AWQ_ORDER if self.method == "awq" else _IN_ORDER
         in_words = 0 if self.method == "gptq" else 1  # the dimension with eight numbers in a word
         for end in found.keys() & {numbers_end, zeros_end}:
             _check_words(module + end, found[end])

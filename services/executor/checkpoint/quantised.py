@@ -87,8 +87,8 @@ def scheme_of(config: Mapping[str, Any]) -> InBlocksOfFp8 | Int4Format | None:
 
 
 def scheme_in(folder: Path) -> InBlocksOfFp8 | Int4Format | None:
-    """`scheme_of` of a folder; None also for one that cannot be read or is not supported: loading it says
-    why."""
+    """`scheme_of` of a folder; None also for one that cannot be read or is not supported: loading it
+    gives the reason."""
     try:
         return scheme_of(json.loads((folder / "config.json").read_text("utf-8")))
     except (OSError, ValueError, AttributeError, SetupError):

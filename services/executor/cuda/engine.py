@@ -100,8 +100,12 @@ class CudaBackend:
         self._alone = alone
         self._ranks = ranks
         streams = None
-        # Two products with one matrix in 4 bits must not run at once.
-        if options.overlap_comm != "off" and ranks.size > 1 and loaded.kept_in != "int4":
+        overlaps = options.overlap_comm
+        if loaded.kept_in == "int4":  # two products with one matrix in 4 bits must not run at once
+            if overlaps == "two_stream":
+                raise SetupError("with dtype int4 steps cannot be split: use overlap_comm auto or off")
+            overlaps = "off"
+        if overlaps != "off" and ranks.size > 1:
             streams = two_streams(loaded, most, deterministic=options.deterministic)
         self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: no micro-batch is a step of few rows
         self._slots = CudaSlots(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,6 +53,10 @@ from shared.errors import SetupError
 log = logging.getLogger("headrace.executor")
 
 Operand = Tensor | Fp8Rows | Int4Weight  # of a product
+# humming-kernels is missing, finds no compiler or headers, has no such layout, or is another version.
+_LIBRARY_ERRORS = (
+    ImportError, RuntimeError, OSError, ValueError, AssertionError, AttributeError, TypeError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +87,12 @@ class CudaModel:
         self._embedding, self._norm = weights.embedding.values, weights.norm
         self._head = weights.head.values
         self._layers: list[dict[str, Any]] = []
+        began_s = time.monotonic()
         while weights.layers:  # one by one: operands in 4 bits are copies
             layer = weights.layers.pop(0)
             self._layers.append({name: operand_of(stored) for name, stored in layer.items()})
+        if loaded.kept_in == "int4":
+            log.info("weights in 4 bits laid out, their kernels built: %.1f s", time.monotonic() - began_s)
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, loaded.context + 1).to(kv.device)
@@ -182,7 +190,7 @@ def operand_of(stored: Stored) -> Operand:
         return stored.values
     try:
         return int4.prepare(stored.matrix)
-    except (ImportError, RuntimeError, OSError, ValueError, AssertionError) as error:
+    except _LIBRARY_ERRORS as error:
         raise SetupError(
             f"humming-kernels cannot multiply weights in 4 bits here ({type(error).__name__}: {error}); "
             "check its install (pip install 'headrace[int4]', CUDA's headers), or use dtype fp8 or bf16"
