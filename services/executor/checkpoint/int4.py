@@ -41,6 +41,7 @@ DUMMY_GROUP = 128  # of random weights; what most checkpoints have
 _MULTIPLE = 128  # of both sizes of a weight, for the tiles of the product
 _BLOCK = 32  # columns with a scale, in the products of a CPU
 _LESS_ONE = 0x11111111  # added to a word, it adds one to each of its numbers
+_ALL_MIDDLE = 0x88888888 - (1 << 32)  # a word with MIDDLE in each of its numbers
 
 # Where number i lies in a word.
 _IN_ORDER = tuple(range(IN_WORD))
@@ -321,6 +322,7 @@ class Int4Format:
     group: int
     symmetric: bool = False
     less_one: bool = False  # zero points are stored less one
+    reordered: bool = False  # columns are in another order than their groups, which a tensor (g_idx) gives
 
     @property
     def _ends(self) -> tuple[str, ...]:
@@ -343,25 +345,37 @@ class Int4Format:
         found = {end: read(module + end) for end in self._ends if module + end in names}
         turned = self.method != "compressed-tensors"
         needed = (numbers_end, scales_end, *((zeros_end,) if turned or not self.symmetric else ()))
-        for end in needed:
+        order_end = "weight_g_idx" if self.method == "compressed-tensors" else "g_idx"
+        for end in (*needed, *((order_end,) if self.reordered else ())):
             if end not in found:
                 raise SetupError(
                     f"tensor {module + end!r} is missing beside {module + numbers_end!r}; fetch it again"
                 )
+        if zeros_end in found and zeros_end not in needed:
+            given = found[zeros_end].values  # packed, or as int8
+            if not (given == (_ALL_MIDDLE if given.dtype == torch.int32 else 0)).all():
+                raise SetupError(
+                    f"tensor {module + zeros_end!r} has zero points, but quantization_config sets symmetric; "
+                    "fetch the model again"
+                )
         order = _AWQ_ORDER if self.method == "awq" else _IN_ORDER
         in_words = 0 if self.method == "gptq" else 1  # the dimension with eight numbers in a word
-        for end in found.keys() & {numbers_end, zeros_end}:
+        for end in {numbers_end, zeros_end} & {*needed}:
             _check_words(module + end, found[end])
         numbers = Packed(found[numbers_end], in_words, turned, order)
         rows, columns = numbers.shape
         if given := found.get("weight_shape"):  # the columns may be padded to a whole word
-            shape = given.values.tolist()
-            if len(shape) != 2 or shape[0] != rows or not columns - IN_WORD < shape[1] <= columns:
+            shape = given.values.flatten().tolist()
+            if (
+                len(shape) != 2
+                or shape[0] != rows
+                or shape[1] not in range(columns - IN_WORD + 1, columns + 1)
+            ):
                 raise SetupError(
                     f"tensor {module + 'weight_shape'!r} is {shape}, where {module + numbers_end!r} has "
                     f"{[rows, columns]} numbers; fetch the model again"
                 )
-            columns = shape[1]
+            columns = int(shape[1])
         group = self.group or columns
         if columns % group:
             raise SetupError(
@@ -381,15 +395,14 @@ class Int4Format:
             raise _wrong_shape(module + scales_end, scales, rows, groups)
         if not scales.cut(Cut(0, 0, 1)).values.is_floating_point():
             raise SetupError(f"tensor {module + scales_end!r} has no floating point numbers; fetch it again")
-        of_columns = next((found[end] for end in found if end.endswith("g_idx")), None)
         return InInt4(
             module + numbers_end, numbers, scales, zeros, group, (range(rows), range(columns)),
-            _order(module, of_columns, columns, group), self.symmetric,
+            _order(module, found.get(order_end), columns, group), self.symmetric,
         )  # fmt: skip
 
 
 def _check_words(name: str, words: Dense) -> None:
-    if len(words.shape) != 2:
+    if len(words.shape) != 2 or not all(words.shape):
         raise SetupError(f"tensor {name!r} is {list(words.shape)}: only matrices are supported")
     if words.cut(Cut(0, 0, 1)).values.dtype != torch.int32:
         raise SetupError(f"tensor {name!r} is not in int32, eight numbers in each; fetch the model again")
@@ -407,7 +420,8 @@ def _order(module: str, given: Dense | None, columns: int, group: int) -> Tensor
     if given is None:
         return None
     found = given.values
-    if found.shape != (columns,) or found.min() < 0 or found.max() >= columns // group:
+    whole = found.dtype in (torch.int32, torch.int64)
+    if found.shape != (columns,) or not whole or found.min() < 0 or found.max() >= columns // group:
         raise SetupError(
             f"the groups of columns of {module!r} (g_idx) are not {columns} of 0 to {columns // group - 1}; "
             "fetch the model again"

@@ -125,14 +125,15 @@ def _awq(given: Mapping[str, Any]) -> Int4Format:
 
 def _gptq(given: Mapping[str, Any]) -> Int4Format:
     _only_keys(given, _GPTQ_KEYS)
-    kind = given.get("checkpoint_format") or given.get("format") or "gptq"
+    kind = next((given[key] for key in ("checkpoint_format", "format") if given.get(key) is not None), "gptq")
     if kind not in ("gptq", "gptq_v2"):
         raise _refused("checkpoint_format", kind)
     if given.get("is_marlin_format"):
         raise _refused("is_marlin_format", given["is_marlin_format"])
     if given.get("pack_dtype", "int32") != "int32":
         raise _refused("pack_dtype", given["pack_dtype"])
-    return Int4Format("gptq", _four_bits(given), bool(given.get("sym", True)), less_one=kind == "gptq")
+    symmetric, reordered = bool(given.get("sym", True)), bool(given.get("desc_act"))
+    return Int4Format("gptq", _four_bits(given), symmetric, kind == "gptq", reordered)
 
 
 def _four_bits(given: Mapping[str, Any]) -> int:
@@ -169,7 +170,8 @@ def _packed_group(name: str, group: Any) -> Int4Format:
     if strategy != "group":
         raise _refused(f"{name}.weights.strategy", strategy)
     size = _group_size(weights.get("group_size"), f"{name}.weights.group_size")
-    return Int4Format("compressed-tensors", size, symmetric)
+    reordered = weights.get("actorder") not in (None, False, "weight", "static")
+    return Int4Format("compressed-tensors", size, symmetric, reordered=reordered)
 
 
 def _compressed(given: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -305,7 +305,8 @@ class _Tensors:
                 if not self.read(name).any():
                     del sizes[name]
         check_tensors(self._folder, sizes, wanted)
-        if again and not torch.equal(self.read(_MODEL["head"]), self.read(_MODEL["embedding"])):
+        head, embedding = _MODEL["head"], _MODEL["embedding"]
+        if again and not torch.equal(self.stored(head).values, self.stored(embedding).values):
             raise SetupError(
                 f"{self._folder}: config.json sets tie_word_embeddings, but {_MODEL['head']!r} is stored and "
                 "is not the embedding; if it is meant, set the key to false, else fetch the model again"

@@ -53,6 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "compressed": compressed(),
     "compressed zeros": compressed(symmetric=False),
     "compressed rows": compressed(strategy="channel", group_size=None),
+    "compressed group": compressed(actorder="group"),
 }
 
 
@@ -94,7 +95,8 @@ def packed(config: dict[str, Any], values: torch.Tensor) -> tuple[dict[str, torc
     options = config if method != "compressed-tensors" else config["config_groups"]["group_0"]["weights"]
     size = options["group_size"] or -1
     of_columns = torch.arange(columns) // (size if size > 0 else columns)
-    if options.get("desc_act"):
+    reordered = options.get("desc_act") or options.get("actorder")
+    if reordered:
         of_columns = of_columns[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
     symmetric = options.get("sym", options.get("symmetric", False))
     numbers, scales, zeros, wanted = quantised(values, of_columns, symmetric=symmetric)
@@ -116,6 +118,8 @@ def packed(config: dict[str, Any], values: torch.Tensor) -> tuple[dict[str, torc
         tensors = {"weight_packed": words(numbers, 1), "weight_scale": scales, "weight_shape": shape}
         if not symmetric:
             tensors["weight_zero_point"] = words(zeros, 0)
+        if reordered:
+            tensors["weight_g_idx"] = of_columns.int()
     return tensors, wanted
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.executor.int4_folders import AWQ, GROUP, KINDS, compressed, gptq, packed, save_int4
+from support.executor.int4_folders import AWQ, GROUP, KINDS, compressed, gptq, packed, save_int4, words
 
 from services.executor.checkpoint import int4
 from services.executor.checkpoint.int4 import InInt4, Int4Format, ScaledInt4, dummy_in_int4, part_in_int4
@@ -23,6 +23,7 @@ from shared.errors import SetupError
 
 CPU = torch.device("cpu")
 MATRICES = ("qkv", "out", "gate_up", "down")
+REORDERED = ("gptq act-order", "compressed group")
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_a_checkpoint_is_what_its_numbers_and_scales_are(kind: str, tmp_path: Pa
     folder, wanted = save_int4(kind, "qwen2", tmp_path)
     _, weights = load_hf(folder, torch.float32, CPU)
     kept = None
-    if "act-order" not in kind:
+    if kind not in REORDERED:
         _, kept = load_hf(folder, torch.float32, CPU, load_part=part_in_int4)
         assert all(isinstance(kept.layers[0][name], ScaledInt4) for name in MATRICES)
     for layer in range(3):
@@ -66,7 +67,7 @@ def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
     """Heads of 16 columns, and MLPs of 112, of which each rank has whole groups."""
     folder, _ = save_int4(kind, "qwen2", tmp_path)
     _, whole = load_hf(folder, torch.float32, CPU)
-    load_parts = [None] if "act-order" in kind else [None, part_in_int4]
+    load_parts = [None] if kind in REORDERED else [None, part_in_int4]
     for load_part in load_parts:
         more = {} if load_part is None else {"load_part": load_part}
         ranks = [
@@ -79,6 +80,21 @@ def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
         gates = [rank.layers[1]["gate_up"].values.chunk(2) for rank in ranks]
         joined = torch.cat([gate for gate, _ in gates] + [up for _, up in gates])
         assert joined.equal(whole.layers[1]["gate_up"].values)
+
+
+def test_zero_points_of_0_borrow_from_their_neighbours() -> None:
+    """GPTQ's first format: one is taken from each number, in whole words."""
+    generator = torch.Generator().manual_seed(9)
+    zeros, numbers = (torch.randint(0, 16, shape, generator=generator) for shape in ((40, 2), (40, 32)))
+    zeros[:, 1] = torch.arange(40) % 2 * 15  # a zero has neighbours of 15, in the same word
+    tensors = {
+        "w.qweight": words(numbers.T, 0), "w.qzeros": words(zeros.T, 1) - 0x11111111,
+        "w.scales": torch.ones(2, 40).half(),
+    }  # fmt: skip
+    stored = Int4Format("gptq", 16, less_one=True).stored(
+        "w.weight", tensors, lambda key: Dense.of(tensors[key])
+    )
+    assert stored.values.equal((numbers - zeros.repeat_interleave(16, 1)).float())
 
 
 @pytest.mark.parametrize("begin", [0, 3, 8, 21])
@@ -113,6 +129,16 @@ def test_biases_of_zeros_are_dropped_and_others_refused(tmp_path: Path) -> None:
         load_hf(folder, torch.float32, CPU)
 
 
+def test_a_head_in_4_bits_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
+    folder, _ = save_int4(gptq(group_size=8), "llama-9-3-tied", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    found, _ = packed(gptq(group_size=8), torch.randn(136, 72))
+    tensors |= {f"lm_head.{end}": tensor for end, tensor in found.items()}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(SetupError, match=r"'lm_head.weight' is stored and is not the embedding"):
+        load_hf(folder, torch.float32, CPU)
+
+
 def without(end: str) -> Callable[[dict[str, torch.Tensor], str], object]:
     return lambda tensors, module: tensors.pop(module + end)
 
@@ -144,11 +170,14 @@ def put(end: str, value: Any) -> Callable[[dict[str, torch.Tensor], str], object
         ("awq", put("qweight", lambda t: t.float()), "'{}qweight' is not in int32"),
         ("awq", put("qweight", lambda t: t[0]), r"'{}qweight' is \[14\]: only matrices"),
         ("awq", put("weight", torch.ones(2)), "has '{}[a-z]+' and also '{}weight'"),
+        ("gptq act-order", without("g_idx"), "'{}g_idx' is missing"),
+        ("compressed group", without("weight_g_idx"), "'{}weight_g_idx' is missing"),
         ("gptq", put("g_idx", lambda t: t + 9), r"columns of '{}' \(g_idx\) are not 64 of 0 to 3"),
         ("gptq", put("g_idx", lambda t: t[:9]), r"columns of '{}' \(g_idx\) are not 64 of 0 to 3"),
         ("gptq symmetric", put("qzeros", lambda t: t + 1), "'{}qweight' has zero points other than 8"),
         ("compressed", put("weight_shape", torch.tensor([112, 80])), r"'{}weight_shape' is \[112, 80\]"),
         ("compressed zeros", without("weight_zero_point"), "'{}weight_zero_point' is missing"),
+        ("compressed", put("weight_zero_point", torch.ones(2)), "'{}weight_zero_point' has zero points, but"),
         ("compressed", put("weight_packed", lambda t: t[:, :6]), r"'{}weight_shape' is \[112, 64\], where"),
     ],
 )
@@ -191,6 +220,7 @@ def refused(config: dict[str, Any]) -> str:
         ({**AWQ, "surprise": 1}, "surprise = 1"),
         (gptq(bits=3), "bits = 3"),
         (gptq(checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
+        (gptq(checkpoint_format=False), "checkpoint_format = False"),
         (gptq(is_marlin_format=True), "is_marlin_format = True"),
         (gptq(pack_dtype="int8"), "pack_dtype = 'int8'"),
         (gptq(dynamic={"-:lm_head": {}}), "dynamic = "),
