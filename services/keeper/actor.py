@@ -45,6 +45,7 @@ from services.keeper.records import CANCELLED, Body, Hook, Work, to_json, work_o
 from services.keeper.verbs import RECORD_ROOM, REPLIES, Verbs, reply_subject
 from services.keeper.webhook_shell import Webhooks
 from shared.actor.mailbox import Mailbox
+from shared.actor.membership import missing, starts_cold
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import STAMP, Aliases
 from shared.client import error_of
@@ -56,6 +57,7 @@ from shared.errors import (
     Overloaded,
     PayloadTooLarge,
     Unavailable,
+    UnknownModel,
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
@@ -256,6 +258,8 @@ class KeeperActor(Actor):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            for model in filter(self._served, self._core.held_models):
+                self._core.release(model)
             self._handle(Tick())
             self._batches.tick()
             self._forwarder.tick()
@@ -350,7 +354,22 @@ class KeeperActor(Actor):
         key = subjects.untoken(tenant), subjects.untoken(request)
         outcome = outcome_of(delivery, self._mailbox.bus.max_payload - self._core.kept_bytes(key))
         if not self._batches.answered(key, outcome, len(delivery.data)):
-            self._handle(Answered(key, outcome, len(delivery.data), self._changed(key)))
+            lacking = isinstance(outcome, Unavailable | UnknownModel) and self._lacking(key)
+            self._handle(Answered(key, outcome, len(delivery.data), self._changed(key), lacking))
+
+    def _lacking(self, key: Key) -> bool:
+        """True if a service that a request's model needs is not there."""
+        work = self._core.work(key)
+        if work is None or self._served(work.model):
+            return False
+        self._away.warning("durable requests of %s wait: a service is not there", work.model)
+        return True
+
+    def _served(self, model: str) -> bool:
+        """True if a model lacks no service, or if its scheduler keeps requests until an executor joins."""
+        peers = self._mailbox.peers
+        name = peers.aliases().get(model, model)
+        return self._forwarder.forwards(model) or not missing(peers, name) or starts_cold(peers, name)
 
     def _changed(self, key: Key) -> bool:
         """True if the executors of a request have other weights or modes than those at its `submit`."""

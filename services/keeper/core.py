@@ -2,7 +2,7 @@
 
     delivered ──▶ looking ──no record──▶ asked ──answer──▶ storing ──record is stored──▶ ack
                      │ record: ack          │ 409, 429, 503: nak with a delay
-                                            │ an error after a checkpoint: asked from the start, once
+                     │ model held back: nak │ an error after a checkpoint: asked from the start, once
 
 The actor runs the commands and returns what came of them as events. Invariants: a delivery is acked only if
 there is a record; a delivery of a request that has a record is acked and nothing else; an answer is stored
@@ -10,6 +10,9 @@ at most once, since records are create-only. A keeper may die anywhere: the deli
 or another keeper, and starts at `looking`. A request that still runs is not started again: it is asked for on
 the same reply subject, and the services take this for a repetition. A request with checkpoints is looked up
 each time before it is asked for, and goes on after its last one.
+
+A model that lacks a service is held back: its requests are not asked for, but for one in LAST_DELAY_US, until
+the service is there. Otherwise services would read and refuse each of them again and again.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ PROGRESS_US = 3_000_000  # a third of the time after which a delivery counts as 
 ASK_AGAIN_US = 30_000_000  # an answer may be lost while the nats-server is away
 RETRY_US = 1_000_000  # after a call to JetStream that failed
 FIRST_DELAY_US, LAST_DELAY_US = 1_000_000, 15_000_000  # of a refused request, doubled at each delivery
+HELD_GAP_US = 10_000  # between two deliveries of held requests: a delivery costs CPU even if nothing is asked
 KEPT_S = 86_400  # a record stays for a day, and a request waits for a day
 EXPIRED = "no service has answered this request within the day for which it is kept: submit it again"
 
@@ -74,6 +78,7 @@ class Answered:
     outcome: Body | HeadraceError
     size: int = 0
     changed: bool = False  # by another model than that of `submit`
+    lacking: bool = False  # a service that the model needs is not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +185,26 @@ class _Flight:
     record: Body | None = None  # to store
 
 
+@dataclass(slots=True)
+class _Hold:
+    """A model that lacks a service."""
+
+    probe_us: int  # when one of its requests is asked for again
+    last_us: int = 0  # when the last of its held requests is delivered again
+
+
 class KeeperCore:
     """The requests in flight of one keeper."""
 
     def __init__(self) -> None:
         self._flights: dict[Key, _Flight] = {}
         self._by_tenant = Counter[str]()
+        self._holds: dict[str, _Hold] = {}  # by model
         self._bytes = self._away = 0
         self._progress_us = 0  # of the next one
         self.stored = 0  # records
         self.refused = 0  # requests to be tried again
+        self.held_back = 0  # deliveries of requests that were not asked for
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -231,6 +246,15 @@ class KeeperCore:
             case Away():
                 self._leave(event.key, flight)
                 return []
+
+    @property
+    def held_models(self) -> list[str]:
+        """The models that are held back."""
+        return list(self._holds)
+
+    def release(self, model: str) -> None:
+        """A model lacks no service any more."""
+        self._holds.pop(model, None)
 
     def kept_bytes(self, key: Key) -> int:
         """The bytes of a request in flight that its record has, too."""
@@ -274,6 +298,11 @@ class KeeperCore:
         if now_wall_us - flight.work.submitted_us > KEPT_S * 1_000_000:
             record = flight.work.record(now_wall_us, DeadlineExceeded(EXPIRED))
             return self._store(event.key, flight, record, now_us)
+        if (hold := self._holds.get(flight.work.model)) is not None and not flight.asked:
+            if now_us < hold.probe_us:
+                self.held_back += 1
+                return [self._try_later(event.key, flight, now_us)]
+            hold.probe_us = now_us + LAST_DELAY_US
         found = b"" if flight.restarted else event.checkpoint
         checkpoint = found if found and checkpoints.is_of(found, to_json(flight.work.body)) else b""
         flight.asked, flight.resumed, flight.due_us = True, bool(checkpoint), now_us + ASK_AGAIN_US
@@ -283,6 +312,10 @@ class KeeperCore:
     def _answered(self, event: Answered, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
         if flight.record is not None:
             return []
+        if event.lacking:
+            self._holds.setdefault(flight.work.model, _Hold(now_us + LAST_DELAY_US))
+        else:
+            self.release(flight.work.model)
         failed = isinstance(event.outcome, HeadraceError) and not isinstance(event.outcome, LASTING)
         if flight.resumed and failed:
             flight.resumed, flight.restarted, flight.due_us = False, True, now_us + ASK_AGAIN_US
@@ -295,9 +328,15 @@ class KeeperCore:
         if not flight.asked:
             return []  # to an earlier keeper
         self.refused += 1
-        delay_us = min(FIRST_DELAY_US << min(flight.times - 1, 8), LAST_DELAY_US)
-        self._forget(event.key)
-        return [Nak(flight.ack, max(delay_us, event.outcome.retry_after_ms * 1_000))]
+        return [self._try_later(event.key, flight, now_us, event.outcome.retry_after_ms * 1_000)]
+
+    def _try_later(self, key: Key, flight: _Flight, now_us: int, least_us: int = 0) -> Nak:
+        delay_us = max(min(FIRST_DELAY_US << min(flight.times - 1, 8), LAST_DELAY_US), least_us)
+        if (hold := self._holds.get(flight.work.model)) is not None:
+            hold.last_us = max(now_us + delay_us, hold.last_us + HELD_GAP_US)
+            delay_us = hold.last_us - now_us
+        self._forget(key)
+        return Nak(flight.ack, delay_us)
 
     def _stored(self, event: Stored, flight: _Flight) -> list[Command]:
         if event.new is None or flight.record is None:

@@ -15,6 +15,7 @@ from services.keeper import actor, queues
 from services.keeper.actor import KeeperActor
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
+from shared.actor.membership import NEEDED
 from shared.actor.runtime import Runtime
 from shared.checkpoints import body_hash
 from shared.client import Client
@@ -127,6 +128,14 @@ class World:
             while len(what) < count:
                 self.came.clear()
                 await self.came.wait()
+
+    def ready(self, keeper: Runtime, *kinds: str) -> None:
+        """A keeper hears of a service of each of these kinds."""
+        for kind in kinds:
+            beat = Heartbeat(
+                kind=kind, actor=kind, host_id="h", state="ready", model="m", interval_us=60_000_000
+            )
+            keeper.mailbox.peers.update(1, beat, keeper.clock.now_us())
 
     def scheduler(self, keeper: Runtime, digest: str) -> None:
         """A keeper hears of executors with this digest."""
@@ -345,12 +354,37 @@ async def test_a_request_runs_also_for_a_keeper_that_does_not_have_it(world: Wor
 
 
 async def test_a_refused_request_is_tried_again(world: World) -> None:
-    await world.opened()
+    keeper = await world.opened()
+    world.ready(keeper, *NEEDED)
     world.outcomes = [Unavailable("no executor"), Overloaded("full", retry_after_ms=100), None]
     await world.submit()
     await world.until(world.news)
     assert len(world.asked) == 3
     assert (await world.result())["status"] == "completed"
+
+
+async def test_without_an_executor_one_request_is_tried_and_the_others_follow_when_it_is_there(
+    world: World,
+) -> None:
+    keeper = await world.opened()
+    world.ready(keeper, *NEEDED[:2], NEEDED[3])
+    world.outcomes = [Unavailable("no executor")]
+    await world.submit()
+    core = keeper.actor._core  # type: ignore[attr-defined]  # no message says so
+    async with asyncio.timeout(60):
+        while not core.held_models:
+            await asyncio.sleep(0.01)
+    names = [f"r{i}" for i in range(20)]
+    for name in names:
+        await world.submit(request_id=name)
+    async with asyncio.timeout(60):
+        while core.held_back < 20:
+            await asyncio.sleep(0.01)
+    assert len(world.asked) == 1
+    world.outcomes = [None] * 21
+    world.ready(keeper, "executor")
+    await world.until(world.news, 21)
+    assert {asked["id"] for asked in world.news} == {"r", *names}
 
 
 async def test_one_that_waits_is_cancelled_and_never_asked_for(

@@ -63,7 +63,7 @@ HANGING = (
     "shared/nats/object_store.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 84, 23_822
-PRODUCT_FILES, PRODUCT_LINES = 273, 64_341
+PRODUCT_FILES, PRODUCT_LINES = 273, 64_399
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

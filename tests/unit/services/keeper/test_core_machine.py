@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.keeper.core import (
     ASK_AGAIN_US,
     KEPT_S,
+    LAST_DELAY_US,
     MOST_AWAY,
     PROGRESS_US,
     RETRY_US,
@@ -137,12 +138,19 @@ class Keepers(RuleBasedStateMachine):
         self.feed(Stored(command.key, new if there == "yes" else None))
 
     @precondition(lambda self: self.asked)
-    @rule(data=st.data(), outcome=st.sampled_from([None, *AGAIN, *LAST]))
-    def fleet_answers(self, data: st.DataObject, outcome: HeadraceError | None) -> None:
+    @rule(data=st.data(), outcome=st.sampled_from([None, *AGAIN, *LAST]), lacking=st.booleans())
+    def fleet_answers(self, data: st.DataObject, outcome: HeadraceError | None, *, lacking: bool) -> None:
         """Also late, twice, and to a keeper that has not asked."""
         asked = data.draw(st.sampled_from(self.asked))
         answer = {"text": asked.body["prompt"]}
-        self.feed(Answered((asked.tenant, asked.id), answer if outcome is None else outcome, size=5))
+        lacking &= isinstance(outcome, Unavailable)
+        outcome_or_answer = answer if outcome is None else outcome
+        self.feed(Answered((asked.tenant, asked.id), outcome_or_answer, size=5, lacking=lacking))
+
+    @rule()
+    def the_service_is_there(self) -> None:
+        for model in self.core.held_models:
+            self.core.release(model)
 
     @rule(us=st.sampled_from([RETRY_US // 2, RETRY_US, PROGRESS_US, ASK_AGAIN_US]))
     def time_passes(self, us: int) -> None:
@@ -178,6 +186,7 @@ class Keepers(RuleBasedStateMachine):
     @rule()
     def all_goes_well(self) -> None:
         """From any state: deliveries, a store and a fleet that answer take every request to its record."""
+        self.the_service_is_there()
         for key in sorted(self.waiting):
             self.delivered(key)
         for _ in range(4):
@@ -274,6 +283,56 @@ def test_a_refused_request_waits_longer_at_each_delivery_but_not_for_ever() -> N
         assert isinstance(nak, Nak)
         delays.append(nak.delay_us)
     assert delays == [1_000_000, 2_000_000, 4_000_000, 15_000_000]
+
+
+LACKING = Unavailable("no executor")
+
+
+def held(core: KeeperCore, name: str, now_us: int, model: str = "m") -> list[Command]:
+    """What follows when a request of a model that may be held back is delivered for the third time."""
+    one = Work("a", name, model, {"prompt": name}, "digest", 0)
+    core.handle(Delivered(one, f"ack {name}", 3), now_us, now_us)
+    return core.handle(LookedUp(("a", name), False), now_us, now_us)
+
+
+def test_requests_of_a_model_that_lacks_a_service_are_not_asked_for() -> None:
+    core = KeeperCore()
+    flown(core)
+    core.handle(Answered(KEYS[0], LACKING, lacking=True), 0, 0)
+    assert core.held_models == ["m"]
+    assert held(core, "x", 1) == [Nak("ack x", 4_000_000)]
+    assert held(core, "y", 1) == [Nak("ack y", 4_010_000)], "one after the other"
+    assert isinstance(held(core, "z", 1, "other")[0], Ask), "the other models go on"
+    assert core.refused == 1, "those held back were not refused"
+
+
+def test_a_cancelled_request_of_a_model_held_back_is_acked() -> None:
+    core, key = KeeperCore(), ("a", "x")
+    flown(core)
+    core.handle(Answered(KEYS[0], LACKING, lacking=True), 0, 0)
+    core.handle(Delivered(Work(*key, "m", {}, "digest", 0), "ack"), 1, 1)
+    assert core.handle(LookedUp(key, True), 1, 1) == [Ack("ack")]
+
+
+def test_one_request_in_a_while_is_asked_for_in_case_heartbeats_do_not_come() -> None:
+    core = KeeperCore()
+    flown(core)
+    core.handle(Answered(KEYS[0], LACKING, lacking=True), 0, 0)
+    assert isinstance(held(core, "x", LAST_DELAY_US - 1)[0], Nak)
+    assert isinstance(held(core, "y", LAST_DELAY_US)[0], Ask)
+    assert isinstance(held(core, "z", LAST_DELAY_US)[0], Nak)
+    core.handle(Answered(("a", "y"), {"text": "x"}), LAST_DELAY_US + 1, 0)
+    assert core.held_models == [], "it was answered"
+    assert isinstance(held(core, "x", LAST_DELAY_US + 2)[0], Ask)
+
+
+def test_a_model_is_released_when_its_services_are_there() -> None:
+    core = KeeperCore()
+    flown(core)
+    core.handle(Answered(KEYS[0], LACKING, lacking=True), 0, 0)
+    core.release("m")
+    core.release("never held")
+    assert isinstance(held(core, "x", 1)[0], Ask)
 
 
 def test_deliveries_alone_never_fail_a_request() -> None:
