@@ -41,6 +41,9 @@ class Int4Weight:
     kernels: Tensor
     shape: tuple[int, int]
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What is in the memory of the device."""

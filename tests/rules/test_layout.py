@@ -62,8 +62,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 84, 23_822
-PRODUCT_FILES, PRODUCT_LINES = 273, 64_399
+PATH_FILES, PATH_LINES = 85, 24_434
+PRODUCT_FILES, PRODUCT_LINES = 276, 65_254
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -74,7 +74,7 @@ class Packed:
             words = words.cut(Cut(dim, part.start // size, -(-part.stop // size)))
         found = unpack(words.values.to(device).transpose(self.dim, 1) + self.added)
         if self.order != _IN_ORDER:
-            found = found.unflatten(1, (-1, IN_WORD))[..., list(self.order)].flatten(1)
+            found = found.reshape(len(found), -1, IN_WORD)[..., list(self.order)].flatten(1)
         skipped = along[self.dim].start % IN_WORD
         found = found[:, skipped : skipped + len(along[self.dim])].transpose(self.dim, 1)
         return found.T if self.turned else found
@@ -263,8 +263,10 @@ class ScaledInt4:
         scales = self.matrix.scales.half()
         minima = None if zeros is None else (zeros.float() * -scales.float()).half()
         each = self.matrix.group // _BLOCK
-        spread = (None if of is None else of.repeat_interleave(each, 1) for of in (scales, minima))
-        return [Blocks(NIBBLES if zeros is None else NIBBLES_MINIMUM, numbers, *spread)]
+        scales = scales.repeat_interleave(each, 1)
+        if minima is None:
+            return [Blocks(NIBBLES, numbers, scales)]
+        return [Blocks(NIBBLES_MINIMUM, numbers, scales, minima.repeat_interleave(each, 1))]
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> ScaledInt4:
         return replace(self._each(lambda tensor, _: tensor.to(device)), dtype=dtype)
@@ -352,8 +354,8 @@ class Int4Format:
                     f"tensor {module + end!r} is missing beside {module + numbers_end!r}; fetch it again"
                 )
         if zeros_end in found and zeros_end not in needed:
-            given = found[zeros_end].values  # packed, or as int8
-            if not (given == (_ALL_MIDDLE if given.dtype == torch.int32 else 0)).all():
+            unused = found[zeros_end].values  # packed, or as int8
+            if not (unused == (_ALL_MIDDLE if unused.dtype == torch.int32 else 0)).all():
                 raise SetupError(
                     f"tensor {module + zeros_end!r} has zero points, but quantization_config sets symmetric; "
                     "fetch the model again"
