@@ -25,3 +25,12 @@ def has(*features: str) -> bool:
 
     found = get_host_cpu_features()
     return all(found.get(feature, False) for feature in features)
+
+
+def has_amx() -> bool:
+    """Whether products in bfloat16 run in AMX's tiles."""
+    if not available():
+        return False
+    from kernels.cpu_jit import amx
+
+    return amx.usable()

@@ -50,6 +50,16 @@ def offset_by(typing: Any, pointer: types.Type, count: types.Type) -> Any:
     return pointer(pointer, types.int64), generate
 
 
+@intrinsic
+def as_f32(typing: Any, pointer: types.Type) -> Any:
+    """The same pointer, to float32."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _F32.as_pointer())
+
+    return types.CPointer(types.float32)(pointer), generate
+
+
 def on_stack(size: int) -> Any:
     """A function that returns a pointer to `size` bytes, which live until its caller returns."""
 

@@ -1,7 +1,7 @@
-"""Products with packed weights on a CPU with AVX-512 (bfloat16: AVX512-BF16).
+"""Products with packed weights on a CPU with AVX-512 (bfloat16: AVX512-BF16, or AMX where it is usable).
 
 The matrix is stored in panels of 48 rows, in the order of the instructions: a register has 16 rows, for
-bfloat16 two neighbouring columns of each. Bytes and half bytes: block_weights.py.
+bfloat16 two neighbouring columns of each. Tiles of AMX: amx.py. Bytes and half bytes: block_weights.py.
 
     panel [out / 48][in / 2][48][2]    float32: [out / 48][in][48]
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 import kernels.cpu_jit
+from kernels.cpu_jit import amx
 from kernels.cpu_jit.llvm_intrinsics import (
     bf16_at,
     f32_at,
@@ -61,14 +62,25 @@ def _all(x: Any, panel: Any, out: Any, rows: int, width: int, height: int) -> No
         _one(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
 
 
-@fast
-def _multiply(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p: Any) -> None:
-    while True:
-        to = fetch_add(p) * PANEL
-        if to >= height:
-            return
-        target = offset_by(out, min(to, height - PANEL))  # the last panel may begin within the one before
-        _all(x, offset_by(panels, to * width), target, rows, width, height)
+_in_tiles = amx.by_panel(PANEL)
+
+
+def _work(rows_by_panel: Any) -> Any:
+    """A kernel's work: all rows of `x` by the panels that this thread gets."""
+
+    @fast
+    def multiply(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p: Any) -> None:
+        while True:
+            to = fetch_add(p) * PANEL
+            if to >= height:
+                return
+            target = offset_by(out, min(to, height - PANEL))  # the last panel may begin within the one before
+            rows_by_panel(x, offset_by(panels, to * width), target, rows, width, height)
+
+    return multiply
+
+
+_multiply, _multiply_in_tiles = _work(_all), _work(_in_tiles)
 
 
 def _bf16(p: Any) -> None:
@@ -77,6 +89,14 @@ def _bf16(p: Any) -> None:
 
 def _bf16_to_f32(p: Any) -> None:
     _multiply(bf16_at(p[1]), bf16_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
+
+
+def _tiles(p: Any) -> None:
+    _multiply_in_tiles(bf16_at(p[1]), bf16_at(p[2]), bf16_at(p[3]), p[4], p[5], p[6], p)
+
+
+def _tiles_to_f32(p: Any) -> None:
+    _multiply_in_tiles(bf16_at(p[1]), bf16_at(p[2]), f32_at(p[3]), p[4], p[5], p[6], p)
 
 
 def _f32(p: Any) -> None:
@@ -88,6 +108,7 @@ _KERNELS = {  # by dtype of the operands and of the result
     (torch.bfloat16, torch.float32): Kernel(_bf16_to_f32),
     (torch.float32, torch.float32): Kernel(_f32),
 }
+_IN_TILES = {torch.bfloat16: Kernel(_tiles), torch.float32: Kernel(_tiles_to_f32)}  # by dtype of the result
 _NEEDS = {torch.bfloat16: "avx512bf16", torch.float32: "avx512f"}
 
 
@@ -119,7 +140,9 @@ class PackedWeights:
 
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
         numbers = (x.data_ptr(), *parts, out.data_ptr(), *x.shape, self.height)
-        return (Call(_KERNELS[x.dtype, out.dtype], len(self.data), numbers),)
+        in_tiles = x.dtype == torch.bfloat16 and x.shape[1] % amx.COLUMNS == 0 and amx.usable()
+        kernel = _IN_TILES[out.dtype] if in_tiles else _KERNELS[x.dtype, out.dtype]
+        return (Call(kernel, len(self.data), numbers),)
 
 
 def can_multiply(weight: Tensor) -> bool:

@@ -62,8 +62,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 85, 24_434
-PRODUCT_FILES, PRODUCT_LINES = 276, 65_254
+PATH_FILES, PATH_LINES = 85, 24_446
+PRODUCT_FILES, PRODUCT_LINES = 277, 65_472
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -258,12 +259,14 @@ def device_of(name: str, rank: int = 0) -> torch.device:
 
 def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
     """What a server computes in if no dtype is chosen, and why: `packed` for a GGUF file whose weights are
-    mostly in blocks and for a checkpoint in 4 bits, on one CPU rank with the instructions; else `f32`; on a
-    GPU `auto`."""
+    mostly in blocks and for a checkpoint in 4 bits, on one CPU rank with the instructions; `bf16` for a
+    checkpoint in bfloat16 on a CPU with AMX; else `f32`; on a GPU `auto`."""
     if device_of(device).type != "cpu":
         return "auto", "on a GPU fp8 or int4 if the checkpoint is so, else bf16"
     in_4_bits = stored_in(path) == "int4"
     if path.suffix != ".gguf" and not in_4_bits:
+        if _is_in_bf16(path) and kernels.cpu_jit.has_amx():
+            return "bf16", "the checkpoint is in bf16, which AMX multiplies"
         return "f32", "no GGUF file: int8 and bf16 are faster, with other near ties"
     if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
         return "f32", "this CPU has no AVX2 with F16C, or Numba is missing"
@@ -272,6 +275,15 @@ def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
     if not in_4_bits and not has_blocks(path):
         return "f32", "few weights of the file are in blocks of 4 to 8 bits"
     return "packed", "the weights stay in the file's blocks: the answers of f32, sooner"
+
+
+def _is_in_bf16(folder: Path) -> bool:
+    """Whether the config of a checkpoint names bfloat16."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
+    except (OSError, ValueError, AttributeError):
+        return False  # the loader names what is wrong
 
 
 def _dtype_name(options: TorchOptions, device: torch.device) -> str:

@@ -142,6 +142,35 @@ def test_products_in_panels(rows: int, height: int) -> None:
         assert wide.bfloat16().equal(found)
 
 
+@pytest.mark.parametrize("rows", [1, 15, 16, 31, 70])
+@pytest.mark.parametrize(("height", "width"), [(48, 32), (131, 96), (160, 576)])
+def test_products_in_tiles(rows: int, height: int, width: int) -> None:
+    """Widths that AMX's tiles divide: with AMX the same rows by other instructions."""
+    if not kernels.cpu_jit.has("avx512bf16"):
+        return
+    x, weight = torch.randn(rows, width).bfloat16(), torch.randn(height, width).bfloat16()
+    x[-1, 3] = torch.nan
+    packed = packed_weights.pack(weight)
+    found = packed_weights.multiply(x, packed, torch.float32)
+    assert found[-1].isnan().all()
+    if rows > 1:
+        assert far(found[:-1], x[:-1].double() @ weight.double().t()) <= width  # sums of so many that cancel
+    narrow = packed_weights.multiply(x, packed)
+    assert narrow[:-1].equal(found[:-1].bfloat16())
+    assert narrow[:-1].equal(torch.cat([packed_weights.multiply(row[None], packed) for row in x])[:-1])
+
+
+def test_tiles_are_used_where_the_cpu_has_them_and_nothing_asks_for_less() -> None:
+    has = kernels.cpu_jit.has("amx-tile", "amx-bf16", "avx512bf16")
+    program = "from kernels.cpu_jit import amx; print(amx.usable())"
+    for most, wanted in (("DEFAULT", has), ("AVX512_CORE_AMX", has), ("avx512_core_bf16", False)):
+        env = {**os.environ, "ONEDNN_MAX_CPU_ISA": most}
+        ran = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        )
+        assert ran.stdout.strip() == str(wanted)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7, 21])
 @pytest.mark.parametrize("height", [48, 131])
 def test_products_of_bytes(rows: int, height: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,12 @@ def test_a_server_without_a_dtype_computes_with_the_blocks_of_its_file(
         "f32",
         "several ranks share the layers, and cuts may fall within a block",
     )
+    for name, wanted in (("dtype", "bf16"), ("torch_dtype", "bf16"), ("other", "f32")):
+        (tmp_path / "config.json").write_text(json.dumps({name: "bfloat16"}))
+        monkeypatch.setattr(kernels.cpu_jit, "has_amx", lambda: True)
+        assert best_dtype(tmp_path, "cpu", 2)[0] == wanted
+        monkeypatch.setattr(kernels.cpu_jit, "has_amx", lambda: False)
+        assert best_dtype(tmp_path, "cpu", 2)[0] == "f32"
     plain = write_gguf("llama", tmp_path / "plain.gguf")
     assert best_dtype(plain, "cpu", 1) == ("f32", "few weights of the file are in blocks of 4 to 8 bits")
     monkeypatch.setattr(kernels.cpu_jit, "has", lambda *wanted: False)
