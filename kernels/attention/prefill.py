@@ -213,7 +213,9 @@ class PrefillTuning:
     may round `dot * scale - top` differently. Such a layout has no split tiles: the cuts of a sum would
     depend on the rest of the step.
 
-    `per_sm`: programs that one multiprocessor holds at once, for the host's plan of the splits."""
+    `per_sm`: programs that one multiprocessor holds at once, for the host's plan of the splits.
+
+    `tma`: the kernel of kernels.attention.hopper, which has its own number of warps."""
 
     rows: int = 64
     tile_tokens: int = 64
@@ -221,6 +223,14 @@ class PrefillTuning:
     warps: int = 4
     one_loop: bool = False
     per_sm: int = 2
+    tma: bool = False
+
+
+def takes_tma(head_dim: int, block_tokens: int) -> bool:
+    """Whether kernels.attention.hopper takes heads and blocks of these sizes, and this release of Triton
+    compiles it: Gluon is experimental, and names in it change."""
+    written_for = triton.__version__.split(".")[:2] == ["3", "6"]
+    return written_for and head_dim in (64, 128) and block_tokens in (8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,16 +290,26 @@ def attend_prefill(
     split = tiles.split
     if split is not None and tuning.one_loop:
         raise ValueError("a layout of one loop takes no split tiles: its bits depend on the query alone")
-    parts = (None,) * 4 if split is None else (split.part, split.parts, split.room.partial, split.room.sums)
-    _attend[(kv_heads, len(tiles.counts))](
-        query, kv, tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts, *parts, out,
-        tiles.tables.shape[1], layer, kv.stride(0), dim**-0.5 * 1.4426950408889634,
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
-        TAIL_STAGES=tuning.stages if tuning.one_loop else 1, ONE_LOOP=tuning.one_loop,
-        SPLIT=split is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=tuning.warps,
-    )  # fmt: skip
+    parts: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None)
+    if split is not None:
+        parts = (split.part, split.parts, split.room.partial, split.room.sums)
+    columns = (tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts)
+    if tuning.tma:
+        from kernels.attention import hopper  # another release of Triton may not have what this imports
+
+        hopper.attend(
+            query, kv, layer, columns, parts, out, tuning.tile_tokens, tuning.stages
+        )  # fmt: skip
+    else:
+        _attend[(kv_heads, len(tiles.counts))](
+            query, kv, *columns, *parts, out,
+            tiles.tables.shape[1], layer, kv.stride(0), dim**-0.5 * 1.4426950408889634,
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
+            BLOCK_TOKENS=block_tokens, ROWS=tuning.rows, TILE=tuning.tile_tokens, STAGES=tuning.stages,
+            TAIL_STAGES=tuning.stages if tuning.one_loop else 1, ONE_LOOP=tuning.one_loop,
+            SPLIT=split is not None, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            num_warps=tuning.warps,
+        )  # fmt: skip
     if split is not None:
         merge_parts(tiles.rows, tiles.counts, split, out)
 

@@ -111,7 +111,7 @@ def _configure(typing: Any, config: Any, rows: Any) -> Any:
 
 @intrinsic
 def _release(typing: Any) -> Any:
-    """Give the tiles of this thread back: Linux need not save them any more."""
+    """Give the tiles of this thread back: Linux then saves less of it."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         call(builder, "llvm.x86.tilerelease", _VOID)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-# Apart: fp8_weights, fp8_exact, int4_products, int4_weights, int4_exact.
+# Apart: fp8_weights, fp8_exact, int4_products, int4_weights, int4_exact, long_prompts.
 # Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
@@ -54,6 +54,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         int4_weights,
         kernels,
         limits,
+        long_prompts,
         pp,
         products,
         profile,
@@ -94,6 +95,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
     parts = {
         "deterministic": deterministic.deterministic, "fp8": fp8.fp8, "fp8_weights": fp8_weights.fp8_weights,
         "int4_weights": int4_weights.int4_weights,
+        "long_prompts": long_prompts.long_prompts,
     }  # fmt: skip
     if name in parts:  # engines of their own: no room for another
         deterministic.end(found.pop("_built", None))

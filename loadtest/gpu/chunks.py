@@ -40,8 +40,15 @@ CASES = {  # (tokens, prefix) of each chunk
     "8 x 64 @ 3000": [(64, 3000)] * 8,
 }  # fmt: skip
 LONG = ("300 @ 3400", "320 @ 1024", "1000 @ 2400", "1000 @ 0", "8 x 64 @ 3000")
+LONG_CASES = {
+    f"{tokens} @ {prefix}": (tokens, prefix)
+    for tokens in (64, 1024, 2048)
+    for prefix in (0, 8_192, 32_768, 98_304)
+}
 # KV behind a block table: stages 2 to 4 hold as many tiles in flight, 5 and 6 one more.
-SPLIT_LAYOUTS = (PrefillTuning(64, 64, 3, 4), PrefillTuning(64, 64, 5, 4))
+TMA = PrefillTuning(128, 128, 2, per_sm=1, tma=True)
+WITHOUT_TMA = PrefillTuning(128, 64, 5, 8, per_sm=1)
+SPLIT_LAYOUTS = (PrefillTuning(64, 64, 3, 4), PrefillTuning(64, 64, 5, 4), TMA)
 LAYOUTS = (
     *SPLIT_LAYOUTS, PrefillTuning(64, 32, 7, 4), PrefillTuning(128, 64, 3, 8), PrefillTuning(128, 64, 5, 8),
     PrefillTuning(128, 128, 3, 8),
@@ -52,13 +59,13 @@ _ROOM = 132  # entries, for these: twice what serving has
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Chunks over a cache, with the result in float64."""
+    """Chunks over a cache, with the result in float64 where it fits."""
 
     name: str
     chunks: tuple[Chunk, ...]
     query: torch.Tensor
     tables: torch.Tensor
-    wanted: torch.Tensor
+    wanted: torch.Tensor | None
     tflop: float
 
 
@@ -85,6 +92,27 @@ def chunks() -> list[dict[str, Any]]:
             found += [_row(case, kv, tuning, tiles, "tried") for tiles in _tried(plain, room)]
         best = min((row for row in found if row["case"] == name), key=lambda row: row.get("us", np.inf))
         print("chunks, best:", {key: best[key] for key in ("case", "plan", "layout", "us")}, flush=True)
+    return found
+
+
+@torch.inference_mode()
+def long_chunks() -> list[dict[str, Any]]:
+    """Times of a chunk after a long prefix, with the kernel that fetches KV by TMA and without. Blocks are
+    those of an 8B model: a layer has 64 KiB of 2 MiB."""
+    device = torch.device("cuda")
+    kv = torch.empty(6400, 32, 2, BLOCK_TOKENS, KV_HEADS, DIM, dtype=torch.bfloat16, device=device)
+    for blocks in kv.split(256):
+        blocks.normal_()
+    room = {tuning: split_room(tuning, KV_HEADS, 132) for tuning in (WITHOUT_TMA, TMA)}
+    found = []
+    for name, (count, start) in LONG_CASES.items():
+        query = torch.randn(count, HEADS, DIM, dtype=torch.bfloat16, device=device)
+        table = torch.randperm(len(kv), device=device).int()[None]
+        pairs = count * start + count * (count + 1) // 2
+        case = Case(name, (Chunk(0, 0, start, count),), query, table, None, 4e-12 * HEADS * DIM * pairs)
+        for tuning in (WITHOUT_TMA, TMA):
+            plain = tiles_of(case.chunks, tile_queries(HEADS, KV_HEADS, tuning))
+            found.append(_row(case, kv, tuning, split_tiles(plain, room[tuning]), "chosen"))
     return found
 
 
@@ -126,12 +154,15 @@ def _row(case: Case, kv: torch.Tensor, tuning: PrefillTuning, tiles: Words, plan
     row: dict[str, Any] = {
         "case": case.name, "plan": plan, "entries": tiles.shape[1],
         "parts": int(max(tiles[5].max(), 1)) if split else 1,
-        "layout": f"{tuning.rows} x {tuning.tile_tokens}, {tuning.stages} stages, {tuning.warps} warps",
+        "layout": f"{tuning.rows} x {tuning.tile_tokens}, {tuning.stages} stages, "
+        + ("TMA" if tuning.tma else f"{tuning.warps} warps"),
     }  # fmt: skip
     try:
         attend_prefill(case.query, kv, 1, named, tuning, out)
-        row["error"] = ((out.double() - case.wanted).norm() / case.wanted.norm()).item()
-        us = graph_us(lambda i: attend_prefill(case.query, kv, i % LAYERS, named, tuning, out), LAUNCHES)
+        if case.wanted is not None:
+            row["error"] = ((out.double() - case.wanted).norm() / case.wanted.norm()).item()
+        layers = kv.shape[1]
+        us = graph_us(lambda i: attend_prefill(case.query, kv, i % layers, named, tuning, out), LAUNCHES)
         row |= {"us": us, "tflop_s": 1e6 * case.tflop / us}
     except OutOfResources as error:
         row["refused"] = str(error)

@@ -52,8 +52,11 @@ def llama_8b(step_tokens: int, config: dict[str, Any] | None = None, ranks: int 
         (Path(folder) / "config.json").write_text(json.dumps(config or LLAMA_8B))
         began_s = time.monotonic()
         wanted = TorchOptions(
-            model_path=Path(folder), model_name="dummy-8b", dummy=True, device="cuda", max_context=16_384,
-            **{"dtype": "bf16", "slots": 256, "max_step_tokens": step_tokens, **options},
+            model_path=Path(folder), model_name="dummy-8b", dummy=True, device="cuda",
+            **{
+                "dtype": "bf16", "slots": 256, "max_context": 16_384,
+                "max_step_tokens": step_tokens, **options,
+            },
         )  # fmt: skip
         backend: CudaBackend | GroupBackend = (
             build(wanted) if ranks == 1 else build_group(wanted, ranks, _give_up)

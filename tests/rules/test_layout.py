@@ -63,7 +63,7 @@ HANGING = (
     "shared/nats/object_store.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 85, 24_446
-PRODUCT_FILES, PRODUCT_LINES = 277, 65_472
+PRODUCT_FILES, PRODUCT_LINES = 278, 65_838
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

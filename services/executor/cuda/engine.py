@@ -31,7 +31,14 @@ from services.executor.cuda.comm_overlap import two_streams
 from services.executor.cuda.device_storage import DeviceStorage
 from services.executor.cuda.graph_runner import GraphRunner
 from services.executor.cuda.input_batch import CudaSlots, arrange
-from services.executor.cuda.kernel_configs import WIDE, device_tuning, for_fp8_kv, for_large_heads, row_by_row
+from services.executor.cuda.kernel_configs import (
+    WIDE,
+    device_tuning,
+    for_fp8_kv,
+    for_large_heads,
+    row_by_row,
+    with_tma,
+)
 from services.executor.cuda.model import CudaModel
 from services.executor.engine import (
     BackendInfo,
@@ -88,6 +95,8 @@ class CudaBackend:
             tuning = for_large_heads(tuning)
         if options.deterministic:
             tuning = row_by_row(tuning)
+        elif cache.activations == cache.tensor.dtype == torch.bfloat16:
+            tuning = with_tma(tuning, shapes.head_dim, cache.block_tokens)
         most = max(options.max_step_tokens, options.slots)
         works = {
             layouts.decode: decode_work(

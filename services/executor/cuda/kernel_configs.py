@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kernels.attention.decode import Tuning as DecodeTuning
-from kernels.attention.prefill import PrefillTuning
+from kernels.attention.prefill import PrefillTuning, takes_tma
 from kernels.gemm.gpu import FixedTuning, MatmulTuning
 
 # Layouts of deterministic products, the largest tiles first: they fit into 99 KiB of shared memory.
@@ -52,6 +52,7 @@ class DeviceTuning:
     many: Layouts = field(default_factory=Layouts)
     few_rows: int = 32
     prefill: PrefillTuning = field(default_factory=PrefillTuning)
+    prefill_tma: PrefillTuning | None = None  # see with_tma
     fixed: tuple[FixedTuning, ...] = _FIXED
     by_row: bool = False  # see row_by_row
 
@@ -107,6 +108,7 @@ _H200 = DeviceTuning(
         fp8=_MANY_FP8,
     ),
     prefill=PrefillTuning(128, 64, 5, 8, per_sm=1),
+    prefill_tma=PrefillTuning(128, 128, 2, per_sm=1, tma=True),
     fixed=(
         FixedTuning(128, 256, 64, 3, 8),
         FixedTuning(128, 128, 64, 4, 8),
@@ -156,6 +158,14 @@ def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
         return DeviceTuning()
     alone, shared = _BY_NAME[name]
     return alone if ranks == 1 else shared
+
+
+def with_tma(tuning: DeviceTuning, head_dim: int, block_tokens: int) -> DeviceTuning:
+    """Layouts for activations and KV in bf16: with the prefill kernel of kernels.attention.hopper where the
+    device has it and it takes these shapes."""
+    if tuning.prefill_tma is None or not takes_tma(head_dim, block_tokens):
+        return tuning
+    return replace(tuning, prefill=tuning.prefill_tma)
 
 
 def for_fp8_kv(tuning: DeviceTuning) -> DeviceTuning:
