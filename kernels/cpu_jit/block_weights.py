@@ -62,7 +62,7 @@ FORMATS = (
     Format(8, 128, columns=16),
     Format(8, 128, by_row=True),
 )
-INT8 = FORMATS[5]
+NIBBLES, NIBBLES_MINIMUM, INT8 = FORMATS[0], FORMATS[1], FORMATS[5]
 _TILE = 6 if VNNI else 3  # rows of `x`: their sums fill the registers
 # On AVX2 numbers become int16, which costs half as much as a tile's products: from _MANY rows on, a panel of
 # up to 4,096 columns is unpacked once, to 128 KiB on the stack (the second cache holds them).

@@ -24,6 +24,10 @@ class Fp8Rows:
     def shape(self) -> torch.Size:
         return self.numbers.shape
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.numbers, self.scales
+
 
 def quantise_rows(x: Tensor) -> Fp8Rows:
     """The rows of `x` `[rows, width]`, each with its largest magnitude as e4m3's largest number. A row of

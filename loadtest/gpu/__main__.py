@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-# Apart: fp8_weights, fp8_exact, long_prompts.
+# Apart: fp8_weights, fp8_exact, int4_products, int4_weights, int4_exact, long_prompts.
 # Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
@@ -51,6 +51,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         exact,
         fp8,
         fp8_weights,
+        int4_weights,
         kernels,
         limits,
         long_prompts,
@@ -73,6 +74,10 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return chunks.chunks()
     if name == "fp8_exact":
         return fp8_weights.fp8_exact()
+    if name == "int4_exact":
+        return int4_weights.int4_exact()
+    if name == "int4_products":
+        return int4_weights.int4_products()
     if name == "draw":
         return draw.draw()
     if name == "products":
@@ -89,6 +94,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return spread.experts(int(name.removeprefix("experts")), step_tokens)
     parts = {
         "deterministic": deterministic.deterministic, "fp8": fp8.fp8, "fp8_weights": fp8_weights.fp8_weights,
+        "int4_weights": int4_weights.int4_weights,
         "long_prompts": long_prompts.long_prompts,
     }  # fmt: skip
     if name in parts:  # engines of their own: no room for another

@@ -13,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.fp8 import Fp8Rows
 from kernels.fp8.gpu import quantise_rows, scaled_mm
+from kernels.int4 import gpu as int4
+from kernels.int4.gpu import Int4Weight
 from loadtest.driver import Driver
 from loadtest.gpu.rig import Built
 from loadtest.gpu.timing import eager_ms
@@ -116,6 +118,8 @@ def _floor_s(built: Built, tokens: int, length: int) -> float:
             for name, x in (("qkv", hidden), ("out", hidden), ("gate_up", hidden), ("down", wide)):
                 if isinstance(layer[name], Fp8Rows):
                     scaled_mm(narrow[id(x)], layer[name])
+                elif isinstance(layer[name], Int4Weight):
+                    int4.product(x, layer[name])
                 else:
                     F.linear(x, layer[name])
 

@@ -7,6 +7,7 @@ time) and the prefill path (chunks). The reference is transformers in float32, b
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,26 @@ def compare(kind: str, *kept: str, dtype: str = "bf16") -> list[dict[str, Any]]:
         found.append(_row(kind, "prefill" + behind, _by_steps(backend, tokens, CHUNK)[: len(at)], wanted[at]))
         backend.close()
     return found
+
+
+def kept_and_dequantised(kind: str, quantise: Callable[[Path, Path], None]) -> list[dict[str, Any]]:
+    """The rows of one model in 4 bits, kept so and dequantised to bf16. `quantise` writes the model of the
+    first folder in 4 bits to the second, and what its numbers stand for to the first."""
+    model = small_model(kind)
+    tokens = torch.randint(0, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
+    at, rows = list(range(CHUNK - 1, TOKENS, CHUNK)), []
+    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
+        model.to(torch.bfloat16).save_pretrained(plain)
+        quantise(Path(plain), Path(packed))
+        wanted = _by_transformers(type(model).from_pretrained(plain, dtype=torch.float32), tokens)
+        for dtype in ("int4", "bf16"):
+            backend = build(_options(kind, Path(packed), "auto", dtype))
+            backend.warm_up()
+            rows.append(_row(kind, f"{backend.info.dtype}, decode", _by_steps(backend, tokens, 1), wanted))
+            chunks = _by_steps(backend, tokens, CHUNK)[: len(at)]
+            rows.append(_row(kind, f"{backend.info.dtype}, prefill", chunks, wanted[at]))
+            backend.close()
+    return rows
 
 
 def _options(kind: str, folder: Path, kept: str, dtype: str) -> TorchOptions:

@@ -41,7 +41,8 @@ class Built:
         """Read on this GPU in a decode step: all but the embedding."""
         weights: Any = self.own._runner._model
         read = [layer[name] for layer in weights._layers for name in MATRICES]
-        return int(sum(getattr(weight, "numbers", weight).nbytes for weight in (*read, weights._head)))
+        tensors = (getattr(weight, "tensors", (weight,)) for weight in (*read, weights._head))
+        return int(sum(tensor.nbytes for each in tensors for tensor in each))
 
 
 def llama_8b(step_tokens: int, config: dict[str, Any] | None = None, ranks: int = 1, **options: Any) -> Built:

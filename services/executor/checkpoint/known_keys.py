@@ -12,7 +12,7 @@ from typing import Any
 
 from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.families import Family
-from services.executor.checkpoint.quantised import block_of
+from services.executor.checkpoint.quantised import scheme_of
 from shared.errors import SetupError
 
 _READ = frozenset((
@@ -82,7 +82,7 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
     """Raises SetupError for the first key of a config.json that may change what a model of this kind
     computes."""
     given = {key: value for key, value in config.items() if value is not None}
-    block_of(given)
+    scheme_of(given)
     for key in ("compression_config", "quantization"):
         if key in given:
             raise SetupError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,8 @@ from kernels.attention import FP8
 from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.fp8 import LEAST_CAPABILITY, part_in_fp8
 from services.executor.checkpoint.gguf import load_gguf, stored_gguf, type_of_blocks
+from services.executor.checkpoint.int4 import LEAST_CAPABILITY as LEAST_FOR_INT4
+from services.executor.checkpoint.int4 import Int4Format, dummy_in_int4, part_in_blocks, part_in_int4
 from services.executor.checkpoint.kv_cache import (
     KvCache,
     allocate,
@@ -29,7 +32,7 @@ from services.executor.checkpoint.kv_cache import (
     size_bytes,
 )
 from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
-from services.executor.checkpoint.quantised import is_quantised
+from services.executor.checkpoint.quantised import scheme_in, stored_in
 from services.executor.checkpoint.weights import (
     StoredTensor,
     Weights,
@@ -57,8 +60,9 @@ _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-# Weights in int8, in the blocks of their file, in fp8 (fp8.py); and the dtype between their products.
-_KEPT = {"int8": torch.bfloat16, "packed": torch.float32, "fp8": torch.bfloat16}
+# Weights in int8, in the blocks of their file, in fp8 (fp8.py), in 4 bits (int4.py); and the dtype between
+# their products.
+_KEPT = {"int8": torch.bfloat16, "packed": torch.float32, "fp8": torch.bfloat16, "int4": torch.bfloat16}
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
 
 
@@ -69,7 +73,7 @@ class TorchOptions:
     model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
-    dtype: str = "auto"  # bf16, f32, int8, packed, fp8; auto: f32 on a CPU, on a GPU bf16 or fp8 as stored
+    dtype: str = "auto"  # bf16, f32, int8, packed, fp8, int4; auto: f32 on a CPU, as stored or bf16 on a GPU
     kv_dtype: str = "auto"  # fp8; auto: the model's dtype
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
@@ -99,7 +103,7 @@ class Loaded:
     fingerprint: str
     ranks: Ranks = SOLO
     stage: Stage = WHOLE
-    kept_in: str = ""  # the weights of products, if not in the model's dtype: int8, packed, fp8
+    kept_in: str = ""  # the weights of products, if not in the model's dtype: int8, packed, fp8, int4
 
 
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
@@ -109,7 +113,9 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     device = device_of(options.device, ranks.rank)
     name = _dtype_name(options, device)
     dtype = {**_DTYPES, **_KEPT}[name]
-    load_part = part_in_fp8 if name == "fp8" else plain_part
+    in_int4 = dummy_in_int4 if options.dummy else part_in_int4
+    by_name = {"fp8": part_in_fp8, "int4": in_int4, "packed": part_in_blocks}
+    load_part = by_name.get(name, plain_part)
     stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
     sharing = SOLO if options.pipeline else ranks
     shard_of = functools.partial(shard, rank=ranks.rank, size=ranks.size)
@@ -124,7 +130,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
         )
     else:
         shapes, weights = load_hf(options.model_path, dtype, device, shard_of, load_part)
-    if device.type == "cuda" and (ranks.size > 1 or name == "fp8"):
+    if device.type == "cuda" and (ranks.size > 1 or name in ("fp8", "int4")):
         torch.cuda.empty_cache()  # other ranks' parts, plain numbers: fitting_blocks measures the free memory
     wanted = _context_tokens(shapes, options.max_context)
     kept = kv_format(options.kv_dtype, shapes, weights, sharing, stage)
@@ -169,7 +175,10 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
         shapes, stored = stored_gguf(options.model_path)
     digest = hashlib.sha256()
     modes = f"dummy {options.dummy} deterministic {options.deterministic}"
-    for fact in (_DIGEST, repr(shapes), repr(shapes.experts), dtype, kv_dtype, modes):
+    facts = [_DIGEST, repr(shapes), repr(shapes.experts), dtype, kv_dtype, modes]
+    if isinstance(scheme := scheme_in(options.model_path), Int4Format):
+        facts.append(repr(scheme))  # the same bytes are other numbers in another format
+    for fact in facts:
         digest.update(fact.encode() + b"\0")
     tensors = list(stored)
     segments = max(4, _PIECES // max(1, len(tensors)))
@@ -251,11 +260,12 @@ def device_of(name: str, rank: int = 0) -> torch.device:
 
 def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
     """What a server computes in if no dtype is chosen, and why: `packed` for a GGUF file whose weights are
-    mostly in blocks, on one CPU rank with the instructions; `bf16` for a checkpoint in bfloat16 on a CPU with
-    AMX; else `f32`; on a GPU `auto`."""
+    mostly in blocks and for a checkpoint in 4 bits, on one CPU rank with the instructions; `bf16` for a
+    checkpoint in bfloat16 on a CPU with AMX; else `f32`; on a GPU `auto`."""
     if device_of(device).type != "cpu":
-        return "auto", "fp8 on a GPU if the checkpoint is in fp8, else bf16"
-    if path.suffix != ".gguf":
+        return "auto", "on a GPU fp8 or int4 if the checkpoint is so, else bf16"
+    in_4_bits = stored_in(path) == "int4"
+    if path.suffix != ".gguf" and not in_4_bits:
         if _is_in_bf16(path) and kernels.cpu_jit.has_amx():
             return "bf16", "the checkpoint is in bf16, which AMX multiplies"
         return "f32", "no GGUF file: int8 and bf16 are faster, with other near ties"
@@ -263,7 +273,7 @@ def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
         return "f32", "this CPU has no AVX2 with F16C, or Numba is missing"
     if ranks > 1:
         return "f32", "several ranks share the layers, and cuts may fall within a block"
-    if type_of_blocks(path) is None:
+    if not in_4_bits and type_of_blocks(path) is None:
         return "f32", "few weights of the file are in blocks of 4 to 8 bits"
     return "packed", "the weights stay in the file's blocks: the answers of f32, sooner"
 
@@ -283,17 +293,23 @@ def _dtype_name(options: TorchOptions, device: torch.device) -> str:
     if name == "auto":
         if device.type == "cpu":
             return "f32"
-        return "fp8" if is_quantised(path) and not _why_not_fp8(options, device) else "bf16"
-    if name == "fp8":
-        if why := _why_not_fp8(options, device):
+        name = stored_in(path) or "bf16"
+        if name == "fp8" and _why_not_fp8(options, device):
+            return "bf16"
+        if name == "int4" and (why := _why_not_int4(options, device)):
+            raise SetupError(why)
+    elif name in ("fp8", "int4"):
+        if why := (_why_not_fp8 if name == "fp8" else _why_not_int4)(options, device):
             raise SetupError(why)
     elif name in _KEPT:
         if device.type != "cpu":
             raise SetupError(f"dtype {name} is for CPUs; use bf16 or fp8")
         if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
             raise SetupError(f"dtype {name} needs a CPU with AVX2 and F16C, and Numba; use bf16")
-        if name == "packed" and path.suffix != ".gguf":
-            raise SetupError("dtype packed is for GGUF files; use int8, bf16 or f32")
+        if name == "packed" and path.suffix != ".gguf" and stored_in(path) != "int4":
+            raise SetupError(
+                "dtype packed is for GGUF files and checkpoints in 4 bits; use int8, bf16 or f32"
+            )
     elif name not in _DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join((*_DTYPES, *_KEPT))}")
     return name
@@ -314,6 +330,30 @@ def _why_not_fp8(options: TorchOptions, device: torch.device) -> str:
         )
     if options.model_path.suffix != ".gguf" and read_shapes(options.model_path).experts is not None:
         return "dtype fp8 has no products of experts; use bf16"
+    return ""
+
+
+def _why_not_int4(options: TorchOptions, device: torch.device) -> str:
+    """Why these weights cannot stay in 4 bits on `device`; empty if they can."""
+    instead = "use dtype fp8 or bf16, which dequantise the weights at load, to twice or four times the memory"
+    if device.type != "cuda":
+        return "dtype int4 is for GPUs; on a CPU use packed, or f32, bf16 or int8, which dequantise at load"
+    if not options.dummy and stored_in(options.model_path) != "int4":
+        return (
+            "dtype int4 is for checkpoints in 4 bits (awq, gptq, compressed-tensors pack-quantized); use fp8 "
+            "or bf16"
+        )
+    if importlib.util.find_spec("humming") is None:
+        return f"weights in 4 bits need humming-kernels: pip install 'headrace[int4]'; or {instead}"
+    if torch.cuda.get_device_capability(device) < LEAST_FOR_INT4:
+        return (
+            f"dtype int4 needs compute capability {'.'.join(map(str, LEAST_FOR_INT4))}, which "
+            f"{torch.cuda.get_device_name(device)} has not; {instead}"
+        )
+    if options.deterministic:
+        return f"dtype int4 is not deterministic: its kernels differ by the number of rows; {instead}"
+    if read_shapes(options.model_path).experts is not None:
+        return f"dtype int4 has no products of experts; {instead}"
     return ""
 
 

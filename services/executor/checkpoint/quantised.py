@@ -3,10 +3,12 @@ weights.py calls it.
 
     fp8                  weight (e4m3), weight_scale or weight_scale_inv: of the tensor, rows, or blocks
     compressed-tensors   float-quantized: weight, weight_scale: of the tensor, rows, or blocks
+                         pack-quantized: numbers of 4 bits, in groups of columns (int4.py)
+    awq, gptq            the same in other layouts
 
-Weights are in e4m3, and activations are quantised as they come ("dynamic"), here with a scale for each token,
-also where the authors had one for 128 columns. Which modules stay plain (`ignore`) is visible in the types of
-the tensors. Anything else is refused by name.
+With weights in e4m3 activations are quantised as they come ("dynamic"), here with a scale for each token,
+also where the authors had one for 128 columns; with weights in 4 bits they stay plain. Which modules stay
+plain (`ignore`) is visible in the types and names of the tensors. Anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -14,20 +16,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from services.executor.checkpoint.fp8 import InFp8
+from services.executor.checkpoint.int4 import Int4Format
 from services.executor.checkpoint.stored import Dense
 from shared.errors import SetupError
 
 STORED = "F8_E4M3"  # as safetensors names the type
 _SCALES = ("_scale", "_scale_inv")  # after the name of a weight; both are multiplied with
 _INSTEAD = (
-    "supported are fp8 and compressed-tensors float-quantized, with dynamic activations; use such a "
-    "checkpoint, or the unquantised model (on a GPU with dtype fp8), or on a CPU a GGUF file of it"
+    "supported are fp8 and compressed-tensors float-quantized with dynamic activations, and in 4 bits awq, "
+    "gptq and compressed-tensors pack-quantized with plain ones; use such a checkpoint, or the unquantised "
+    "model (on a GPU with dtype fp8), or on a CPU a GGUF file of it"
 )
 _FP8_KEYS = frozenset((
     "quant_method", "activation_scheme", "fmt", "weight_block_size", "modules_to_not_convert",
@@ -37,22 +42,30 @@ _COMPRESSED_KEYS = frozenset((
     "quant_method", "format", "quantization_status", "global_compression_ratio", "config_groups", "ignore",
     "kv_cache_scheme", "sparsity_config", "transform_config", "version",
 ))  # fmt: skip
+_GPTQ_KEYS = frozenset((  # how a checkpoint was made is no part of what it computes
+    "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "lm_head",
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+    "damp_auto_increment", "damp_percent", "dataset", "exllama_config", "is_marlin_format", "mcts",
+    "max_input_length", "meta", "model_file_base_name", "model_name_or_path", "model_seqlen",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse", "pack_dtype", "pad_token_id",
+    "quantizer", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+    "disable_exllama", "modules_to_not_convert",
+))  # fmt: skip
+_AWQ_KEYS = _GPTQ_KEYS | {"zero_point", "version", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"}
 _GROUP_KEYS = frozenset(("targets", "weights", "input_activations", "output_activations", "format"))
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _STRATEGIES = ("tensor", "channel", "block")
 
 
-def is_quantised(folder: Path) -> bool:
-    """Whether a folder has a quantised checkpoint; False for a folder that cannot be read."""
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        return bool(config.get("quantization_config"))
-    except (OSError, ValueError, AttributeError):
-        return False
+@dataclass(frozen=True, slots=True)
+class InBlocksOfFp8:
+    """Weights in fp8. `block`: rows and columns with one scale; None: a scale for the tensor, or each row."""
+
+    block: tuple[int, int] | None
 
 
-def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of the blocks that have a scale; None: there are none. Raises SetupError for a
+def scheme_of(config: Mapping[str, Any]) -> InBlocksOfFp8 | Int4Format | None:
+    """How the weights beside a config.json are quantised; None: they are plain. Raises SetupError for a
     `quantization_config` that is not supported."""
     given = config.get("quantization_config")
     if not given:
@@ -61,10 +74,31 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
         raise SetupError("quantization_config in config.json is not an object; fetch the model again")
     method = given.get("quant_method")
     if method == "fp8":
-        return _plain(given)
+        return InBlocksOfFp8(_plain(given))
+    if method == "compressed-tensors" and given.get("format") == "pack-quantized":
+        return _packed(given)
     if method == "compressed-tensors":
-        return _compressed(given)
+        return InBlocksOfFp8(_compressed(given))
+    if method == "awq":
+        return _awq(given)
+    if method == "gptq":
+        return _gptq(given)
     raise _refused("quant_method", method)
+
+
+def scheme_in(folder: Path) -> InBlocksOfFp8 | Int4Format | None:
+    """`scheme_of` of a folder; None also for one that cannot be read or is not supported: loading it
+    gives the reason."""
+    try:
+        return scheme_of(json.loads((folder / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, AttributeError, SetupError):
+        return None
+
+
+def stored_in(folder: Path) -> str:
+    """The dtype that keeps a folder's weights as they are stored: fp8, int4; empty: any other."""
+    scheme = scheme_in(folder)
+    return "" if scheme is None else "int4" if isinstance(scheme, Int4Format) else "fp8"
 
 
 def _plain(given: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -77,10 +111,84 @@ def _plain(given: Mapping[str, Any]) -> tuple[int, int] | None:
     return None if block is None else _block(block)
 
 
+def _awq(given: Mapping[str, Any]) -> Int4Format:
+    _only_keys(given, _AWQ_KEYS)
+    for key in ("version", "format"):
+        if str(given.get(key) or "gemm").lower() != "gemm":
+            raise _refused(key, given[key])
+    if given.get("backend") == "llm-awq":
+        raise _refused("backend", given["backend"])
+    if given.get("desc_act"):
+        raise _refused("desc_act", given["desc_act"])
+    return Int4Format("awq", _four_bits(given))
+
+
+def _gptq(given: Mapping[str, Any]) -> Int4Format:
+    _only_keys(given, _GPTQ_KEYS)
+    kind = next((given[key] for key in ("checkpoint_format", "format") if given.get(key) is not None), "gptq")
+    if kind not in ("gptq", "gptq_v2"):
+        raise _refused("checkpoint_format", kind)
+    if given.get("is_marlin_format"):
+        raise _refused("is_marlin_format", given["is_marlin_format"])
+    if given.get("pack_dtype", "int32") != "int32":
+        raise _refused("pack_dtype", given["pack_dtype"])
+    symmetric, reordered = bool(given.get("sym", True)), bool(given.get("desc_act"))
+    return Int4Format("gptq", _four_bits(given), symmetric, kind == "gptq", reordered)
+
+
+def _four_bits(given: Mapping[str, Any]) -> int:
+    """Columns of a group; 0: a whole row. Raises SetupError for another number of bits."""
+    if given.get("bits") != 4:
+        raise _refused("bits", given.get("bits"))
+    return _group_size(given.get("group_size"), "group_size")
+
+
+def _group_size(group: Any, where: str) -> int:
+    if type(group) is not int or group < -1 or group == 0:
+        raise _refused(where, group)
+    return max(0, group)
+
+
+def _packed(given: Mapping[str, Any]) -> Int4Format:
+    groups = _groups(given)
+    found = {_packed_group(f"config_groups.{name}", group) for name, group in groups.items()}
+    if len(found) > 1:
+        raise _refused("config_groups", groups)
+    return found.pop()
+
+
+def _packed_group(name: str, group: Any) -> Int4Format:
+    weights = _weights(name, group, "pack-quantized")
+    if group.get("input_activations") is not None:
+        raise _refused(f"{name}.input_activations", group["input_activations"])
+    for key, wanted in (("num_bits", 4), ("type", "int"), ("dynamic", False)):
+        if weights.get(key, wanted) != wanted:
+            raise _refused(f"{name}.weights.{key}", weights[key])
+    strategy, symmetric = weights.get("strategy"), bool(weights.get("symmetric", True))
+    if strategy == "channel":
+        return Int4Format("compressed-tensors", 0, symmetric)
+    if strategy != "group":
+        raise _refused(f"{name}.weights.strategy", strategy)
+    size = _group_size(weights.get("group_size"), f"{name}.weights.group_size")
+    reordered = weights.get("actorder") not in (None, False, "weight", "static")
+    return Int4Format("compressed-tensors", size, symmetric, reordered=reordered)
+
+
 def _compressed(given: Mapping[str, Any]) -> tuple[int, int] | None:
-    _only_keys(given, _COMPRESSED_KEYS)
     if given.get("format") != "float-quantized":
+        _only_keys(given, _COMPRESSED_KEYS)
         raise _refused("format", given.get("format"))
+    groups = _groups(given)
+    blocks = {_group(f"config_groups.{name}", group) for name, group in groups.items()} - {None}
+    if len(blocks) > 1:
+        raise _refused("config_groups", groups)
+    return blocks.pop() if blocks else None
+
+
+def _groups(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The groups of modules, of which there is one at least. Raises SetupError for what changes a checkpoint
+    beside them."""
+    _only_keys(given, _COMPRESSED_KEYS)
     for key in ("kv_cache_scheme", "transform_config"):
         if given.get(key):
             raise _refused(key, given[key])
@@ -90,19 +198,24 @@ def _compressed(given: Mapping[str, Any]) -> tuple[int, int] | None:
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("config_groups", groups)
-    blocks = {_group(f"config_groups.{name}", group) for name, group in groups.items()} - {None}
-    if len(blocks) > 1:
-        raise _refused("config_groups", groups)
-    return blocks.pop() if blocks else None
+    return groups
 
 
-def _group(name: str, group: Any) -> tuple[int, int] | None:
+def _weights(name: str, group: Any, kind: str) -> Mapping[str, Any]:
+    """How a group's weights are quantised."""
     if not isinstance(group, Mapping):
         raise _refused(name, group)
     _only_keys(group, _GROUP_KEYS, name)
-    if group.get("output_activations") is not None or group.get("format") not in (None, "float-quantized"):
+    if group.get("output_activations") is not None or group.get("format") not in (None, kind):
         raise _refused(name, group)
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    weights = group.get("weights") or {}
+    if not isinstance(weights, Mapping):
+        raise _refused(f"{name}.weights", weights)
+    return weights
+
+
+def _group(name: str, group: Any) -> tuple[int, int] | None:
+    weights, inputs = _weights(name, group, "float-quantized"), group.get("input_activations") or {}
     for where, part, dynamic in (("weights", weights, False), ("input_activations", inputs, True)):
         if not isinstance(part, Mapping):
             raise _refused(f"{name}.{where}", part)

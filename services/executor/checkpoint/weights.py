@@ -32,8 +32,15 @@ from torch import Tensor
 
 from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.families import FAMILIES, Family
+from services.executor.checkpoint.int4 import Int4Format
 from services.executor.checkpoint.partition import Shard, ShardOf, whole_model
-from services.executor.checkpoint.quantised import STORED, block_of, is_quantised, scale_name, with_scales
+from services.executor.checkpoint.quantised import (
+    STORED,
+    InBlocksOfFp8,
+    scale_name,
+    scheme_of,
+    with_scales,
+)
 from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import Description, Part, Weight, describe, weights_of
 from services.executor.model.shapes import Shapes
@@ -257,8 +264,7 @@ class _Tensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._quantised = is_quantised(folder)
-        self._block = block_of(json.loads((folder / "config.json").read_text("utf-8")))
+        self._scheme = scheme_of(json.loads((folder / "config.json").read_text("utf-8")))
         self._open = functools.cache(_opened)
         self._files: dict[str, Path] = {}
         for file in _weight_files(folder):
@@ -274,7 +280,14 @@ class _Tensors:
         for name, file in self._files.items():
             stored = self._open(file).get_slice(name)
             kind = stored.get_dtype()
-            if kind == STORED and self._quantised and (scales := scale_name(name, self._files)):
+            if isinstance(self._scheme, Int4Format) and (weight := self._scheme.weight_of(name, self._files)):
+                if weight in self._files:
+                    raise SetupError(f"{file} has {name!r} and also {weight!r}; fetch the model again")
+                if weight not in sizes:
+                    sizes[weight] = self.stored(weight).shape
+                continue
+            fp8 = isinstance(self._scheme, InBlocksOfFp8)
+            if kind == STORED and fp8 and (scales := scale_name(name, self._files)):
                 of_weights.add(scales)
             elif kind not in _PLAIN:
                 raise SetupError(
@@ -285,8 +298,15 @@ class _Tensors:
                 sizes[name] = tuple(stored.get_shape())
         sizes = {name: size for name, size in sizes.items() if name not in of_weights}
         again = sizes.pop(_MODEL["head"], None) if shapes.tied else None
-        check_tensors(self._folder, sizes, names.sizes())
-        if again and not torch.equal(self.read(_MODEL["head"]), self.read(_MODEL["embedding"])):
+        wanted = names.sizes()
+        if isinstance(self._scheme, Int4Format):  # old writers add a bias of zeros to every matrix
+            added = [name for name in sizes if name.endswith(".bias") and name not in wanted]
+            for name in added:
+                if not self.read(name).any():
+                    del sizes[name]
+        check_tensors(self._folder, sizes, wanted)
+        head, embedding = _MODEL["head"], _MODEL["embedding"]
+        if again and not torch.equal(self.stored(head).values, self.stored(embedding).values):
             raise SetupError(
                 f"{self._folder}: config.json sets tie_word_embeddings, but {_MODEL['head']!r} is stored and "
                 "is not the embedding; if it is meant, set the key to false, else fetch the model again"
@@ -299,13 +319,18 @@ class _Tensors:
 
     def stored(self, name: str) -> Stored:
         """A tensor, not yet read. Raises SetupError for scales that do not fit."""
-        lazy = self._open(self._files[name]).get_slice(name)
-        found = Dense.of(_InFile(self, name, lazy), lazy.get_shape())
-        if lazy.get_dtype() != STORED:
+        if isinstance(self._scheme, Int4Format) and name not in self._files:
+            return self._scheme.stored(name, self._files, self._lazy)
+        found = self._lazy(name)
+        if not isinstance(self._scheme, InBlocksOfFp8) or found.source.lazy.get_dtype() != STORED:
             return found
         scales = scale_name(name, self._files)
         assert scales is not None, "`check` has refused it"
-        return with_scales(name, found, self.read(scales), self._block)
+        return with_scales(name, found, self.read(scales), self._scheme.block)
+
+    def _lazy(self, name: str) -> Dense:
+        lazy = self._open(self._files[name]).get_slice(name)
+        return Dense.of(_InFile(self, name, lazy), lazy.get_shape())
 
 
 @dataclass(frozen=True, slots=True)

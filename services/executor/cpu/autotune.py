@@ -135,7 +135,7 @@ def timing_for(
     chosen = settings.threads or settings.deterministic or ranks > 1 or settings.backend in ("dummy", "sim")
     if chosen or dtype not in _TYPES or device_of(device).type != "cpu":
         return None
-    kind = type_of_blocks(path) if path.suffix == ".gguf" else None
+    kind = type_of_blocks(path) if path.suffix == ".gguf" else Kind.Q4_0  # as those of a checkpoint in 4 bits
     if dtype == "packed" and kind is None:
         return None
     cores = usable_cores()

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu_jit
+from services.executor.checkpoint.int4 import ScaledInt4
 from services.executor.checkpoint.stored import Stored
 from shared.errors import SetupError
 
@@ -103,7 +104,7 @@ class Products:
         from kernels.cpu_jit.packed_weights import PackedProduct
         from services.executor.checkpoint.gguf_blocks import InBlocks
 
-        if isinstance(stored, InBlocks):
+        if isinstance(stored, InBlocks | ScaledInt4):
             matrices = stored.blocks()
             scales = (each for blocks in matrices for each in (blocks.scales, blocks.minima))
             if not all(each is None or each.isfinite().all() for each in scales):

@@ -26,7 +26,6 @@ from kernels.attention import FP8
 from kernels.attention.decode import decode_work
 from kernels.sampling.gpu import TAKEN, Choices, choose, scratch
 from kernels.sampling.ref import INVALID
-from services.executor.checkpoint.kv_cache import tensors_of
 from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.cuda.comm_overlap import two_streams
 from services.executor.cuda.device_storage import DeviceStorage
@@ -87,7 +86,6 @@ class CudaBackend:
         _check_alike(shapes, ranks)
         alone = ranks.size == loaded.stage.count == 1
         self._info = replace(info_of(options, loaded), sleeps=alone)
-        self._storage = DeviceStorage(tensors_of(loaded.weights), [cache.tensor])
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
@@ -111,13 +109,19 @@ class CudaBackend:
         self._alone = alone
         self._ranks = ranks
         streams = None
-        if options.overlap_comm != "off" and ranks.size > 1:
+        overlaps = options.overlap_comm
+        if loaded.kept_in == "int4":  # two products with one matrix in 4 bits must not run at once
+            if overlaps == "two_stream":
+                raise SetupError("with dtype int4 steps cannot be split: use overlap_comm auto or off")
+            overlaps = "off"
+        if overlaps != "off" and ranks.size > 1:
             streams = two_streams(loaded, most, deterministic=options.deterministic)
         self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: no micro-batch is a step of few rows
         self._slots = CudaSlots(
             options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
         )
         model = CudaModel(loaded, works, tuning, options.slots)
+        self._storage = DeviceStorage(model.tensors(), [cache.tensor])
         self._runner = GraphRunner(loaded, model, self._slots, tuning, most, streams)
         self._sampling = DeviceSampling(options.slots, shapes.vocab, self._slots.choices, cache.activations)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Generator, Mapping
+import time
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,11 +31,14 @@ from kernels.fp8 import Fp8Rows
 from kernels.fp8.gpu import quantise_rows, scaled_mm
 from kernels.gemm.gpu import layout_of, matmul, matmul_fixed, matmul_fp8
 from kernels.inputs.gpu import Resolved
+from kernels.int4 import gpu as int4
+from kernels.int4.gpu import Int4Weight
 from kernels.moe.gpu import combine, dispatch, experts_mlp, permute, route
 from kernels.norm.gpu import add_rms_norm_, add_rms_norm_fp8_, rms_norm, rms_norm_fp8
 from kernels.rope import rope_table
 from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
 from services.executor.checkpoint.fp8 import ScaledFp8
+from services.executor.checkpoint.int4 import ScaledInt4
 from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.partition import gathered_logits
 from services.executor.checkpoint.stored import Stored
@@ -44,10 +48,15 @@ from services.executor.parallel.coroutines import AllReduces, Collective, Forwar
 from services.executor.parallel.peer_memory import PeerMemory
 from services.executor.parallel.ranks import DistributedRanks, Ranks
 from services.executor.parallel.step_split import Chunk
+from shared.errors import SetupError
 
 log = logging.getLogger("headrace.executor")
 
-Operand = Tensor | Fp8Rows  # of a product
+Operand = Tensor | Fp8Rows | Int4Weight  # of a product
+# humming-kernels is missing, finds no compiler or headers, has no such layout, or is another version.
+_LIBRARY_ERRORS = (
+    ImportError, RuntimeError, OSError, ValueError, AssertionError, AttributeError, TypeError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +86,23 @@ class CudaModel:
             self._shared = shared_logits(loaded.ranks, weights.head.values, most, shapes.vocab)
         self._embedding, self._norm = weights.embedding.values, weights.norm
         self._head = weights.head.values
-        self._layers: list[dict[str, Any]] = [
-            {name: operand_of(stored) for name, stored in layer.items()} for layer in weights.layers
-        ]
+        self._layers: list[dict[str, Any]] = []
+        began_s = time.monotonic()
+        while weights.layers:  # one by one: operands in 4 bits are copies
+            layer = weights.layers.pop(0)
+            self._layers.append({name: operand_of(stored) for name, stored in layer.items()})
+        if loaded.kept_in == "int4":
+            log.info("weights in 4 bits laid out, their kernels built: %.1f s", time.monotonic() - began_s)
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
         self._rotations = rope_table(frequencies, loaded.context + 1).to(kv.device)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The weights in the memory of the device. Tied ones occur twice."""
+        yield from (self._embedding, self._norm, self._head)
+        for layer in self._layers:
+            for operand in layer.values():
+                yield from (operand,) if isinstance(operand, Tensor) else operand.tensors
 
     def hidden(self, step: ForwardStep, out: Tensor | None = None, received: Tensor | None = None) -> Tensor:
         """The head's input for every token, `[tokens, hidden]`, in `out` if given; on any stage but the last,
@@ -163,8 +183,18 @@ class CudaModel:
 
 
 def operand_of(stored: Stored) -> Operand:
-    """A weight as the products take it."""
-    return stored.matrix if isinstance(stored, ScaledFp8) else stored.values
+    """A weight as the products take it. Raises SetupError for one in 4 bits whose kernels cannot be built."""
+    if isinstance(stored, ScaledFp8):
+        return stored.matrix
+    if not isinstance(stored, ScaledInt4):
+        return stored.values
+    try:
+        return int4.prepare(stored.matrix)
+    except _LIBRARY_ERRORS as error:
+        raise SetupError(
+            f"humming-kernels cannot multiply weights in 4 bits here ({type(error).__name__}: {error}); "
+            "check its install (pip install 'headrace[int4]', CUDA's headers), or use dtype fp8 or bf16"
+        ) from error
 
 
 def in_fp8(weight: Operand) -> bool:
@@ -218,7 +248,7 @@ class Products(Protocol):
 
     `x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`, as `[rows, width]`; unless
     `whole`, it may be `[splits, rows, width]` float32, which the reader adds up. A weight in fp8 takes fp8
-    rows, and quantises plain ones."""
+    rows, and quantises plain ones; one in 4 bits takes plain ones."""
 
     def __call__(
         self, x: Operand, weight: Operand, bias: Tensor | None = None, *, whole: bool = False
@@ -236,7 +266,7 @@ def gated(
 ) -> Operand:
     """`silu(gate) * up` of the joined product, in one kernel if its layout is `gated`. `fp8`: as fp8 rows if
     the weight is in fp8, too."""
-    if isinstance(gate_up, Fp8Rows) or isinstance(x, Fp8Rows):
+    if not isinstance(gate_up, Tensor) or not isinstance(x, Tensor):
         wide = product(x, gate_up, whole=True)
         return swiglu_fp8(wide, chained=chained) if fp8 else swiglu(wide, chained=chained)
     chosen = layouts.product(gate_up.shape[0], gate_up.shape[1], len(x))
@@ -249,6 +279,8 @@ def _tuned(tuning: DeviceTuning) -> Products:
     """The library's product, or our kernel where that is faster."""
 
     def product(x: Any, weight: Any, bias: Tensor | None = None, *, whole: bool = False) -> Tensor:
+        if isinstance(weight, Int4Weight):
+            return int4.product(x, weight, bias)
         rows, fp8 = len(x), isinstance(weight, Fp8Rows)
         layouts = tuning.of(rows)
         chosen = layouts.product(weight.shape[0], weight.shape[1], rows, fp8=fp8)

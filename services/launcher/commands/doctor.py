@@ -139,6 +139,7 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
         return
     os.environ.update(environment("executor", os.environ))
     from services.executor.checkpoint.loader import best_dtype
+    from services.executor.checkpoint.quantised import stored_in
     from services.executor.cpu.autotune import timing_for
 
     device, ranks = settings.device_and_ranks
@@ -146,6 +147,10 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
         path = resolve(settings.model, settings.cache_dir).path
         if dtype == "auto":
             dtype, why = best_dtype(path, device, ranks)
+            if dtype == "auto" and stored_in(path) == "int4" and importlib.util.find_spec("humming") is None:
+                mend = "pip install 'headrace[int4]', or use --dtype fp8 or bf16"
+                yield Finding("fail", "a GPU cannot keep the model's weights in 4 bits", mend)
+                return
             yield Finding("ok", f"dtype {dtype}: {why}")
         timing = timing_for(settings, path, dtype, ("f32", "bf16"), again=True)
     except SetupError:

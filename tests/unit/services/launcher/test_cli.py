@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -12,7 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from support.executor.int4_folders import save_int4
 
+from services.executor.checkpoint import loader as model_loader
 from services.executor.cpu import autotune
 from services.executor.cpu.autotune import Timing
 from services.executor.sampling import grammar_compiler
@@ -256,6 +259,24 @@ def test_doctor_says_which_dtype_and_threads_and_what_would_be_faster(
     )
     assert [level for level, _ in found([0.5, 2.0, 5.0], dtype="f32")] == ["ok", "warn"]
     assert found([0.5, 2.0, 5.0], backend="dummy") == []
+
+
+def test_doctor_names_the_extra_for_weights_in_4_bits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, _ = save_int4("awq", "llama", tmp_path)
+    monkeypatch.setattr(model_loader, "best_dtype", lambda *_: ("auto", "on a GPU"))
+    find = importlib.util.find_spec
+    for has, said in ((True, "ok    dtype auto: on a GPU"), (False, "fail  a GPU cannot keep the model's ")):
+        humming = object() if has else None
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, found=humming: found if name == "humming" else find(name),
+        )
+        main(["doctor", "--model", str(folder), "--nats-url", "nats://127.0.0.1:1"])
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(said))
+        assert has or "pip install 'headrace[int4]', or use --dtype fp8 or bf16" in line
 
 
 def test_versions_without_importing_anything() -> None:

@@ -208,8 +208,10 @@ def test_the_refusal_says_what_to_do() -> None:
     good = {**SIZES, **PUBLISHED["Qwen3-0.6B"]}
     with pytest.raises(SetupError, match=r"logit_scale = 2\.0 in config\.json.*delete it from config\.json"):
         from_hf({**good, "logit_scale": 2.0})
-    with pytest.raises(SetupError, match=r"quant_method = 'awq'.* not supported.*or the unquantised model"):
-        from_hf({**good, "quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(
+        SetupError, match=r"quant_method = 'bitnet'.* not supported.*or the unquantised model"
+    ):
+        from_hf({**good, "quantization_config": {"quant_method": "bitnet"}})
 
 
 @pytest.mark.parametrize(

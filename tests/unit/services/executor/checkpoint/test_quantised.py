@@ -14,7 +14,7 @@ from support.executor.fp8_folders import BLOCK, KINDS, TOKEN, compressed, save_f
 from kernels.fp8 import quantise_rows
 from services.executor.checkpoint.fp8 import InFp8, ScaledFp8, part_in_fp8
 from services.executor.checkpoint.partition import shard
-from services.executor.checkpoint.quantised import block_of, with_scales
+from services.executor.checkpoint.quantised import InBlocksOfFp8, scheme_of, with_scales
 from services.executor.checkpoint.stored import Cut, Dense
 from services.executor.checkpoint.weights import Weights, load_hf
 from services.executor.model.description import WIDTH, Part
@@ -81,8 +81,8 @@ def set_weights(**keys: Any) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c.update(quant_method="awq"), "quant_method = 'awq'"),
-        (lambda c: c.update(format="pack-quantized"), "format = 'pack-quantized'"),
+        (lambda c: c.update(quant_method="bitnet"), "quant_method = 'bitnet'"),
+        (lambda c: c.update(format="int-quantized"), "format = 'int-quantized'"),
         (lambda c: c.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (lambda c: c.update(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
         (lambda c: c.update(transform_config={"R1": {}}), "transform_config"),
@@ -107,10 +107,10 @@ def test_what_is_not_computed_as_meant_is_refused(
     change: Callable[[dict[str, Any]], object], said: str
 ) -> None:
     config = json.loads(json.dumps(compressed("channel")))
-    assert block_of({"quantization_config": config}) is None
+    assert scheme_of({"quantization_config": config}) == InBlocksOfFp8(None)
     change(config)
     with pytest.raises(SetupError) as caught:
-        block_of({"quantization_config": config})
+        scheme_of({"quantization_config": config})
     assert said in caught.value.message
     assert "in quantization_config of config.json is not supported; supported are fp8" in caught.value.message
 
@@ -120,7 +120,7 @@ def test_what_is_not_computed_as_meant_is_refused(
 )
 def test_plain_fp8_of_another_kind_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match="is not supported; supported are fp8 and compressed-tensors"):
-        block_of({"quantization_config": {"quant_method": "fp8", **keys}})
+        scheme_of({"quantization_config": {"quant_method": "fp8", **keys}})
 
 
 def test_scales_that_do_not_fit_are_refused() -> None:

@@ -175,8 +175,8 @@ def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
         build(options(folder, max_context=1000))
     with pytest.raises(SetupError, match="8 KV blocks of 16 tokens hold no sequence of 200"):
         build(options(folder, max_context=200))
-    with pytest.raises(SetupError, match="dtype 'int4' is not supported; use one of bf16, f32, int8, packed"):
-        build(options(folder, dtype="int4"))
+    with pytest.raises(SetupError, match="dtype 'int3' is not supported; use one of bf16, f32, int8, packed"):
+        build(options(folder, dtype="int3"))
 
 
 def test_info_states_the_engine(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_machine_without_the_instructions_is_told_what_works(
 
 
 def test_only_a_gguf_file_has_blocks() -> None:
-    with pytest.raises(SetupError, match="packed is for GGUF files; use int8"):
+    with pytest.raises(SetupError, match="packed is for GGUF files and checkpoints in 4 bits; use int8"):
         chosen("packed", torch.device("cpu"), Path("folder"))
 
 

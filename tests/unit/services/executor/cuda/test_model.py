@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.executor.int4_folders import GROUP, save_int4
 from support.executor.tiny_models import random_tokens, reference_logprobs, save_tiny
 
 import kernels.fp8 as fp8_rows
+import kernels.int4 as int4_groups
 from kernels.activation import swiglu
 from kernels.attention import attend_prefill, write_kv, write_rows
+from kernels.int4.gpu import Int4Weight
 from kernels.moe import combine, dispatch, experts_mlp, permute, route
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
+from services.executor.checkpoint import int4 as checkpoint_int4
 from services.executor.checkpoint import loader
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.cuda import model as cuda_model
+from shared.errors import SetupError
 
 TOKENS = 40
 BLOCKS = torch.arange(4)
@@ -110,6 +115,57 @@ def test_weights_in_fp8_read_fp8_rows(kind: str, tmp_path: Path, monkeypatch: py
     assert kl < 0.15
     products = [name for name in torch_for.names if name in ("plain", "fp8", "quantised")]
     assert products == ["fp8", "quantised", "fp8", "fp8"] * 3 + ["plain"]
+
+
+def test_weights_in_4_bits_have_their_own_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are those of the dequantised weights, and the canonical matrices are dropped."""
+    folder, _ = save_int4("gptq", "qwen2", tmp_path)
+    common: dict[str, Any] = {"model_name": "m", "device": "cpu", "blocks": 4, "slots": 1}
+    monkeypatch.setattr(loader, "_why_not_int4", lambda *_: "")
+    monkeypatch.setattr(checkpoint_int4, "GROUPS", (GROUP,))
+    monkeypatch.setattr(checkpoint_int4, "_MULTIPLE", GROUP)
+    torch_for = Launches()
+    for name in ("add_rms_norm_", "rope_write", "attend_prefill"):
+        monkeypatch.setattr(cuda_model, name, getattr(torch_for, name))
+    monkeypatch.setattr(cuda_model, "rms_norm", lambda x, weight, eps, **_: rms_norm(x, weight, eps))
+    monkeypatch.setattr(cuda_model, "swiglu", lambda wide, *_, **__: swiglu(wide))
+
+    def prepare(matrix: int4_groups.Int4Groups) -> Int4Weight:
+        none = torch.zeros(0)
+        return Int4Weight(matrix.numbers, matrix.scales, matrix.zeros, none, none, matrix.shape)
+
+    def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        torch_for.names.append("int4")
+        plain = int4_groups.dequantise(int4_groups.Int4Groups(weight.numbers, weight.scales, weight.zeros))
+        return F.linear(x, plain.to(x.dtype), bias)
+
+    monkeypatch.setattr(cuda_model.int4, "prepare", prepare)
+    monkeypatch.setattr(cuda_model.int4, "product", product)
+    layouts = SimpleNamespace(chained=False, decode=None, product=lambda *_, **__: None)
+    tuning: Any = SimpleNamespace(of=lambda rows: layouts, prefill=None, by_row=False)
+    resolved: Any = SimpleNamespace(ids=torch.tensor(random_tokens(TOKENS, 3)), slot_mapping=None)
+    tiles: Any = object()
+    step = cuda_model.ForwardStep(resolved, torch.arange(TOKENS, dtype=torch.int32), None, tiles)
+    found = []
+    with torch.inference_mode():
+        for dtype in ("int4", "bf16"):
+            loaded = load(TorchOptions(model_path=folder, dtype=dtype, **common))
+            model = cuda_model.CudaModel(loaded, {}, tuning, TOKENS)
+            assert loaded.weights.layers == []
+            found.append(model.logits(model.hidden(step), torch.arange(TOKENS)))
+            assert len([*model.tensors()]) == 3 + 3 * (3 + 4 * (4 if dtype == "int4" else 1))
+    assert found[0].equal(found[1])
+    assert torch_for.names.count("int4") == 4 * 3
+
+
+def test_what_the_library_of_4_bits_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(_: object) -> None:
+        raise RuntimeError("no suitable CUDA 13 environment found")
+
+    monkeypatch.setattr(cuda_model.int4, "prepare", prepare)
+    matrix = int4_groups.quantise_groups(torch.randn(8, 32), 32)
+    with pytest.raises(SetupError, match=r"RuntimeError: no suitable CUDA 13 .*headrace\[int4\]"):
+        cuda_model.operand_of(checkpoint_int4.ScaledInt4(matrix, torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3", "phi3", "mixtral", "qwen3-moe-mixed"])

@@ -1,0 +1,122 @@
+"""Products with matrices in 4 bits on a GPU, by the kernels of humming-kernels.
+
+The library has its own order of a matrix's numbers, and builds a kernel for each shape and range of rows,
+by NVRTC or nvcc, once for a machine (`$HUMMING_CACHE_DIR`, else `~/.humming/cache`). `prepare` does both, so
+that a product only launches: a CUDA graph can capture it.
+
+Numbers are widened to bfloat16 and multiplied with scales rounded to it. Programs that share a tile add their
+parts up in the output, in bfloat16, more than three of them in the order in which they end: the last bits of
+a product may differ from run to run. They take turns by `locks`, which are zeros again at a kernel's end: two
+products with one matrix must not run at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.int4.ref import Int4Groups, pack
+
+_LOCKS = 2048  # the library's own count: over those that 132 processors need
+# The library's choice for these numbers of rows serves those below, too: it has 92 choices, many alike.
+_ROWS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048)
+_MOST_ROWS = 1 << 30  # the last choice is for all longer steps
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """A matrix of `shape` in the library's order. `kernels`: its kernels by the number of rows, on the
+    host."""
+
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    locks: Tensor
+    kernels: Tensor
+    shape: tuple[int, int]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is in the memory of the device."""
+        zeros = () if self.zeros is None else (self.zeros,)
+        return (self.numbers, self.scales, self.locks, *zeros)
+
+
+@functools.cache
+def _library() -> Any:
+    """The library; a wheel has its native parts, so that the import starts no processes to build them.
+    Raises ImportError."""
+    kept = os.environ.get("HUMMING_DISABLE_PARALLEL_BUILD")
+    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
+    try:
+        import humming.dtypes
+        import humming.kernel.humming
+        import humming.ops
+        import humming.schema
+        import humming.transform
+        import humming.tune
+    finally:
+        if kept is None:
+            del os.environ["HUMMING_DISABLE_PARALLEL_BUILD"]
+        else:
+            os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = kept
+    return humming
+
+
+def prepare(matrix: Int4Groups) -> Int4Weight:
+    """For products. Both sizes are multiples of 128, groups of 32, 64, 128 columns or a row. Builds kernels
+    for a shape that this machine has not seen, in some seconds. Raises ImportError without the library, and
+    RuntimeError, OSError, ValueError or AssertionError if it cannot build."""
+    library = _library()
+    rows, columns = matrix.shape
+    schema = library.schema.HummingWeightSchema(
+        b_dtype=library.dtypes.DataType.from_str("uint4"),
+        bs_dtype=library.dtypes.DataType.from_torch_dtype(torch.bfloat16),
+        weight_scale_group_size=0 if matrix.group == columns else matrix.group,
+        has_zero_point=matrix.zeros is not None,
+    )
+    tensors = {"weight": matrix.numbers, "weight_scale": matrix.scales.bfloat16()}
+    if matrix.zeros is not None:
+        tensors["zero_point"] = pack(matrix.zeros.T).T.contiguous()
+    device = matrix.numbers.device
+    with torch.cuda.device(device):
+        config, found = library.transform.prepare_and_transform_humming_tensors(
+            tensors, rows, columns, schema, torch_dtype=torch.bfloat16, device=device
+        )
+        kernels = library.kernel.humming.HummingKernel.prepare_kernels(
+            config.to_str(), None, json.dumps(_choices(config, device)), device
+        )
+    locks = torch.zeros(_LOCKS, dtype=torch.int32, device=device)
+    return Int4Weight(
+        found["weight"], found["weight_scale"], found.get("zero_point"), locks, kernels, (rows, columns)
+    )
+
+
+def _choices(config: Any, device: torch.device) -> list[tuple[int, int, dict[str, Any]]]:
+    """Layouts of a matrix, each for rows from over the first number to the second."""
+    found: list[tuple[int, int, dict[str, Any]]] = []
+    for rows in _ROWS:
+        layout = _library().tune.get_heuristics_config(config, rows, device=device)
+        begin = found[-1][1] if found else 0
+        if found and found[-1][2] == layout:
+            begin = found.pop()[0]
+        found.append((begin, _MOST_ROWS if rows == _ROWS[-1] else rows, layout))
+    return found
+
+
+def product(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` of `x` `[rows, inner]` bfloat16, contiguous: `[rows, width]` bfloat16."""
+    found: Tensor = _library().ops.launch_kernel(
+        configs=weight.kernels, inputs=x, weight=weight.numbers, weight_scale=weight.scales,
+        zero_point=weight.zeros, locks=weight.locks,
+    )  # fmt: skip
+    return found if bias is None else found.add_(bias)

@@ -1,0 +1,136 @@
+"""Small random models as folders in 4 bits, in each supported form, and the numbers that they stand for.
+
+The packing follows the libraries that write such folders (AutoAWQ `gemm`, AutoGPTQ and GPTQModel,
+compressed-tensors), by loops over single numbers: nothing of the product's is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from support.executor.fp8_folders import changed
+from support.executor.tiny_models import save_tiny
+
+GROUP = 16
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # number AWQ_ORDER[i] of eight lies at bits 4 * i
+
+
+def gptq(**more: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False,
+        "checkpoint_format": "gptq", "lm_head": False, "true_sequential": True,
+        "meta": {"quantizer": ["gptqmodel:2.0"]}, **more,
+    }  # fmt: skip
+
+
+def compressed(**more: Any) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
+        "dynamic": False, "observer": "minmax", "actorder": None, **more,
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": group}, "quantization_status": "compressed", "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+AWQ = {
+    "quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
+    "modules_to_not_convert": None,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "awq": AWQ,
+    "gptq": gptq(),
+    "gptq v2": gptq(checkpoint_format="gptq_v2"),
+    "gptq symmetric": gptq(sym=True),
+    "gptq act-order": gptq(desc_act=True),
+    "gptq rows": gptq(group_size=-1, sym=True),
+    "compressed": compressed(),
+    "compressed zeros": compressed(symmetric=False),
+    "compressed rows": compressed(strategy="channel", group_size=None),
+    "compressed group": compressed(actorder="group"),
+}
+
+
+def words(numbers: torch.Tensor, dim: int, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """Numbers of 0 to 15, eight along `dim` in an int32; columns that are missing at the end are zeros."""
+    along = numbers.movedim(dim, -1)
+    along = torch.nn.functional.pad(along, (0, -along.shape[-1] % 8)).long()
+    found = torch.zeros(*along.shape[:-1], along.shape[-1] // 8, dtype=torch.int64)
+    for at, which in enumerate(order):
+        found += along[..., which::8] << 4 * at
+    found = torch.where(found >= 2**31, found - 2**32, found)
+    return found.int().movedim(-1, dim).contiguous()
+
+
+def quantised(
+    values: torch.Tensor, of_columns: torch.Tensor, *, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers `[rows, columns]`, scales and zeros `[rows, groups]`, and what they stand for."""
+    groups = int(of_columns.max()) + 1
+    numbers, wanted = values.int(), values.clone()
+    scales, zeros = torch.empty(len(values), groups).half(), torch.full((len(values), groups), 8)
+    for group in range(groups):
+        at = of_columns == group
+        least, most = values[:, at].amin(1), values[:, at].amax(1)
+        if symmetric:
+            scales[:, group] = (torch.maximum(-least, most) / 7).half()
+        else:
+            scales[:, group] = ((most - least) / 15).half()
+            zeros[:, group] = (-least / scales[:, group].float()).round().clamp(0, 15)
+        scale, zero = scales[:, group, None].float(), zeros[:, group, None]
+        numbers[:, at] = ((values[:, at] / scale).round() + zero).clamp(0, 15).int()
+        wanted[:, at] = (numbers[:, at] - zero) * scale
+    return numbers, scales, zeros, wanted
+
+
+def packed(config: dict[str, Any], values: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of a matrix by the ends of their names, and what they stand for."""
+    method, columns = config["quant_method"], values.shape[1]
+    options = config if method != "compressed-tensors" else config["config_groups"]["group_0"]["weights"]
+    size = options["group_size"] or -1
+    of_columns = torch.arange(columns) // (size if size > 0 else columns)
+    reordered = options.get("desc_act") or options.get("actorder")
+    if reordered:
+        of_columns = of_columns[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+    symmetric = options.get("sym", options.get("symmetric", False))
+    numbers, scales, zeros, wanted = quantised(values, of_columns, symmetric=symmetric)
+    if method == "awq":
+        tensors = {
+            "qweight": words(numbers.T, 1, AWQ_ORDER), "qzeros": words(zeros.T, 1, AWQ_ORDER),
+            "scales": scales.T.contiguous(),
+        }  # fmt: skip
+    elif method == "gptq":
+        stored = words(zeros.T, 1)
+        if config["checkpoint_format"] == "gptq":
+            stored = stored - 0x11111111  # of a whole word, as GPTQModel does
+        tensors = {
+            "qweight": words(numbers.T, 0), "qzeros": stored, "scales": scales.T.contiguous(),
+            "g_idx": of_columns.int(),
+        }  # fmt: skip
+    else:
+        shape = torch.tensor(values.shape)
+        tensors = {"weight_packed": words(numbers, 1), "weight_scale": scales, "weight_shape": shape}
+        if not symmetric:
+            tensors["weight_zero_point"] = words(zeros, 0)
+        if reordered:
+            tensors["weight_g_idx"] = of_columns.int()
+    return tensors, wanted
+
+
+def save_int4(kind: str | dict[str, Any], source: str, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A tiny model with its layers' matrices in 4 bits, and the numbers that they stand for by name."""
+    config = KINDS[kind] if isinstance(kind, str) else kind
+    tensors = load_file(save_tiny(source, folder) / "model.safetensors")
+    wanted = {}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        found, wanted[name] = packed(config, tensors.pop(name))
+        tensors |= {f"{name.removesuffix('weight')}{end}": tensor for end, tensor in found.items()}
+    save_file(tensors, folder / "model.safetensors")
+    changed(folder, quantization_config=config)
+    return folder, wanted
