@@ -38,8 +38,9 @@ class Joined:
 
 
 def answers(peers: Peers, models: Sequence[str]) -> bool:
-    """True once a scheduler of each model has sent a heartbeat."""
-    return {*models} <= {*peers.models("scheduler")}
+    """True once a scheduler of each model has sent a heartbeat, and an executor if the scheduler has one."""
+    heard = {*models} <= {*peers.models("scheduler")}
+    return heard and all(peers.ready("executor", each) for each in models if peers.model_digest(each))
 
 
 def checked(peers: Peers, settings: Settings, models: Sequence[str], url: str) -> Joined:

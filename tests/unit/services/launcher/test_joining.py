@@ -53,6 +53,11 @@ def test_it_joins_and_waits_for_the_welcome_of_its_own_executors() -> None:
     assert joined.welcomed(peers, "m", "hub") == 0, "it was there before"
 
 
+def test_it_waits_for_the_executors_that_the_scheduler_has() -> None:
+    assert not answers(fleet(SCHEDULER), ["m"]), "their blocks are not known"
+    assert answers(fleet(replace(SCHEDULER, model_digest="")), ["m"]), "it has none"
+
+
 def test_a_fleet_that_accepts_all_executors_names_no_digest() -> None:
     mixed = replace(SCHEDULER, load=((MIXED, 1),))
     assert checked(fleet(mixed, EXECUTOR), HERE, ["m"], URL).digests == {"m": ""}
