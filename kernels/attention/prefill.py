@@ -297,9 +297,7 @@ def attend_prefill(
     if tuning.tma:
         from kernels.attention import hopper  # another release of Triton may not have what this imports
 
-        hopper.attend(
-            query, kv, layer, columns, parts, out, tuning.tile_tokens, tuning.stages
-        )  # fmt: skip
+        hopper.attend(query, kv, layer, columns, parts, out, tuning.tile_tokens, tuning.stages)
     else:
         _attend[(kv_heads, len(tiles.counts))](
             query, kv, *columns, *parts, out,

@@ -200,6 +200,7 @@ class KeeperActor(Actor):
             "submitted": self._verbs.submitted,
             "stored": self._core.stored,
             "refused": self._core.refused,
+            "held_back": self._core.held_back,
             "batches": len(self._batches),
             "lines_in_flight": self._batches.in_flight,
         }
