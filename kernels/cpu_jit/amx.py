@@ -31,9 +31,9 @@ from kernels.cpu_jit.llvm_intrinsics import as_f32, fast, narrow, offset_by, on_
 from kernels.cpu_jit.vectors import call, loop
 
 COLUMNS = 32  # of a tile of `x`: the width of a matrix is a multiple
-_ROWS = 16  # of a tile of `x`, and rows of the matrix in a part of a panel
+ROWS = 16  # of a tile of `x`, and rows of the matrix in a part of a panel
 _TILES = 8
-_CONFIG_BYTES = 64
+CONFIG_BYTES = 64
 _X, _MATRIX = 6, 7
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # Linux gives a process the tiles when it asks
 
@@ -54,8 +54,8 @@ def usable() -> bool:
 
 def by_panel(panel_rows: int) -> Any:
     """See the function in it. `panel_rows`: a multiple of 16, at most 48."""
-    two, one = _multiply(2, panel_rows), _multiply(1, panel_rows)
-    sums, config = on_stack(2 * _ROWS * panel_rows * 4), on_stack(_CONFIG_BYTES)
+    two, one = (tiles(number, panel_rows // ROWS) for number in (2, 1))
+    sums, config = on_stack(2 * ROWS * panel_rows * 4), on_stack(CONFIG_BYTES)
 
     @fast
     def store(found: Any, out: Any, rows: int, height: int) -> None:
@@ -68,38 +68,38 @@ def by_panel(panel_rows: int) -> Any:
         """Store the product of `rows` rows of `x` with a panel to `out`, float32 or bfloat16, with rows
         `height` apart."""
         found, setting = as_f32(sums()), config()
-        row, rest = 0, rows % _ROWS
-        if rows >= _ROWS:
-            _configure(setting, _ROWS)
-        while row + 2 * _ROWS <= rows:
-            two(offset_by(x, row * width), width, panel, found)
-            store(found, offset_by(out, row * height), 2 * _ROWS, height)
-            row += 2 * _ROWS
-        if row + _ROWS <= rows:
-            one(offset_by(x, row * width), width, panel, found)
-            store(found, offset_by(out, row * height), _ROWS, height)
-            row += _ROWS
+        row, rest = 0, rows % ROWS
+        if rows >= ROWS:
+            configure(setting, ROWS)
+        while row + 2 * ROWS <= rows:
+            two(offset_by(x, row * width), width, panel, panel_rows, found, panel_rows)
+            store(found, offset_by(out, row * height), 2 * ROWS, height)
+            row += 2 * ROWS
+        if row + ROWS <= rows:
+            one(offset_by(x, row * width), width, panel, panel_rows, found, panel_rows)
+            store(found, offset_by(out, row * height), ROWS, height)
+            row += ROWS
         if rest:
-            _configure(setting, rest)
-            one(offset_by(x, row * width), width, panel, found)
+            configure(setting, rest)
+            one(offset_by(x, row * width), width, panel, panel_rows, found, panel_rows)
             store(found, offset_by(out, row * height), rest, height)
-        _release()
+        release()
 
     return multiply
 
 
 @intrinsic
-def _configure(typing: Any, config: Any, rows: Any) -> Any:
+def configure(typing: Any, config: Any, rows: Any) -> Any:
     """Prepare the tiles of this thread for so many rows of `x`. `config`: memory for the setting."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         config, rows = args
-        setting = ir.VectorType(_I8, _CONFIG_BYTES)
-        numbers = [0] * _CONFIG_BYTES
+        setting = ir.VectorType(_I8, CONFIG_BYTES)
+        numbers = [0] * CONFIG_BYTES
         numbers[0] = 1  # the palette
         for tile in range(_TILES):
-            numbers[16 + 2 * tile] = 4 * _ROWS  # bytes of a row
-            numbers[48 + tile] = _ROWS
+            numbers[16 + 2 * tile] = 4 * ROWS  # bytes of a row
+            numbers[48 + tile] = ROWS
         builder.store(ir.Constant(setting, numbers), builder.bitcast(config, setting.as_pointer()), align=1)
         for tile in range(_MATRIX):
             builder.store(builder.trunc(rows, _I8), _byte(builder, config, 48 + tile))
@@ -110,7 +110,7 @@ def _configure(typing: Any, config: Any, rows: Any) -> Any:
 
 
 @intrinsic
-def _release(typing: Any) -> Any:
+def release(typing: Any) -> Any:
     """Give the tiles of this thread back: Linux then saves less of it."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -120,42 +120,50 @@ def _release(typing: Any) -> Any:
     return types.void(), generate
 
 
-def _multiply(tiles: int, panel_rows: int) -> Any:
-    parts = panel_rows // _ROWS
+def tiles(number: int, parts: int, *, onto: bool = False) -> Any:
+    """See the function in it. `onto`: the product is added to what is at `out`."""
 
     @intrinsic
-    def multiply(typing: Any, x: Any, width: Any, panel: Any, out: Any) -> Any:
-        """Store the product of `tiles` tiles of `x` with a panel to `out`, float32 `[rows, panel rows]`."""
+    def multiply(typing: Any, x: Any, width: Any, panel: Any, line: Any, out: Any, apart: Any) -> Any:
+        """Store the product of `number` tiles of `x` with `parts` parts of a panel to `out`, float32, rows
+        `apart`. `line`: how many rows of the matrix are packed together."""
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            x, width, panel, out = args
-            line, panel_line = builder.mul(width, _index(2)), _index(4 * panel_rows)
-            for number in range(tiles * parts):
-                call(builder, "llvm.x86.tilezero", _VOID, _number(number))
+            x, width, panel, line, out, apart = args
+            x_bytes = builder.mul(width, _index(2))
+            panel_bytes, out_bytes = (builder.mul(each, _index(4)) for each in (line, apart))
+            places = [
+                (builder.mul(apart, _index(tile * ROWS)), 4 * ROWS * part)
+                for tile in range(number)
+                for part in range(parts)
+            ]
+            targets = [_byte(builder, builder.gep(out, [row]), offset) for row, offset in places]
+            for sums, target in enumerate(targets):
+                if onto:
+                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(sums), target, out_bytes)
+                else:
+                    call(builder, "llvm.x86.tilezero", _VOID, _number(sums))
 
             def add(step: Any, sums: list[Any]) -> list[Any]:
                 column = builder.mul(step, _index(COLUMNS))
-                chunk = builder.gep(panel, [builder.mul(column, _index(panel_rows))])
-                for tile in range(tiles):
-                    at = builder.add(builder.mul(width, _index(tile * _ROWS)), column)
+                chunk = builder.gep(panel, [builder.mul(column, line)])
+                for tile in range(number):
+                    at = builder.add(builder.mul(width, _index(tile * ROWS)), column)
                     of_x = _byte(builder, builder.gep(x, [at]), 0)
-                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(_X), of_x, line)
+                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(_X), of_x, x_bytes)
                     for part in range(parts):
-                        matrix = _byte(builder, chunk, 4 * _ROWS * part)
-                        call(builder, "llvm.x86.tileloadd64", _VOID, _number(_MATRIX), matrix, panel_line)
-                        names = (_number(number) for number in (tile * parts + part, _X, _MATRIX))
+                        matrix = _byte(builder, chunk, 4 * ROWS * part)
+                        call(builder, "llvm.x86.tileloadd64", _VOID, _number(_MATRIX), matrix, panel_bytes)
+                        names = (_number(each) for each in (tile * parts + part, _X, _MATRIX))
                         call(builder, "llvm.x86.tdpbf16ps", _VOID, *names)
                 return sums
 
             loop(builder, builder.sdiv(width, _index(COLUMNS)), [], add)
-            for tile in range(tiles):
-                for part in range(parts):
-                    at = _byte(builder, out, 4 * _ROWS * (tile * panel_rows + part))
-                    number = _number(tile * parts + part)
-                    call(builder, "llvm.x86.tilestored64", _VOID, number, at, panel_line)
+            for sums, target in enumerate(targets):
+                call(builder, "llvm.x86.tilestored64", _VOID, _number(sums), target, out_bytes)
             return context.get_dummy_value()
 
-        return types.void(x, types.int64, panel, out), generate
+        return types.void(x, types.int64, panel, types.int64, out, types.int64), generate
 
     return multiply
 

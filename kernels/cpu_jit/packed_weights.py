@@ -50,16 +50,16 @@ _eight, _four, _two, _one = (microkernel(rows) for rows in (8, 4, 2, 1))
 def _all(x: Any, panel: Any, out: Any, rows: int, width: int, height: int) -> None:
     row = 0
     while row + _TILE <= rows:
-        _eight(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
+        _eight(offset_by(x, row * width), width, width, panel, PANEL, offset_by(out, row * height), height)
         row += _TILE
     if row + 4 <= rows:
-        _four(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
+        _four(offset_by(x, row * width), width, width, panel, PANEL, offset_by(out, row * height), height)
         row += 4
     if row + 2 <= rows:
-        _two(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
+        _two(offset_by(x, row * width), width, width, panel, PANEL, offset_by(out, row * height), height)
         row += 2
     if row < rows:
-        _one(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
+        _one(offset_by(x, row * width), width, width, panel, PANEL, offset_by(out, row * height), height)
 
 
 _in_tiles = amx.by_panel(PANEL)
