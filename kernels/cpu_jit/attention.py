@@ -134,28 +134,16 @@ def _by_tiles(onto: bool) -> Any:
         x: Any, apart: int, width: int, matrix: Any, line: int, out: Any, rows: int, columns: int, tile: int
     ) -> None:
         """The same of bfloat16, in tiles of `tile` rows, summed in float32; `matrix` `[width / 2, columns,
-        2]`. `apart` is `width`. Computes whole tiles of rows."""
+        2]`. Computes whole tiles of rows."""
         for column in range(0, columns, amx.COLUMNS):
             of, row = offset_by(matrix, 2 * column), 0
             while row + tile < rows:
-                two(
-                    offset_by(x, row * width),
-                    width,
-                    of,
-                    line,
-                    offset_by(out, row * columns + column),
-                    columns,
-                )
+                at = offset_by(out, row * columns + column)
+                two(offset_by(x, row * apart), apart, width, of, line, at, columns)
                 row += 2 * tile
             if row < rows:
-                one(
-                    offset_by(x, row * width),
-                    width,
-                    of,
-                    line,
-                    offset_by(out, row * columns + column),
-                    columns,
-                )
+                at = offset_by(out, row * columns + column)
+                one(offset_by(x, row * apart), apart, width, of, line, at, columns)
 
     return multiply
 

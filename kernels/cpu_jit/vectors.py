@@ -75,6 +75,34 @@ def weigh(typing: Any, scores: Any, tokens: Any, most: Any, scale: Any, out: Any
 
 
 @intrinsic
+def rotate_lanes(typing: Any, x: Any, half: Any, cos: Any, sin: Any, out: Any) -> Any:
+    """Rotate LANES pairs of numbers, those of `x` and those `half` after them, to `out`, which may be `x`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        x, half, cos, sin, out = args
+        low, high = read_lanes(builder, x, 0), read_lanes(builder, builder.gep(x, [half]), 0)
+        cos, sin = _lanes_at(builder, cos, _index(0)), _lanes_at(builder, sin, _index(0))
+        minus = builder.fneg(builder.fmul(high, sin))
+        _store_lanes(builder, call(builder, _FMA, _FLOATS, low, cos, minus), out)
+        plus = builder.fmul(low, sin)
+        _store_lanes(builder, call(builder, _FMA, _FLOATS, high, cos, plus), builder.gep(out, [half]))
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, cos, sin, out), generate
+
+
+@intrinsic
+def copy_lanes(typing: Any, source: Any, out: Any) -> Any:
+    """Store LANES float32 numbers of `source` to `out`, float32 or rounded to bfloat16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        _store_lanes(builder, _lanes_at(builder, args[0], _index(0)), args[1])
+        return context.get_dummy_value()
+
+    return types.void(source, out), generate
+
+
+@intrinsic
 def transpose(typing: Any, source: Any, offsets: Any, out: Any, line: Any) -> Any:
     """Store LANES rows of `source`, `offsets` apart from it, as the columns of `out`, whose rows are `line`
     apart. Elements are float32, into which bfloat16 is widened, or pairs of bfloat16 if `out` is bfloat16."""
