@@ -37,14 +37,12 @@ def highest(typing: Any, scores: Any, tokens: Any, before: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         scores, tokens, before = args
 
-        def body(group: Any, found: list[Any]) -> list[Any]:
-            (most,) = found
-            at = builder.mul(group, _index(LANES))
+        def larger(found: Any, at: Any, which: Any) -> Any:
             score = _lanes_at(builder, scores, at)
-            more = builder.fcmp_ordered(">", score, most)
-            return [builder.select(builder.and_(more, _below(builder, at, tokens)), score, most)]
+            more = builder.fcmp_ordered(">", score, found)
+            return builder.select(more if which is None else builder.and_(more, which), score, found)
 
-        (most,) = loop(builder, _groups(builder, tokens), [broadcast(builder, before)], body)
+        most = _by_lanes(builder, tokens, broadcast(builder, before), larger)
         return call(builder, "llvm.vector.reduce.fmax.v16f32", ir.FloatType(), most)
 
     return types.float32(scores, types.int64, types.float32), generate
@@ -57,21 +55,37 @@ def weigh(typing: Any, scores: Any, tokens: Any, most: Any, scale: Any, out: Any
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         scores, tokens, most, scale, out = args
-        most, scale = broadcast(builder, most), broadcast(builder, scale)
-        zeros = _all(0.0)
+        most, scale, zeros = broadcast(builder, most), broadcast(builder, scale), _all(0.0)
+        factors = _FACTORS_F32 if out.type.pointee == ir.FloatType() else _FACTORS_BF16
 
-        def body(group: Any, sums: list[Any]) -> list[Any]:
-            at = builder.mul(group, _index(LANES))
+        def add(total: Any, at: Any, which: Any) -> Any:
             power = builder.fmul(builder.fsub(_lanes_at(builder, scores, at), most), scale)
-            weight = builder.select(_below(builder, at, tokens), _power_of_two(builder, power), zeros)
+            weight = _power_of_two(builder, power, factors)
+            if which is not None:
+                weight = builder.select(which, weight, zeros)
             _store_lanes(builder, weight, builder.gep(out, [at]))
-            return [builder.fadd(sums[0], weight)]
+            return builder.fadd(total, weight)
 
-        (sums,) = loop(builder, _groups(builder, tokens), [zeros], body)
+        sums = _by_lanes(builder, tokens, zeros, add)
         zero = ir.Constant(ir.FloatType(), 0.0)
         return call(builder, "llvm.vector.reduce.fadd.v16f32", zero.type, zero, sums)
 
     return types.float32(scores, types.int64, types.float32, types.float32, out), generate
+
+
+def _by_lanes(builder: ir.IRBuilder, count: Any, before: Any, body: Any) -> Any:
+    """Run `found = body(found, first lane, None)` for each LANES of `count`, and for the rest with which of
+    the lanes count."""
+    whole = builder.sdiv(count, _index(LANES))
+    (found,) = loop(
+        builder, whole, [before], lambda i, own: [body(own[0], builder.mul(i, _index(LANES)), None)]
+    )
+    at = builder.mul(whole, _index(LANES))
+    left = broadcast(builder, builder.trunc(builder.sub(count, at), _I32))
+    which = builder.icmp_signed("<", ir.Constant(_WORDS, list(range(LANES))), left)
+    rest = builder.select(builder.icmp_signed("<", at, count), _index(1), _index(0))
+    (found,) = loop(builder, rest, [found], lambda i, own: [body(own[0], at, which)])
+    return found
 
 
 @intrinsic
@@ -167,16 +181,26 @@ _MAGIC = 1.5 * 2**23  # a float32 of this size has no room for a fraction
 _LEAST = -126.0  # of an exponent
 
 
-def _power_of_two(builder: ir.IRBuilder, x: Any) -> Any:
-    """2^x of lanes up to 0, to 2 units in the last place; 2^-126 below. NaN stays NaN (Moshier, Cephes)."""
+# Of the powers of x, from the first on, in 2^x from -0.5 to 0.5: to 9e-8 and 3e-6 of the value, by least
+# squares that are weighted until the largest error is the least.
+_FACTORS_F32 = (
+    0.693146977598857,
+    0.2402224208517324,
+    0.05550733743691089,
+    0.009671512648911874,
+    0.001326472706528418,
+)
+_FACTORS_BF16 = (0.6931241933916188, 0.24024098612932865, 0.05590642474189882, 0.009582852993823113)
+
+
+def _power_of_two(builder: ir.IRBuilder, x: Any, factors: tuple[float, ...]) -> Any:
+    """2^x of lanes up to 0; 2^-126 below. NaN stays NaN."""
     low = builder.fcmp_ordered("<", x, _all(_LEAST))
     x = builder.select(low, _all(_LEAST), x)
     shifted = builder.fadd(x, _all(_MAGIC + 127))
     rest = builder.fsub(x, builder.fsub(shifted, _all(_MAGIC + 127)))
-    found = _all(1.535336188319500e-4)
-    for factor in (1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2, 2.402264791363012e-1):
-        found = call(builder, _FMA, _FLOATS, found, rest, _all(factor))
-    for factor in (6.931472028550421e-1, 1.0):
+    found = _all(factors[-1])
+    for factor in (*reversed(factors[:-1]), 1.0):
         found = call(builder, _FMA, _FLOATS, found, rest, _all(factor))
     exponent = builder.shl(builder.bitcast(shifted, _WORDS), ir.Constant(_WORDS, [23] * LANES))
     return builder.fmul(found, builder.bitcast(exponent, _FLOATS))
@@ -188,16 +212,6 @@ def _all(value: float) -> Any:
 
 def _index(value: int) -> Any:
     return ir.Constant(_I64, value)
-
-
-def _groups(builder: ir.IRBuilder, count: Any) -> Any:
-    return builder.sdiv(builder.add(count, _index(LANES - 1)), _index(LANES))
-
-
-def _below(builder: ir.IRBuilder, first: Any, count: Any) -> Any:
-    """Which of the lanes `first`, `first + 1`, ... are below `count`."""
-    left = broadcast(builder, builder.trunc(builder.sub(count, first), _I32))
-    return builder.icmp_signed("<", ir.Constant(_WORDS, list(range(LANES))), left)
 
 
 def _lanes_at(builder: ir.IRBuilder, pointer: Any, offset: Any) -> Any:
