@@ -7,6 +7,9 @@ A program has three groups of warps. One fetches K and V by TMA, a block of the 
     rows 0    q K0 | q K1, softmax 0, w V0 | q K2, softmax 1, w V1 | ...
     rows 64   the same, in the other's pauses
 
+KV in fp8 comes to buffers of its own, and the group that fetches has four warps: they widen a tile to bf16 in
+registers, which is exact, and store it where the others read it.
+
 The tensor cores compute the scores of a tile beside the weighted values of the tile before, and one group's
 products run during the other group's softmax. Groups wait for bytes and for free memory at barriers in shared
 memory, never at one of the whole program. Method: "FlashAttention-3" (arXiv:2407.08608).
@@ -28,14 +31,60 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.attention.ref import FP8
+
 _REGISTERS = (240, 24)  # of a thread that computes, that fetches
+_REGISTERS_NARROW = (216, 72)  # with KV in fp8
 _SHARED = gl.NVMMASharedLayout(128, 16, 2)  # as TMA writes and tensor cores read
+_SHARED_NARROW = {dim: gl.NVMMASharedLayout(dim, 8, 2) for dim in (64, 128)}  # by head_dim
+
+
+@gluon.jit
+def _rows_of(
+    table: gl.tensor,
+    i: gl.tensor,
+    end: gl.tensor,
+    layer_row: gl.tensor,
+    block_rows: gl.tensor,
+    absent: gl.tensor,
+    TILE: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+) -> gl.tuple:
+    """Where the K of each block of tile `i` begins; `absent`, whose numbers are zeros, past token `end`."""
+    EACH: gl.constexpr = TILE // BLOCK_TOKENS
+    blocks = (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    rows = ()
+    for j in gl.static_range(EACH):
+        at = i * EACH + j
+        block = gl.load(table + gl.minimum(at, blocks - 1))
+        rows = rows + (gl.where(at < blocks, block * block_rows + layer_row, absent),)  # type: ignore[assignment]  # noqa: RUF005
+    return rows
+
+
+@gluon.jit
+def _copy_tile(
+    kv: gl.tensor,
+    rows: gl.tuple,
+    tile: gl.tensor,
+    arrived: gl.tensor,
+    column: gl.tensor,
+    WHICH: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+    BYTES: gl.constexpr,
+) -> None:
+    """K (0) or V (1) of the blocks at `rows` to `tile`, `BYTES` in all."""
+    mbarrier.expect(arrived, BYTES)
+    for j in gl.static_range(len(rows)):
+        part = tile.slice(j * BLOCK_TOKENS, BLOCK_TOKENS)
+        tma.async_copy_global_to_shared(kv, [rows[j] + WHICH * BLOCK_TOKENS, column], arrived, part)
 
 
 @gluon.jit
 def _fetch(
     kv: gl.tensor,
     table: gl.tensor,
+    narrow: None,
+    arrived: None,
     buffers: gl.tuple,
     full: gl.tuple,
     free: gl.tuple,
@@ -50,29 +99,90 @@ def _fetch(
     DIM: gl.constexpr,
 ) -> None:
     """K and V of the tiles of `span`; zeros for blocks past its end."""
-    EACH: gl.constexpr = TILE // BLOCK_TOKENS
     first, last, end = span
-    blocks = (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     for i in range(first, last):
-        rows = ()
-        for j in gl.static_range(EACH):
-            at = i * EACH + j
-            block = gl.load(table + gl.minimum(at, blocks - 1))
-            rows = rows + (gl.where(at < blocks, block * block_rows + layer_row, absent),)  # type: ignore[assignment]  # noqa: RUF005
+        rows = _rows_of(table, i, end, layer_row, block_rows, absent, TILE, BLOCK_TOKENS)
         stage, phase = (i - first) % STAGES, ((i - first) // STAGES & 1) ^ 1
         for which in gl.static_range(2):
-            arrived = full[which].index(stage)
             mbarrier.wait(free[which].index(stage), phase)
-            mbarrier.expect(arrived, TILE * DIM * 2)
-            for j in gl.static_range(EACH):
-                part = buffers[which].index(stage).slice(j * BLOCK_TOKENS, BLOCK_TOKENS)
-                tma.async_copy_global_to_shared(kv, [rows[j] + which * BLOCK_TOKENS, column], arrived, part)
+            tile, came = buffers[which].index(stage), full[which].index(stage)
+            _copy_tile(kv, rows, tile, came, column, which, BLOCK_TOKENS, TILE * DIM * 2)
+
+
+@gluon.jit
+def _widen(numbers: gl.tensor) -> gl.tensor:
+    """e4m3 to bf16, exactly, by way of float32: the instruction from float16 to bf16 is one of the units that
+    the softmax needs."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 pair<2>, half<4>;
+        .reg .b32 halves<2>;
+        .reg .f32 wide<4>;
+        mov.b32 {pair0, pair1}, $2;
+        cvt.rn.f16x2.e4m3x2 halves0, pair0;
+        cvt.rn.f16x2.e4m3x2 halves1, pair1;
+        mov.b32 {half0, half1}, halves0;
+        mov.b32 {half2, half3}, halves1;
+        cvt.f32.f16 wide0, half0;
+        cvt.f32.f16 wide1, half1;
+        cvt.f32.f16 wide2, half2;
+        cvt.f32.f16 wide3, half3;
+        cvt.rn.bf16x2.f32 $0, wide1, wide0;
+        cvt.rn.bf16x2.f32 $1, wide3, wide2;
+        }""",
+        "=r,=r,r", [numbers], dtype=gl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _fetch_narrow(
+    kv: gl.tensor,
+    table: gl.tensor,
+    narrow: gl.tuple,
+    arrived: gl.tuple,
+    buffers: gl.tuple,
+    full: gl.tuple,
+    free: gl.tuple,
+    span: gl.tuple,
+    layer_row: gl.tensor,
+    block_rows: gl.tensor,
+    absent: gl.tensor,
+    column: gl.tensor,
+    TILE: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    DIM: gl.constexpr,
+) -> None:
+    """`_fetch` of KV in fp8, by four warps: tiles come to `narrow`, and go on to `buffers` in bf16."""
+    R: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    first, last, end = span
+    for i in range(first, gl.minimum(last, first + STAGES)):
+        rows = _rows_of(table, i, end, layer_row, block_rows, absent, TILE, BLOCK_TOKENS)
+        for which in gl.static_range(2):
+            tile, came = narrow[which].index(i - first), arrived[which].index(i - first)
+            _copy_tile(kv, rows, tile, came, column, which, BLOCK_TOKENS, TILE * DIM)
+    for i in range(first, last):
+        rows = _rows_of(table, i + STAGES, end, layer_row, block_rows, absent, TILE, BLOCK_TOKENS)
+        stage, phase = (i - first) % STAGES, (i - first) // STAGES & 1
+        for which in gl.static_range(2):
+            tile, came = narrow[which].index(stage), arrived[which].index(stage)
+            mbarrier.wait(came, phase)
+            mbarrier.wait(free[which].index(stage), phase ^ 1)
+            wide = _widen(tile.load(R))
+            if which == 1 and (i + 1) * TILE > end:  # as _clear
+                token = i * TILE + gl.arange(0, TILE, gl.SliceLayout(1, R))
+                wide = gl.where((token < end)[:, None], wide, gl.zeros_like(wide))
+            buffers[which].index(stage).store(wide)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(full[which].index(stage), count=1)
+            if i + STAGES < last:
+                _copy_tile(kv, rows, tile, came, column, which, BLOCK_TOKENS, TILE * DIM)
 
 
 @gluon.jit
 def _clear(v: gl.tensor, first: gl.tensor, end: gl.tensor, BLOCK_TOKENS: gl.constexpr) -> None:
-    """Zeros for the values from token `end` on in its block: old contents may be NaN, and 0 * NaN is NaN.
-    Both groups of rows write the same."""
+    """Zeros for the values from token `end` on in its block: old contents may be NaN, and 0 * NaN is NaN."""
     R: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     for j in gl.static_range(v.shape[0] // BLOCK_TOKENS):
         begin = first + j * BLOCK_TOKENS
@@ -154,6 +264,7 @@ def _compute(
     buffers: gl.tuple,
     full: gl.tuple,
     free: gl.tuple,
+    cleared: gl.tensor,
     span: gl.tuple,
     chunk: gl.tuple,
     head: gl.tensor,
@@ -168,6 +279,7 @@ def _compute(
     BLOCK_TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
+    NARROW: gl.constexpr,
 ) -> None:
     """Rows 64 * PART to 64 * PART + 64 of the tile: row r is token r // GROUP, query head r % GROUP."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -203,9 +315,15 @@ def _compute(
     turn = last - 1 - first
     v = buffers[1].index(turn % STAGES)
     mbarrier.wait(full[1].index(turn % STAGES), turn // STAGES & 1)
-    _clear(v, (last - 1) * TILE, end, BLOCK_TOKENS)
-    fence_async_shared()
-    gl.thread_barrier()
+    if NARROW:
+        pass  # it came so
+    elif PART == 0:
+        _clear(v, (last - 1) * TILE, end, BLOCK_TOKENS)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(cleared.index(0), count=1)
+    else:
+        mbarrier.wait(cleared.index(0), 0)
     acc = warpgroup_mma(weights, v, acc)
     top, mass = gl.convert_layout(top, gl.SliceLayout(1, A)), gl.convert_layout(mass, gl.SliceLayout(1, A))
     r, d = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, A)), gl.arange(0, DIM, gl.SliceLayout(0, A))
@@ -255,6 +373,7 @@ def _attend(
     BLOCK_TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
+    NARROW: gl.constexpr,
     REGISTERS: gl.constexpr,
     SHARED: gl.constexpr,
 ) -> None:
@@ -278,24 +397,32 @@ def _attend(
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, DIM], SHARED)
     buffers = (keys, values)
     full, free = (_barriers(STAGES, 1), _barriers(STAGES, 1)), (_barriers(STAGES, 2), _barriers(STAGES, 2))
+    cleared = _barriers(1, 1)
+    narrow, arrived = None, None
+    if NARROW:
+        narrow = (
+            gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, DIM], kv.layout),
+            gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE, DIM], kv.layout),
+        )
+        arrived = (_barriers(STAGES, 1), _barriers(STAGES, 1))
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(
         [
             (_compute, (
-                query, out, partial, sums, queries, buffers, full, free, span, chunk, head, scale,
-                parts, place, 0, KV_HEADS, GROUP, DIM, TILE, BLOCK_TOKENS, STAGES, SPLIT,
+                query, out, partial, sums, queries, buffers, full, free, cleared, span, chunk, head,
+                scale, parts, place, 0, KV_HEADS, GROUP, DIM, TILE, BLOCK_TOKENS, STAGES, SPLIT, NARROW,
             )),
             (_compute, (
-                query, out, partial, sums, queries, buffers, full, free, span, chunk, head, scale,
-                parts, place, 1, KV_HEADS, GROUP, DIM, TILE, BLOCK_TOKENS, STAGES, SPLIT,
+                query, out, partial, sums, queries, buffers, full, free, cleared, span, chunk, head,
+                scale, parts, place, 1, KV_HEADS, GROUP, DIM, TILE, BLOCK_TOKENS, STAGES, SPLIT, NARROW,
             )),
-            (_fetch, (
-                kv, table, buffers, full, free, span, layer_row, block_rows, absent, head * DIM, TILE,
-                BLOCK_TOKENS, STAGES, DIM,
+            (_fetch_narrow if NARROW else _fetch, (
+                kv, table, narrow, arrived, buffers, full, free, span, layer_row, block_rows, absent,
+                head * DIM, TILE, BLOCK_TOKENS, STAGES, DIM,
             )),
         ],
-        [4, 1],
+        [4, 4 if NARROW else 1],
         REGISTERS,
     )  # fmt: skip
 
@@ -311,17 +438,19 @@ def attend(
     stages: int,
 ) -> None:
     """`kernels.attention.prefill.attend_prefill` without the merge of parts, in bf16, for tiles of 128 rows
-    and the sizes of `takes_tma`. `kv` is contiguous.
+    and the sizes of `takes_tma`. `kv` is contiguous, in bf16 or fp8.
 
     `tiles`: tables, slots, rows, starts, counts; `parts`: part, parts, partial, sums, or four times None."""
     _, heads, dim = query.shape
     blocks, layers, _, block_tokens, kv_heads, _ = kv.shape
     block_rows, width = layers * 2 * block_tokens, kv_heads * dim
     rows = blocks * block_rows
-    described = TensorDescriptor(kv, [rows, width], [width, 1], [block_tokens, dim], _SHARED)
+    narrow = kv.dtype == FP8
+    layout = _SHARED_NARROW[dim] if narrow else _SHARED
+    described = TensorDescriptor(kv, [rows, width], [width, 1], [block_tokens, dim], layout)
     _attend[(kv_heads, len(tiles[1]))](
         query, described, *tiles, *parts, out, tiles[0].shape[1], layer * 2 * block_tokens, block_rows,
         rows, dim**-0.5 * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,
         TILE=tile_tokens, BLOCK_TOKENS=block_tokens, STAGES=stages, SPLIT=parts[0] is not None,
-        REGISTERS=_REGISTERS, SHARED=_SHARED, num_warps=4,
+        NARROW=narrow, REGISTERS=_REGISTERS_NARROW if narrow else _REGISTERS, SHARED=_SHARED, num_warps=4,
     )  # fmt: skip

@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from kernels.attention import FP8
 from loadtest.driver import Driver
 from loadtest.gpu import deterministic, engine
 from loadtest.gpu.chunks import long_chunks
@@ -18,15 +21,15 @@ PROMPTS = ((1, 100_000, 1024), (8, 32_768, 1024), (32, 8_192, 1024), (1, 100_000
 ROWS, CONTEXT, STEPS = 8, 32_768, 32  # decodes
 
 
-def long_prompts(limits: dict[str, float], most: int) -> dict[str, Any]:
+def long_prompts(limits: dict[str, float], most: int, kv_dtype: str = "auto") -> dict[str, Any]:
     """Seconds to the last prompt's first token by kernel and tokens of a step, and the ratios. `most`: tokens
     of a step, for prompts in whole steps."""
-    found: dict[str, Any] = {"attention": long_chunks()}
+    found: dict[str, Any] = {"attention": long_chunks(FP8 if kv_dtype == "fp8" else torch.bfloat16)}
     chosen: Callable[..., DeviceTuning] = cuda_engine.with_tma
     for name, choose in (("before", lambda tuning, *_: tuning), ("after", chosen)):
         cuda_engine.with_tma = choose
         deterministic.end(None)
-        built = llama_8b(most, max_context=131_072, slots=128)
+        built = llama_8b(most, max_context=131_072, slots=128, kv_dtype=kv_dtype)
         rows = [_prompts(built, *asked) for asked in PROMPTS]
         found[name] = {
             "start": {"load_s": built.load_s, "warm_up_s": built.warm_up_s},

@@ -95,7 +95,7 @@ class CudaBackend:
             tuning = for_large_heads(tuning)
         if options.deterministic:
             tuning = row_by_row(tuning)
-        elif cache.activations == cache.tensor.dtype == torch.bfloat16:
+        elif cache.activations == torch.bfloat16:
             tuning = with_tma(tuning, shapes.head_dim, cache.block_tokens)
         most = max(options.max_step_tokens, options.slots)
         works = {

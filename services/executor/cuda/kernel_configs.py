@@ -161,7 +161,7 @@ def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
 
 
 def with_tma(tuning: DeviceTuning, head_dim: int, block_tokens: int) -> DeviceTuning:
-    """Layouts for activations and KV in bf16: with the prefill kernel of kernels.attention.hopper where the
+    """Layouts for activations in bf16: with the prefill kernel of kernels.attention.hopper where the
     device has it and it takes these shapes."""
     if tuning.prefill_tma is None or not takes_tma(head_dim, block_tokens):
         return tuning

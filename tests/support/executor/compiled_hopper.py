@@ -23,7 +23,13 @@ _COLUMNS = ("tables", "tile_slots", "tile_rows", "tile_starts", "tile_counts", "
 
 
 def main() -> None:
-    """The kernel for chunks in parts: it has everything that the other one has."""
+    """The kernel for chunks in parts, which has everything that the other one has, by the type of KV."""
+    print(json.dumps({kept: _taken(kept) for kept in ("bf16", "fp8e4nv")}))
+
+
+def _taken(kept: str) -> dict[str, int]:
+    narrow = kept != "bf16"
+    layout = hopper._SHARED_NARROW[128] if narrow else hopper._SHARED
     tuning = device_tuning("NVIDIA H100 80GB HBM3").prefill_tma
     assert tuning is not None
     kinds = {
@@ -31,13 +37,13 @@ def main() -> None:
         **dict.fromkeys(("partial", "sums"), "*fp32"),
         **dict.fromkeys(_COLUMNS, "*i32"),
         **dict.fromkeys(_WORDS, "i32"),
-        "kv": f"tensordesc<bf16[16,128],{hopper._SHARED!r}>",
+        "kv": f"tensordesc<{kept}[16,128],{layout!r}>",
         "scale": "fp32",
     }
     sizes = {
         "KV_HEADS": 8, "GROUP": 4, "DIM": 128, "TILE": tuning.tile_tokens, "BLOCK_TOKENS": 16,
-        "STAGES": tuning.stages, "SPLIT": True, "REGISTERS": hopper._REGISTERS,
-        "SHARED": hopper._SHARED,
+        "STAGES": tuning.stages, "SPLIT": True, "NARROW": narrow, "SHARED": hopper._SHARED,
+        "REGISTERS": hopper._REGISTERS_NARROW if narrow else hopper._REGISTERS,
     }  # fmt: skip
     names = hopper._attend.arg_names
     source = GluonASTSource(
@@ -53,8 +59,7 @@ def main() -> None:
         command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", f"{folder}/a.cubin"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
-    taken = {"shared": made.metadata.shared, "warps": made.metadata.num_warps, "spilled_bytes": spilled}
-    print(json.dumps(taken))
+    return {"shared": made.metadata.shared, "warps": made.metadata.num_warps, "spilled_bytes": spilled}
 
 
 if __name__ == "__main__":

@@ -17,10 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention import hopper
+from kernels.attention import FP8, hopper
 
 _WAIT_S = 60
-_JITTED = ("_fetch", "_clear", "_softmax", "_step", "_compute", "_barriers")
+_JITTED = (
+    "_rows_of", "_copy_tile", "_fetch", "_widen", "_fetch_narrow", "_clear", "_softmax", "_step", "_compute",
+    "_barriers",
+)  # fmt: skip
 
 
 @dataclass
@@ -105,7 +108,7 @@ def _copy(kv: Tensor, place: list[Any], arrived: Barrier, part: Shared) -> None:
     rows = kv[row : row + count, column : column + width]
     found[: len(rows)] = rows
     part.held.copy_(found)
-    arrived.step(0, -2 * count * width)
+    arrived.step(0, -(1 if kv.dtype == FP8 else 2) * count * width)
 
 
 def _product(a: Any, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -141,7 +144,8 @@ def run_in_threads(patch: pytest.MonkeyPatch) -> None:
     layouts = ("SliceLayout", "NVMMADistributedLayout", "BlockedLayout", "DotOperandLayout")
     kept = {name: getattr(hopper.gl, name) for name in layouts}
     language = SimpleNamespace(
-        **kept, bfloat16=torch.float32, float32=torch.float32, int64=torch.int64, static_range=range,
+        **kept, bfloat16=torch.float32, float8e4nv=FP8, float32=torch.float32, int64=torch.int64,
+        static_range=range,
         program_id=lambda axis: program["head" if axis == 0 else "tile"],
         load=_load, store=_store, where=torch.where, exp2=torch.exp2, zeros_like=torch.zeros_like,
         minimum=_either(torch.minimum), maximum=_either(torch.maximum),
@@ -150,6 +154,7 @@ def run_in_threads(patch: pytest.MonkeyPatch) -> None:
         zeros=lambda shape, dtype, layout: torch.zeros(shape),
         full=lambda shape, value, dtype, layout: torch.full(shape, value),
         convert_layout=lambda x, layout: x, thread_barrier=lambda: None,
+        inline_asm_elementwise=lambda text, constraints, args, dtype, is_pure, pack: args[0].to(dtype),
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
     )  # fmt: skip
     barriers = SimpleNamespace(

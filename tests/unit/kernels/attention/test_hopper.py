@@ -18,7 +18,7 @@ import pytest
 import torch
 from support.executor.gluon_threads import run_in_threads
 
-from kernels.attention import ref
+from kernels.attention import FP8, as_stored, ref
 from kernels.attention.prefill import (
     PrefillSplit,
     PrefillTiles,
@@ -56,8 +56,10 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
         run_in_threads(monkeypatch)
 
 
-def attended(heads: int, kv_heads: int, dim: int, asked: list[tuple[int, int]], each: int) -> float:
-    """The largest error of a case, relative to the largest result."""
+def attended(
+    heads: int, kv_heads: int, dim: int, asked: list[tuple[int, int]], each: int, kept: torch.dtype
+) -> float:
+    """The largest error of a case over KV in dtype `kept`, relative to the largest result."""
     draw = torch.Generator().manual_seed(heads)
     kv = torch.randn(BLOCKS, LAYERS, 2, BLOCK, kv_heads, dim, generator=draw).to(DTYPE).to(DEVICE)
     order = torch.randperm(BLOCKS, generator=draw).int().to(DEVICE)
@@ -67,12 +69,14 @@ def attended(heads: int, kv_heads: int, dim: int, asked: list[tuple[int, int]], 
         chunks.append(Chunk(slot, first, start, count))
         first += count
     query = torch.randn(first + 2, heads, dim, generator=draw).to(DTYPE).to(DEVICE)
+    kv = as_stored(kv, kept).to(DTYPE)
     held = kv.double()
     for chunk in chunks:
         used, inside = divmod(chunk.start + chunk.count, BLOCK)
         table = tables[chunk.slot].long()
         kv[table[used], :, :, inside:] = torch.nan
         kv[table[used + 1 :]] = torch.nan
+    kv = kv.to(kept)
     tiles = tiles_of(tuple(chunks), tile_queries(heads, kv_heads, TUNING))
     lengths = (-(-(tiles[2] + tiles[3]) // TUNING.tile_tokens)).tolist()
     if each < LONGEST:
@@ -100,16 +104,21 @@ def attended(heads: int, kv_heads: int, dim: int, asked: list[tuple[int, int]], 
     return worst
 
 
+over = pytest.mark.parametrize("kept", [DTYPE, FP8], ids=str)
+
+
 @pytest.mark.usefixtures("threads")
+@over
 @pytest.mark.parametrize("case", CASES)
-def test_chunks_see_what_the_reference_sees(case: str) -> None:
-    assert attended(8, 2, DIM, *CASES[case]) < CLOSE
+def test_chunks_see_what_the_reference_sees(case: str, kept: torch.dtype) -> None:
+    assert attended(8, 2, DIM, *CASES[case], kept) < CLOSE
 
 
 @pytest.mark.usefixtures("threads")
+@over
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 128), (8, 1, 128)], ids=str)
-def test_any_group_of_query_heads(shape: tuple[int, int, int]) -> None:
-    assert attended(*shape, [(130, 50), (40, 9)], LONGEST) < CLOSE
+def test_any_group_of_query_heads(shape: tuple[int, int, int], kept: torch.dtype) -> None:
+    assert attended(*shape, [(130, 50), (40, 9)], LONGEST, kept) < CLOSE
 
 
 def test_a_program_fits_a_multiprocessor() -> None:
@@ -118,7 +127,8 @@ def test_a_program_fits_a_multiprocessor() -> None:
     command = [sys.executable, "-m", "support.executor.compiled_hopper"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=TESTS)
     assert done.returncode == 0, done.stderr[-2000:]
-    made = json.loads(done.stdout)
-    assert made["shared"] <= 227 << 10
-    assert made["warps"] == 12
-    assert made["spilled_bytes"] <= 16
+    for kept, spilled in (("bf16", 16), ("fp8e4nv", 112)):
+        made = json.loads(done.stdout)[kept]
+        assert made["shared"] <= 227 << 10
+        assert made["warps"] == 12
+        assert made["spilled_bytes"] <= spilled
