@@ -1,11 +1,12 @@
-"""Products with matrices in 4 bits on a GPU, by the kernels of humming-kernels.
+"""Products with matrices in 4 or 8 bits on a GPU, by the kernels of humming-kernels.
 
 The library has its own order of a matrix's numbers, and builds a kernel for each shape and range of rows,
 by NVRTC or nvcc, once for a machine (`$HUMMING_CACHE_DIR`, else `~/.humming/cache`). `prepare` does both, so
 that a product only launches: a CUDA graph can capture it.
 
-Numbers are widened to bfloat16 and multiplied with scales rounded to it. Programs that share a tile add their
-parts up in the output, in bfloat16, more than three of them in the order in which they end: the last bits of
+Numbers are widened to bfloat16 and multiplied with scales rounded to it, as are zeros that are no whole
+numbers. Programs that share a tile add their parts up in the output, in bfloat16, more than three of them in
+the order in which they end: the last bits of
 a product may differ from run to run. They take turns by `locks`, which are zeros again at a kernel's end: two
 products with one matrix must not run at once.
 """
@@ -73,20 +74,28 @@ def _library() -> Any:
 
 
 def prepare(matrix: Int4Groups) -> Int4Weight:
-    """For products. Both sizes are multiples of 128, groups of 32, 64, 128 columns or a row. Builds kernels
-    for a shape that this machine has not seen, in some seconds. Raises ImportError without the library, and
-    RuntimeError, OSError, ValueError or AssertionError if it cannot build."""
+    """For products. Both sizes are multiples of 128, groups of 16, 32, 64, 128 columns or a row. Builds
+    kernels for a shape that this machine has not seen, in some seconds. Raises ImportError without the
+    library, and RuntimeError, OSError, ValueError or AssertionError if it cannot build."""
     library = _library()
     rows, columns = matrix.shape
+    scales, zeros = matrix.scales.bfloat16(), matrix.zeros
+    fractions = zeros is not None and zeros.is_floating_point()
+    kinds = (f"uint{matrix.bits}", "bfloat16")
+    if matrix.e2m1:  # powers of two: the bits of their exponents
+        scales = (scales.view(torch.int16) >> 7).to(torch.uint8).view(torch.float8_e8m0fnu)
+        kinds = ("float4e2m1", "float8e8m0")
+    of_numbers, of_scales = map(library.dtypes.DataType.from_str, kinds)
     schema = library.schema.HummingWeightSchema(
-        b_dtype=library.dtypes.DataType.from_str("uint4"),
-        bs_dtype=library.dtypes.DataType.from_torch_dtype(torch.bfloat16),
+        b_dtype=of_numbers,
+        bs_dtype=of_scales,
         weight_scale_group_size=0 if matrix.group == columns else matrix.group,
-        has_zero_point=matrix.zeros is not None,
+        has_zero_point=zeros is not None,
+        is_fp_zero_point=fractions,
     )
-    tensors = {"weight": matrix.numbers, "weight_scale": matrix.scales.bfloat16()}
-    if matrix.zeros is not None:
-        tensors["zero_point"] = pack(matrix.zeros.T).T.contiguous()
+    tensors = {"weight": matrix.numbers, "weight_scale": scales}
+    if zeros is not None:
+        tensors["zero_point"] = zeros.bfloat16() if fractions else pack(zeros.T).T.contiguous()
     device = matrix.numbers.device
     with torch.cuda.device(device):
         config, found = library.transform.prepare_and_transform_humming_tensors(

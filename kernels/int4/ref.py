@@ -1,4 +1,5 @@
-"""Matrices in 4 bits in torch: the definition of what the GPU's kernels compute."""
+"""Matrices in 4 bits, or in 8 as files of 5 to 8 bits have them, in torch: the definition of what the GPU's
+kernels compute."""
 
 from __future__ import annotations
 
@@ -9,21 +10,26 @@ from torch import Tensor
 
 IN_WORD = 8  # numbers in an int32, the first one in the lowest bits
 MIDDLE = 8  # the number that stands for zero in a symmetric matrix
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three low bits; the fourth is the sign
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Groups:
-    """A matrix `[rows, columns]`. Element `[i, j]` is `(number - zero) * scale` of group `j // group`, where
-    numbers and zeros are 0 to 15: `numbers` `[rows, columns / 8]` int32, `scales` `[rows, groups]`, `zeros`
-    `[rows, groups]` uint8; None: MIDDLE. Contiguous."""
+    """A matrix `[rows, columns]`. Element `[i, j]` is `(number - zero) * scale` of group `j // group`:
+    `numbers` `[rows, columns * bits / 32]` int32, of 4 bits or of 8; `scales` `[rows, groups]`; `zeros`
+    `[rows, groups]` uint8, or float32 for zeros between two numbers; None: the middle. With `e2m1` a number
+    of 4 bits is a floating point number itself, its scale a power of two, and there are no zeros.
+    Contiguous."""
 
     numbers: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    bits: int = 4
+    e2m1: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.numbers), self.numbers.shape[1] * IN_WORD
+        return len(self.numbers), self.numbers.shape[1] * 32 // self.bits
 
     @property
     def group(self) -> int:
@@ -32,29 +38,51 @@ class Int4Groups:
 
     def all_zeros(self) -> Tensor:
         """The zeros, also of a symmetric matrix."""
-        return torch.full_like(self.scales, MIDDLE, dtype=torch.uint8) if self.zeros is None else self.zeros
+        if self.zeros is not None:
+            return self.zeros
+        return torch.full_like(self.scales, 1 << self.bits - 1, dtype=torch.uint8)
+
+    def in_bytes(self, group: int) -> Int4Groups:
+        """The same elements in 8 bits, with groups of so many columns, which divide its own. Not of e2m1."""
+        if (self.bits, self.group) == (8, group):
+            return self
+        assert not self.e2m1, "a floating point number is none of 8 bits"
+        numbers, zeros = unpack(self.numbers, self.bits), self.zeros
+        if zeros is None:
+            numbers += (1 << 7) - (1 << self.bits - 1)
+        times = self.group // group
+        scales = self.scales.repeat_interleave(times, 1)
+        zeros = None if zeros is None else zeros.float().repeat_interleave(times, 1)
+        return Int4Groups(pack(numbers, 8), scales, zeros, 8)
 
 
-def pack(numbers: Tensor) -> Tensor:
-    """Numbers of 0 to 15 `[..., n]` to int32 `[..., n / 8]`; `n` is a multiple of 8."""
+def pack(numbers: Tensor, bits: int = 4) -> Tensor:
+    """Numbers of `bits` `[..., n]` to int32 `[..., n * bits / 32]`, which are whole words."""
+    each = 32 // bits
     found = torch.zeros(
-        *numbers.shape[:-1], numbers.shape[-1] // IN_WORD, dtype=torch.int32, device=numbers.device
+        *numbers.shape[:-1], numbers.shape[-1] // each, dtype=torch.int32, device=numbers.device
     )
-    for place in range(IN_WORD):
-        found |= numbers[..., place::IN_WORD].int() << 4 * place
+    for place in range(each):
+        found |= numbers[..., place::each].int() << bits * place
     return found
 
 
-def unpack(words: Tensor) -> Tensor:
-    """The other way: `[..., n / 8]` int32 to `[..., n]` uint8."""
-    places = [(words >> 4 * place & 15).to(torch.uint8) for place in range(IN_WORD)]
+def unpack(words: Tensor, bits: int = 4) -> Tensor:
+    """The other way, uint8."""
+    most = (1 << bits) - 1
+    places = [(words >> bits * place & most).to(torch.uint8) for place in range(32 // bits)]
     return torch.stack(places, -1).flatten(-2)
+
+
+def widen_e2m1(numbers: Tensor) -> Tensor:
+    """The floating point numbers that `numbers` of 0 to 15 stand for, float32."""
+    return torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=numbers.device)[numbers.int()]
 
 
 def dequantise(x: Int4Groups) -> Tensor:
     """`[rows, columns]` float32."""
-    numbers = unpack(x.numbers).view(*x.scales.shape, x.group)
-    centred = numbers.float() - x.all_zeros()[..., None].float()
+    numbers = unpack(x.numbers, x.bits).view(*x.scales.shape, x.group)
+    centred = widen_e2m1(numbers) if x.e2m1 else numbers.float() - x.all_zeros()[..., None].float()
     return (centred * x.scales[..., None].float()).flatten(1)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kernels.int4 import Int4Groups, dequantise, quantise_groups
+from kernels.int4 import Int4Groups, dequantise, pack, quantise_groups
 from kernels.int4 import gpu as int4
 from loadtest.gpu.deterministic import end
 from loadtest.gpu.engine import decode, prefill
@@ -24,6 +26,10 @@ from loadtest.gpu.exact import kept_and_dequantised
 from loadtest.gpu.products import WEIGHTS
 from loadtest.gpu.rig import llama_8b
 from loadtest.gpu.timing import graph_us
+from services.executor.checkpoint import loader
+from services.executor.checkpoint.int4 import ScaledInt4, products_read
+from services.executor.checkpoint.stored import Stored
+from services.executor.model.description import Part
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
 BATCHES, PREFILLS = (1, 32, 64, 256), ((8, 1024),)
@@ -56,6 +62,61 @@ def int4_weights(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
     ratios["prefill"] = speeds[1] / speeds[0]
     print("ratios", {key: round(value, 3) for key, value in ratios.items()}, flush=True)
     return {"engines": engines, "ratios": ratios}
+
+
+def int4_kinds(limits: dict[str, float], step_tokens: int) -> list[dict[str, Any]]:
+    """Steps with random weights in each kind of numbers, which are those of MXFP4 and of types of GGUF."""
+    engines, chosen = [], loader.dummy_in_int4
+    for kind, quantise in KINDS.items():
+
+        def dummy(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
+            plain = stored.loaded(dtype, device)
+            if len(plain.shape) != 2 or not products_read(part, plain):
+                return plain
+            return ScaledInt4(quantise(plain.values), dtype)  # noqa: B023
+
+        loader.dummy_in_int4 = dummy
+        built = llama_8b(step_tokens, dtype="int4")
+        engines.append({
+            "kind": kind, "load_s": built.load_s, "weight_bytes": built.weight_bytes,
+            "decode": decode(built, limits, BATCHES), "prefill": prefill(built, step_tokens, PREFILLS),
+        })  # fmt: skip
+        end(built)
+        print("kind", {k: v for k, v in engines[-1].items() if k not in ("decode", "prefill")}, flush=True)
+    loader.dummy_in_int4 = chosen
+    return engines
+
+
+def _with_zeros(x: Tensor) -> Int4Groups:
+    """Groups of 32 with a scale and a zero between two numbers, as Q4_1 and Q4_K."""
+    wide = x.float().view(len(x), -1, 32)
+    least, largest = wide.aminmax(dim=-1)
+    scales = (largest - least) / 15
+    numbers = ((wide - least[..., None]) / scales[..., None]).round_().clamp_(0, 15).to(torch.uint8)
+    return Int4Groups(pack(numbers.flatten(1)), scales, -least / scales)
+
+
+def _in_bytes(x: Tensor, group: int) -> Int4Groups:
+    """As Q8_0 (groups of 32) and Q6_K (16)."""
+    wide = x.float().view(len(x), -1, group)
+    scales = wide.abs().amax(-1) / 127
+    numbers = (wide / scales[..., None]).round_() + 128
+    return Int4Groups(pack(numbers.to(torch.uint8).flatten(1), 8), scales, None, 8)
+
+
+def _in_mxfp4(x: Tensor) -> Int4Groups:
+    """Any numbers of 4 bits over the scale that fits."""
+    exponents = x.float().view(len(x), -1, 32).abs().amax(-1).log2().floor() - 2
+    return replace(quantise_groups(x, 32), scales=2.0**exponents, e2m1=True)
+
+
+KINDS: dict[str, Callable[[Tensor], Int4Groups]] = {
+    "MXFP4": _in_mxfp4,
+    "Q4_0": lambda x: quantise_groups(x, 32),
+    "Q4_1, Q4_K": _with_zeros,
+    "Q6_K": lambda x: _in_bytes(x, 16),
+    "Q8_0": lambda x: _in_bytes(x, 32),
+}
 
 
 def int4_exact() -> list[dict[str, Any]]:

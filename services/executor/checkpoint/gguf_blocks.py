@@ -20,9 +20,13 @@ from torch import Tensor
 
 from kernels.cpu_jit.block_microkernel import Format
 from kernels.cpu_jit.block_weights import FORMATS, Blocks
+from kernels.int4 import Int4Groups, pack
+from services.executor.checkpoint.int4 import ScaledInt4, products_read
 from services.executor.checkpoint.stored import Cut, Dense, Stored, give_back_pages
+from services.executor.model.description import Part
 from shared.errors import SetupError
 
+_CPU = torch.device("cpu")
 _NIBBLES, _NIBBLES_MINIMUM, _BYTES, _BYTES_MINIMUM, _BYTES_16, _ = FORMATS
 
 # Raw blocks [n, bytes] to numbers [n, columns], scales and minima [n, of a block].
@@ -40,7 +44,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 def _fifth_bits(raw: Tensor) -> Tensor:
     """32 bits in four bytes, as 16 or 0."""
-    places = torch.arange(8, dtype=torch.uint8)
+    places = torch.arange(8, dtype=torch.uint8, device=raw.device)
     return ((raw[..., None] >> places & 1) << 4).flatten(1)
 
 
@@ -80,14 +84,14 @@ def _q4_k(raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _q5_k(raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low = _nibbles(raw[:, 48:].reshape(-1, 4, 32)).flatten(1)
-    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    places = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
     high = (raw[:, None, 16:48] >> places & 1).flatten(1)
     return (low | high << 4, *_k_scales(raw))
 
 
 def _q6_k(raw: Tensor) -> tuple[Tensor, Tensor, None]:
     low = _nibbles(raw[:, :128].reshape(-1, 2, 64)).flatten(1)
-    places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)[:, None]
     high = (raw[:, 128:192].reshape(-1, 2, 1, 32) >> places & 3).flatten(1)
     scales = _halves(raw, 208).float() * raw[:, 192:208].view(torch.int8)
     return (low | high << 4) + (_BYTES_16.offset - 32), scales.half(), None
@@ -110,10 +114,11 @@ def stays_in_blocks(kind: Kind) -> bool:
     return kind in _KINDS
 
 
-def blocks_of(raw: NDArray[np.uint8], kind: Kind) -> Blocks:
-    """A matrix `[rows, columns]` of a file from `[rows, bytes]`. Raises KeyError for another type."""
+def blocks_of(raw: NDArray[np.uint8], kind: Kind, device: torch.device = _CPU) -> Blocks:
+    """A matrix `[rows, columns]` of a file from `[rows, bytes]`, in the memory of `device`. Raises KeyError
+    for another type."""
     format_, read = _KINDS[kind]
-    found = read(torch.from_numpy(raw.reshape(-1, GGML_QUANT_SIZES[kind][1]).copy()))
+    found = read(torch.from_numpy(raw.reshape(-1, GGML_QUANT_SIZES[kind][1]).copy()).to(device))
     numbers, scales, minima = (None if each is None else each.reshape(len(raw), -1) for each in found)
     assert numbers is not None and scales is not None  # noqa: PT018
     return Blocks(format_, numbers, scales, minima)
@@ -163,7 +168,7 @@ class InBlocks:
         if cut.begin % columns or cut.end % columns:
             raise SetupError(
                 f"ranks cannot share columns of {kind.name} at {cut.begin} and {cut.end}: its blocks have "
-                f"{columns}; use another dtype than packed, fewer ranks, or stages (cpu/pp2)"
+                f"{columns}; use a dtype other than packed and int4, fewer ranks, or stages (cpu/pp2)"
             )
         part = raw[:, cut.begin // columns * size : cut.end // columns * size]
         return replace(self, matrices=((part, kind),))
@@ -187,3 +192,32 @@ class InBlocks:
         """See Stored."""
         for raw, _ in self.matrices:
             give_back_pages(raw)
+
+
+def part_in_groups(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
+    """`int4.part_in_int4` of a GGUF file: the numbers of its blocks, in 4 or 8 bits, for the products of a
+    GPU. Raises SetupError for damaged scales."""
+    if not isinstance(stored, InBlocks):
+        return stored.loaded(dtype, device)
+    if not products_read(part, stored):
+        return Dense.of(stored.values).loaded(dtype, device)
+    ((raw, kind),) = stored.matrices
+    found = _groups_of(blocks_of(raw, kind, device))
+    if not all(each.isfinite().all() for each in (found.scales, found.all_zeros())):
+        raise SetupError(
+            f"a matrix {part.name} of the model has scales that are not finite: fetch the model again"
+        )
+    return ScaledInt4(found, dtype)
+
+
+def _groups_of(found: Blocks) -> Int4Groups:
+    """The same elements: `scale * number + minimum` is `scale * (number - zero)` with a zero between two
+    numbers. Where the scale is 0 they are all the minimum, 1 times it."""
+    bits, scales = found.format.bits, found.scales
+    if found.minima is None:
+        return Int4Groups(pack(found.numbers, bits), scales, None, bits)
+    scales, minima = scales.float(), found.minima.float()
+    alike = scales == 0
+    zeros = torch.where(alike, 0.0, -minima / scales)
+    numbers = torch.where(alike.repeat_interleave(found.format.columns, 1), 1, found.numbers)
+    return Int4Groups(pack(numbers, bits), torch.where(alike, minima, scales), zeros, bits)

@@ -1,4 +1,5 @@
-"""Weights in 4 bits: from checkpoints of AWQ, GPTQ and compressed-tensors (`pack-quantized`).
+"""Weights in 4 bits: from checkpoints of AWQ, GPTQ and compressed-tensors (`pack-quantized`, and MXFP4 as
+`mxfp4-pack-quantized`); those of a GGUF file (gguf_blocks.py) are in memory so, too, also in 8 bits.
 
     in a file    `InInt4`: numbers, scales and zero points in the layout of its authors
     in memory    `ScaledInt4`: kernels.int4.Int4Groups, which products take on a GPU (`--dtype int4`), and in
@@ -11,10 +12,12 @@ With any other dtype the matrices are dequantised at load. Layouts, as their lib
     gptq                qweight [in / 8, out]   the same                   the same, and g_idx [in]
     compressed-tensors  weight_packed [out, in / 8]   weight_scale [out, in / group]
                         weight_zero_point [out / 8, in / group]   weight_shape [2]
+    mxfp4               weight_packed [out, in / 2]   weight_scale [out, in / 32], of bytes
 
 Eight numbers lie in an int32, the first in the lowest bits; AWQ has them in the order 0 2 4 6 1 3 5 7. GPTQ
 stores a zero point less one, in `checkpoint_format` gptq; compressed-tensors adds 8 to numbers and zero
-points.
+points. Those of MXFP4 are floating point numbers (e2m1), the first of two in the lower half of a byte; its
+scale is the exponent of a power of two.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.int4 import Int4Groups, dequantise, pack, quantise_groups, unpack
+from kernels.int4 import Int4Groups, dequantise, pack, quantise_groups, unpack, widen_e2m1
 from kernels.int4.ref import IN_WORD, MIDDLE
 from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import HEADS, KV_HEADS, WIDTH, Part
@@ -40,6 +43,7 @@ GROUPS = (32, 64, 128)  # columns, of products; or a whole row
 DUMMY_GROUP = 128  # of random weights; what most checkpoints have
 _MULTIPLE = 128  # of both sizes of a weight, for the tiles of the product
 _BLOCK = 32  # columns with a scale, in the products of a CPU
+_MXFP4_GROUP = 32
 _LESS_ONE = 0x11111111  # added to a word, it adds one to each of its numbers
 _ALL_MIDDLE = 0x88888888 - (1 << 32)  # a word with MIDDLE in each of its numbers
 
@@ -84,7 +88,7 @@ class Packed:
 class InInt4:
     """See Stored. A matrix in a file. `scales` is `[groups, rows]` if the numbers are turned, else `[rows,
     groups]`; `zeros` None: 8; `of_columns`: the group of each column, if they are not in order; `symmetric`:
-    zeros must be 8. `name` is for errors."""
+    zeros must be 8; `e2m1`: see Int4Groups. `name` is for errors."""
 
     name: str
     numbers: Packed
@@ -94,6 +98,7 @@ class InInt4:
     ranges: tuple[range, range]
     of_columns: Tensor | None = None
     symmetric: bool = False
+    e2m1: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,7 +162,7 @@ class InInt4:
         numbers = pack(self.numbers.read(rows, columns, device))
         if zeros is not None:
             zeros = zeros.contiguous()
-        return ScaledInt4(Int4Groups(numbers, scales.contiguous(), zeros), dtype)
+        return ScaledInt4(Int4Groups(numbers, scales.contiguous(), zeros, e2m1=self.e2m1), dtype)
 
     def _of_groups(self, rows: range, groups: range, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points `[rows, groups]`; None: all are 8. Raises SetupError for scales that are not
@@ -190,8 +195,10 @@ class InInt4:
         first, last = int(of_columns.min()), int(of_columns.max())
         scales, zeros = self._of_groups(rows, range(first, last + 1), device)
         of_columns = of_columns - first
-        centred = self.numbers.read(rows, columns, device).float()
-        centred -= MIDDLE if zeros is None else zeros[:, of_columns].float()
+        numbers = self.numbers.read(rows, columns, device)
+        centred = widen_e2m1(numbers) if self.e2m1 else numbers.float()
+        if not self.e2m1:
+            centred -= MIDDLE if zeros is None else zeros[:, of_columns].float()
         return centred.mul_(scales.float()[:, of_columns])
 
 
@@ -229,18 +236,25 @@ class ScaledInt4:
         return self._each(part)
 
     def join(self, below: Sequence[Stored]) -> Stored:
-        """See Stored. Plain numbers if one of them is plain, or has other groups."""
+        """See Stored. In 8 bits if one of them is. Plain numbers if one of them is plain, or has other groups
+        of 4 bits."""
         found = [self.matrix]
         for each in below:
-            if not isinstance(each, ScaledInt4) or each.matrix.group != self.matrix.group:
+            if not isinstance(each, ScaledInt4) or each.matrix.e2m1 != self.matrix.e2m1:
                 return Dense.of(self.values).join(below)
             found.append(each.matrix)
         if not below:
             return self
-        symmetric = all(each.zeros is None for each in found)
-        zeros = None if symmetric else torch.cat([each.all_zeros() for each in found])
+        if any(each.bits == 8 for each in found):
+            group = min(each.group for each in found)
+            found = [each.in_bytes(group) for each in found]
+        if len({each.group for each in found}) > 1:
+            return Dense.of(self.values).join(below)
+        zeros = None
+        if any(each.zeros is not None for each in found):
+            zeros = torch.cat([each.all_zeros() for each in found])
         numbers, scales = (torch.cat([getattr(m, name) for m in found]) for name in ("numbers", "scales"))
-        return replace(self, matrix=Int4Groups(numbers, scales, zeros))
+        return replace(self, matrix=replace(found[0], numbers=numbers, scales=scales, zeros=zeros))
 
     def scaled(self, factors: Tensor) -> Stored:
         """See Stored. Plain numbers if columns of a group have different factors, or if a scale would lose
@@ -257,10 +271,13 @@ class ScaledInt4:
 
     def blocks(self) -> list[Blocks]:
         """For the products of a CPU, of a matrix that `part_in_blocks` has let pass."""
-        from kernels.cpu_jit.block_weights import NIBBLES, NIBBLES_MINIMUM, Blocks
+        from kernels.cpu_jit.block_weights import FORMATS, NIBBLES, NIBBLES_MINIMUM, Blocks
 
         numbers, zeros = unpack(self.matrix.numbers), self.matrix.zeros
         scales = self.matrix.scales.half()
+        if self.matrix.e2m1:  # twice a number is a whole one
+            twice = (widen_e2m1(numbers) * 2 + FORMATS[2].offset).to(torch.uint8)
+            return [Blocks(FORMATS[2], twice, scales / 2)]
         minima = None if zeros is None else (zeros.float() * -scales.float()).half()
         each = self.matrix.group // _BLOCK
         scales = scales.repeat_interleave(each, 1)
@@ -278,17 +295,21 @@ class ScaledInt4:
         """The tensors after `of`, which also gets how many columns an element stands for."""
         matrix = self.matrix
         zeros = None if matrix.zeros is None else of(matrix.zeros, matrix.group)
-        return replace(
-            self, matrix=Int4Groups(of(matrix.numbers, IN_WORD), of(matrix.scales, matrix.group), zeros)
-        )
+        numbers, scales = of(matrix.numbers, 32 // matrix.bits), of(matrix.scales, matrix.group)
+        return replace(self, matrix=replace(matrix, numbers=numbers, scales=scales, zeros=zeros))
 
 
 def part_in_int4(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
     """A part of a weight in the memory of `device`, in 4 bits if the file has it so and the product can read
     its size. Raises SetupError as `InInt4.in_int4`."""
-    if part.units in (HEADS, KV_HEADS, WIDTH) and isinstance(stored, InInt4) and _fits(stored):
+    if products_read(part, stored) and isinstance(stored, InInt4):
         return stored.in_int4(dtype, device)
     return stored.loaded(dtype, device)
+
+
+def products_read(part: Part, stored: Stored) -> bool:
+    """Whether the product of a GPU can read a part of this size in 4 bits."""
+    return part.units in (HEADS, KV_HEADS, WIDTH) and _fits(stored)
 
 
 def part_in_blocks(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
@@ -307,20 +328,25 @@ def part_in_blocks(part: Part, stored: Stored, dtype: torch.dtype, device: torch
 def dummy_in_int4(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
     """`part_in_int4` of random weights: in groups of DUMMY_GROUP, rounded to nearest."""
     plain = stored.loaded(dtype, device)
-    if part.units not in (HEADS, KV_HEADS, WIDTH) or len(plain.shape) != 2 or not _fits(plain):
+    if len(plain.shape) != 2 or not products_read(part, plain):
         return plain
     return ScaledInt4(quantise_groups(plain.values, DUMMY_GROUP), dtype)
 
 
 def _fits(stored: Stored) -> bool:
-    return not any(size % _MULTIPLE for size in stored.shape)
+    return takes(*stored.shape)
+
+
+def takes(*sizes: int) -> bool:
+    """Whether the product of a GPU takes matrices of these sizes."""
+    return not any(size % _MULTIPLE for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Format:
     """How a folder stores its matrices in 4 bits. `group`: columns; 0: a whole row."""
 
-    method: str  # awq, gptq, compressed-tensors
+    method: str  # awq, gptq, compressed-tensors, mxfp4
     group: int
     symmetric: bool = False
     less_one: bool = False  # zero points are stored less one
@@ -329,6 +355,8 @@ class Int4Format:
     @property
     def _ends(self) -> tuple[str, ...]:
         """The ends of the names that take the place of `weight`: numbers, scales, zero points, others."""
+        if self.method == "mxfp4":
+            return "weight_packed", "weight_scale"
         if self.method == "compressed-tensors":
             return "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"
         return "qweight", "scales", "qzeros", *(("g_idx",) if self.method == "gptq" else ())
@@ -343,6 +371,8 @@ class Int4Format:
         """A weight of the tensors that `read` gives, not yet read but for the order of its columns. Raises
         SetupError for tensors that are missing, or of a wrong shape or type."""
         module = weight.removesuffix("weight")
+        if self.method == "mxfp4":
+            return _in_mxfp4(module, names, read)
         numbers_end, scales_end, zeros_end, *_ = self._ends
         found = {end: read(module + end) for end in self._ends if module + end in names}
         turned = self.method != "compressed-tensors"
@@ -401,6 +431,44 @@ class Int4Format:
             module + numbers_end, numbers, scales, zeros, group, (range(rows), range(columns)),
             _order(module, found.get(order_end), columns, group), self.symmetric,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """A tensor of bytes in a file as `of` reads them, `each` columns as one."""
+
+    source: Dense
+    each: int
+    of: Callable[[Tensor], Tensor]
+
+    def __getitem__(self, at: tuple[slice, slice]) -> Tensor:
+        rows, columns = at
+        part = self.source.cut(Cut(0, rows.start, rows.stop))
+        return self.of(part.cut(Cut(1, columns.start * self.each, columns.stop * self.each)).values)
+
+
+def _in_mxfp4(module: str, names: Mapping[str, object], read: Callable[[str], Dense]) -> InInt4:
+    name, of_scales = module + "weight_packed", module + "weight_scale"
+    if of_scales not in names:
+        raise SetupError(f"tensor {of_scales!r} is missing beside {name!r}; fetch it again")
+    numbers, scales = read(name), read(of_scales)
+    for each, found in ((name, numbers), (of_scales, scales)):
+        if (
+            len(found.shape) != 2
+            or not all(found.shape)
+            or found.cut(Cut(0, 0, 1)).values.dtype != torch.uint8
+        ):
+            raise SetupError(f"tensor {each!r} is no matrix of bytes, as mxfp4 has it; fetch the model again")
+    rows, columns = numbers.shape[0], 2 * numbers.shape[1]
+    if scales.shape != (rows, columns / _MXFP4_GROUP):
+        raise _wrong_shape(of_scales, scales, rows, columns // _MXFP4_GROUP)
+    words = _Bytes(numbers, 4, lambda found: found.contiguous().view(torch.int32))
+    # An exponent in the place of bfloat16's: 255, NaN, becomes infinite; 0, which is 2^-127, becomes 0.
+    exponents = _Bytes(scales, 1, lambda found: (found.to(torch.int16) << 7).view(torch.bfloat16))
+    return InInt4(
+        name, Packed(Dense.of(words, (rows, columns // IN_WORD)), 1), Dense.of(exponents, scales.shape), None,
+        _MXFP4_GROUP, (range(rows), range(columns)), e2m1=True,
+    )  # fmt: skip
 
 
 def _check_words(name: str, words: Dense) -> None:

@@ -21,7 +21,7 @@ from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.fp8 import LEAST_CAPABILITY, part_in_fp8
 from services.executor.checkpoint.gguf import load_gguf, stored_gguf, type_of_blocks
 from services.executor.checkpoint.int4 import LEAST_CAPABILITY as LEAST_FOR_INT4
-from services.executor.checkpoint.int4 import Int4Format, dummy_in_int4, part_in_blocks, part_in_int4
+from services.executor.checkpoint.int4 import Int4Format, dummy_in_int4, part_in_blocks, part_in_int4, takes
 from services.executor.checkpoint.kv_cache import (
     KvCache,
     allocate,
@@ -116,6 +116,10 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     in_int4 = dummy_in_int4 if options.dummy else part_in_int4
     by_name = {"fp8": part_in_fp8, "int4": in_int4, "packed": part_in_blocks}
     load_part = by_name.get(name, plain_part)
+    if name == "int4" and options.model_path.suffix == ".gguf" and not options.dummy:
+        from services.executor.checkpoint.gguf_blocks import part_in_groups  # it imports Numba
+
+        load_part = part_in_groups
     stage = Stage(ranks.rank, ranks.size) if options.pipeline else WHOLE
     sharing = SOLO if options.pipeline else ranks
     shard_of = functools.partial(shard, rank=ranks.rank, size=ranks.size)
@@ -124,7 +128,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     if options.dummy:
         shapes, weights = load_dummy(options.model_path, dtype, device, shard_of, load_part)
     elif options.model_path.suffix == ".gguf":
-        packed = name == "packed"
+        packed = name in ("packed", "int4")
         shapes, weights = load_gguf(
             options.model_path, dtype, device, shard_of, packed=packed, load_part=load_part
         )
@@ -263,7 +267,7 @@ def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
     mostly in blocks and for a checkpoint in 4 bits, on one CPU rank with the instructions; `bf16` for a
     checkpoint in bfloat16 on a CPU with AMX; else `f32`; on a GPU `auto`."""
     if device_of(device).type != "cpu":
-        return "auto", "on a GPU fp8 or int4 if the checkpoint is so, else bf16"
+        return "auto", "on a GPU fp8 or int4 if the checkpoint is so, int4 for a GGUF file, else bf16"
     in_4_bits = stored_in(path) == "int4"
     if path.suffix != ".gguf" and not in_4_bits:
         if _is_in_bf16(path) and kernels.cpu_jit.has_amx():
@@ -293,8 +297,10 @@ def _dtype_name(options: TorchOptions, device: torch.device) -> str:
     if name == "auto":
         if device.type == "cpu":
             return "f32"
-        name = stored_in(path) or "bf16"
+        name = stored_in(path) or ("int4" if path.suffix == ".gguf" else "bf16")
         if name == "fp8" and _why_not_fp8(options, device):
+            return "bf16"
+        if path.suffix == ".gguf" and _why_not_int4(options, device):
             return "bf16"
         if name == "int4" and (why := _why_not_int4(options, device)):
             raise SetupError(why)
@@ -338,11 +344,20 @@ def _why_not_int4(options: TorchOptions, device: torch.device) -> str:
     instead = "use dtype fp8 or bf16, which dequantise the weights at load, to twice or four times the memory"
     if device.type != "cuda":
         return "dtype int4 is for GPUs; on a CPU use packed, or f32, bf16 or int8, which dequantise at load"
-    if not options.dummy and stored_in(options.model_path) != "int4":
+    gguf = options.model_path.suffix == ".gguf"
+    in_blocks = gguf and kernels.cpu_jit.available() and type_of_blocks(options.model_path) is not None
+    if not options.dummy and not in_blocks and stored_in(options.model_path) != "int4":
         return (
-            "dtype int4 is for checkpoints in 4 bits (awq, gptq, compressed-tensors pack-quantized); use fp8 "
-            "or bf16"
+            "dtype int4 is for checkpoints in 4 bits (awq, gptq, compressed-tensors pack-quantized and "
+            "mxfp4-pack-quantized) and GGUF files of 4 to 8 bits; use fp8 or bf16"
         )
+    if in_blocks:
+        shapes, _ = stored_gguf(options.model_path)
+        if not takes(shapes.hidden, shapes.intermediate):
+            return (
+                f"dtype int4 has no products of {shapes.hidden} by {shapes.intermediate} columns, which are "
+                f"no multiples of 128; {instead}"
+            )
     if importlib.util.find_spec("humming") is None:
         return f"weights in 4 bits need humming-kernels: pip install 'headrace[int4]'; or {instead}"
     if torch.cuda.get_device_capability(device) < LEAST_FOR_INT4:
@@ -352,7 +367,7 @@ def _why_not_int4(options: TorchOptions, device: torch.device) -> str:
         )
     if options.deterministic:
         return f"dtype int4 is not deterministic: its kernels differ by the number of rows; {instead}"
-    if read_shapes(options.model_path).experts is not None:
+    if not gguf and read_shapes(options.model_path).experts is not None:
         return f"dtype int4 has no products of experts; {instead}"
     return ""
 

@@ -3,7 +3,7 @@ weights.py calls it.
 
     fp8                  weight (e4m3), weight_scale or weight_scale_inv: of the tensor, rows, or blocks
     compressed-tensors   float-quantized: weight, weight_scale: of the tensor, rows, or blocks
-                         pack-quantized: numbers of 4 bits, in groups of columns (int4.py)
+                         pack-quantized, mxfp4-pack-quantized: 4 bits, in groups of columns (int4.py)
     awq, gptq            the same in other layouts
 
 With weights in e4m3 activations are quantised as they come ("dynamic"), here with a scale for each token,
@@ -31,8 +31,8 @@ STORED = "F8_E4M3"  # as safetensors names the type
 _SCALES = ("_scale", "_scale_inv")  # after the name of a weight; both are multiplied with
 _INSTEAD = (
     "supported are fp8 and compressed-tensors float-quantized with dynamic activations, and in 4 bits awq, "
-    "gptq and compressed-tensors pack-quantized with plain ones; use such a checkpoint, or the unquantised "
-    "model (on a GPU with dtype fp8), or on a CPU a GGUF file of it"
+    "gptq and compressed-tensors pack-quantized and mxfp4-pack-quantized with plain ones; use such a "
+    "checkpoint, or the unquantised model (on a GPU with dtype fp8), or on a CPU a GGUF file of it"
 )
 _FP8_KEYS = frozenset((
     "quant_method", "activation_scheme", "fmt", "weight_block_size", "modules_to_not_convert",
@@ -75,7 +75,7 @@ def scheme_of(config: Mapping[str, Any]) -> InBlocksOfFp8 | Int4Format | None:
     method = given.get("quant_method")
     if method == "fp8":
         return InBlocksOfFp8(_plain(given))
-    if method == "compressed-tensors" and given.get("format") == "pack-quantized":
+    if method == "compressed-tensors" and given.get("format") in _PACKED:
         return _packed(given)
     if method == "compressed-tensors":
         return InBlocksOfFp8(_compressed(given))
@@ -151,7 +151,8 @@ def _group_size(group: Any, where: str) -> int:
 
 def _packed(given: Mapping[str, Any]) -> Int4Format:
     groups = _groups(given)
-    found = {_packed_group(f"config_groups.{name}", group) for name, group in groups.items()}
+    of_group = _PACKED[given["format"]]
+    found = {of_group(f"config_groups.{name}", group) for name, group in groups.items()}
     if len(found) > 1:
         raise _refused("config_groups", groups)
     return found.pop()
@@ -172,6 +173,24 @@ def _packed_group(name: str, group: Any) -> Int4Format:
     size = _group_size(weights.get("group_size"), f"{name}.weights.group_size")
     reordered = weights.get("actorder") not in (None, False, "weight", "static")
     return Int4Format("compressed-tensors", size, symmetric, reordered=reordered)
+
+
+def _mxfp4_group(name: str, group: Any) -> Int4Format:
+    """Inputs that would be rounded to 4 bits as they come stay plain, which is more exact."""
+    weights, inputs = _weights(name, group, "mxfp4-pack-quantized"), group.get("input_activations") or {}
+    wanted = {"num_bits": 4, "type": "float", "group_size": 32, "symmetric": True, "strategy": "group"}
+    for where, part in (("weights", weights), ("input_activations", inputs)):
+        if not isinstance(part, Mapping) or (part and bool(part.get("dynamic")) != (part is inputs)):
+            raise _refused(f"{name}.{where}", part)
+        for key, value in wanted.items() if part else ():
+            if part.get(key) != value:
+                raise _refused(f"{name}.{where}.{key}", part.get(key))
+    if not weights:
+        raise _refused(f"{name}.weights", weights)
+    return Int4Format("mxfp4", 32, symmetric=True)
+
+
+_PACKED = {"pack-quantized": _packed_group, "mxfp4-pack-quantized": _mxfp4_group}  # by format
 
 
 def _compressed(given: Mapping[str, Any]) -> tuple[int, int] | None:

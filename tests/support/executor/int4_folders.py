@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from support.executor.fp8_folders import changed
-from support.executor.tiny_models import save_tiny
+from support.executor.tiny_models import VOCAB, save_tiny
 
 GROUP = 16
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # number AWQ_ORDER[i] of eight lies at bits 4 * i
@@ -39,6 +39,9 @@ def compressed(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+MXFP4 = {
+    **compressed(type="float", group_size=32, scale_dtype="torch.uint8"), "format": "mxfp4-pack-quantized",
+}  # fmt: skip
 AWQ = {
     "quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
     "modules_to_not_convert": None,
@@ -54,6 +57,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "compressed zeros": compressed(symmetric=False),
     "compressed rows": compressed(strategy="channel", group_size=None),
     "compressed group": compressed(actorder="group"),
+}
+
+WIDE = {  # for the products of a GPU
+    "awq": {**AWQ, "group_size": 64},
+    "gptq": gptq(group_size=128, sym=True),
+    "compressed": compressed(group_size=32),
+    "mxfp4": MXFP4,
 }
 
 
@@ -91,6 +101,8 @@ def quantised(
 
 def packed(config: dict[str, Any], values: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The tensors of a matrix by the ends of their names, and what they stand for."""
+    if config is MXFP4:
+        return _mxfp4(values)
     method, columns = config["quant_method"], values.shape[1]
     options = config if method != "compressed-tensors" else config["config_groups"]["group_0"]["weights"]
     size = options["group_size"] or -1
@@ -123,6 +135,23 @@ def packed(config: dict[str, Any], values: torch.Tensor) -> tuple[dict[str, torc
     return tensors, wanted
 
 
+def _mxfp4(values: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """To the nearest of the numbers of 4 bits, over the power of two that takes the largest to 4 or more."""
+    steps = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    rows, columns = values.shape
+    codes, wanted = torch.empty(rows, columns, dtype=torch.uint8), values.clone()
+    exponents = torch.empty(rows, columns // 32, dtype=torch.uint8)
+    for group in range(columns // 32):
+        at = slice(group * 32, group * 32 + 32)
+        exponent = values[:, at].abs().amax(1).log2().floor() - 2
+        exponents[:, group] = (exponent + 127).to(torch.uint8)
+        over = values[:, at] / 2.0 ** exponent[:, None]
+        nearest = (over.abs()[..., None] - steps).abs().argmin(-1)
+        codes[:, at] = (nearest + 8 * (over < 0)).to(torch.uint8)
+        wanted[:, at] = steps[nearest] * over.sign() * 2.0 ** exponent[:, None]
+    return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": exponents}, wanted
+
+
 def save_int4(kind: str | dict[str, Any], source: str, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     """A tiny model with its layers' matrices in 4 bits, and the numbers that they stand for by name."""
     config = KINDS[kind] if isinstance(kind, str) else kind
@@ -134,3 +163,26 @@ def save_int4(kind: str | dict[str, Any], source: str, folder: Path) -> tuple[Pa
     save_file(tensors, folder / "model.safetensors")
     changed(folder, quantization_config=config)
     return folder, wanted
+
+
+def wide_model() -> Any:
+    """A random model of transformers, of sizes that the products of a GPU take, also a half of each."""
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.Qwen2Config(
+        vocab_size=VOCAB, hidden_size=512, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def save_wide(kind: str, folder: Path) -> Path:
+    """The wide model in a form of WIDE."""
+    wide_model().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        found, _ = packed(WIDE[kind], tensors.pop(name))
+        tensors |= {f"{name.removesuffix('weight')}{end}": tensor for end, tensor in found.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return changed(folder, quantization_config=WIDE[kind])

@@ -8,29 +8,21 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
+from support.executor.gguf_raw import SCALES, random_blocks
 
 import kernels.cpu_jit
 from services.executor.checkpoint.gguf_blocks import InBlocks, blocks_of, stays_in_blocks
 from services.executor.cpu.linear import Products
 from shared.errors import SetupError
 
-SCALES = {  # where a block has its float16 numbers
-    Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q5_0: [0], Kind.Q5_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2],
-    Kind.Q5_K: [0, 2], Kind.Q6_K: [208],
-}  # fmt: skip
 ROUNDED = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # a product of two numbers becomes float16
 
 
 @pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
 def test_values_are_those_of_the_library(kind: Kind) -> None:
-    random = np.random.default_rng(kind.value)
-    columns, size = GGML_QUANT_SIZES[kind]
-    raw = random.integers(0, 256, (64 * 512 // columns, size), dtype=np.uint8)
-    for start in SCALES[kind]:
-        scales = random.uniform(-0.02, 0.02, (len(raw), 1)).astype(np.float16)
-        raw[:, start : start + 2] = scales.view(np.uint8)
-    wanted = torch.from_numpy(dequantize(raw.reshape(64, -1), kind))
-    found = blocks_of(raw.reshape(64, -1), kind).values()
+    raw = random_blocks(kind, 64, 512)
+    wanted = torch.from_numpy(dequantize(raw, kind))
+    found = blocks_of(raw, kind).values()
     if kind in ROUNDED:
         assert torch.allclose(found, wanted, rtol=2**-10, atol=2**-10 * float(wanted.abs().max()))
     else:

@@ -1,5 +1,5 @@
-"""On a GPU with the extra int4: a checkpoint in 4 bits computes what a CPU computes of its dequantised
-weights, also after sleep."""
+"""On a GPU with the extra int4: a checkpoint in 4 bits, and a GGUF file, computes what a CPU computes of its
+dequantised weights, also after sleep."""
 
 from __future__ import annotations
 
@@ -9,54 +9,53 @@ from typing import Any
 
 import pytest
 import torch
-from support.executor.fp8_folders import changed
-from support.executor.int4_folders import AWQ, compressed, gptq, packed
+from gguf import GGMLQuantizationType as Kind
+from support.executor.gguf_raw import SCALES, random_blocks
+from support.executor.int4_folders import WIDE, save_wide, wide_model
 from support.executor.plan_maker import PlanMaker, Row
 from support.executor.row_by_row import logits
-from support.executor.tiny_models import VOCAB, random_tokens
+from support.executor.tiny_gguf import tiny_vocabulary, write_model
+from support.executor.tiny_models import random_tokens
 
-from kernels.int4 import dequantise, gpu, quantise_groups
+from kernels.int4 import Int4Groups, dequantise, gpu, quantise_groups
+from services.executor.checkpoint.gguf_blocks import InBlocks, part_in_groups
+from services.executor.checkpoint.int4 import ScaledInt4
 from services.executor.checkpoint.loader import TorchOptions
+from services.executor.model.description import WIDTH, Part
 
 if not torch.cuda.is_available() or importlib.util.find_spec("humming") is None:
     pytest.skip("humming-kernels multiplies in 4 bits on a GPU only", allow_module_level=True)
 
-KINDS = {
-    "awq": {**AWQ, "group_size": 64},
-    "gptq": gptq(group_size=128, sym=True),
-    "compressed": compressed(group_size=32),
-}
+
+FILES: dict[str, dict[str, Kind]] = {  # the type of a tensor by the end of its name
+    **{kind.name: {"weight": kind} for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)},
+    "mixed": {"attn_v.weight": Kind.Q8_0, "ffn_down.weight": Kind.Q5_1, "ffn_up.weight": Kind.Q4_1,
+              "weight": Kind.Q4_0},
+}  # fmt: skip
 
 
-def save(kind: str, folder: Path) -> Path:
-    """A model of sizes that the product takes."""
-    import transformers
-    from safetensors.torch import load_file, save_file
-
-    torch.manual_seed(1)
-    config = transformers.Qwen2Config(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
-    )  # fmt: skip
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        found, _ = packed(KINDS[kind], tensors.pop(name))
-        tensors |= {f"{name.removesuffix('weight')}{end}": tensor for end, tensor in found.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return changed(folder, quantization_config=KINDS[kind])
+@pytest.mark.parametrize("kind", FILES)
+def test_a_gguf_file_is_computed_in_its_bits(kind: str, tmp_path: Path) -> None:
+    plain = dict.fromkeys(("norm.weight", "token_embd.weight", "output.weight"), Kind.F32)
+    path = write_model(wide_model(), tmp_path / "a.gguf", tiny_vocabulary, types={**plain, **FILES[kind]})
+    computed_as_on_a_cpu(kind, path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIDE)
 def test_a_checkpoint_in_4_bits_is_computed_in_4_bits(kind: str, tmp_path: Path) -> None:
+    computed_as_on_a_cpu(kind, save_wide(kind, tmp_path))
+
+
+def computed_as_on_a_cpu(kind: str, path: Path) -> None:
     from services.executor.cpu.engine import build as build_cpu
     from services.executor.cuda.engine import build
 
     common: dict[str, Any] = {
-        "model_path": save(kind, tmp_path), "model_name": "m", "blocks": 40, "slots": 4, "max_step_tokens": 64
+        "model_path": path, "model_name": "m", "blocks": 40, "slots": 4,
+        "max_step_tokens": 64,
     }  # fmt: skip
     on_gpu = build(TorchOptions(**common, device="cuda"))
-    on_cpu = build_cpu(TorchOptions(**common, device="cpu", threads=1))
+    on_cpu = build_cpu(TorchOptions(**common, device="cpu", dtype="f32", threads=1))
     assert on_gpu.info.dtype == "int4/bf16"
     tokens = random_tokens(60, 3)
 
@@ -93,4 +92,25 @@ def test_a_product_is_that_of_the_dequantised_matrix(group: int, zeros: bool) ->
         x = torch.randn(rows, 512, device="cuda", generator=generator).bfloat16()
         wanted = x.double() @ plain.double().T + bias.double()
         error = (gpu.product(x, weight, bias).double() - wanted).norm() / wanted.norm()
+        assert error < 0.01
+
+
+@pytest.mark.parametrize("kind", [*SCALES, None], ids=lambda kind: kind.name if kind else "MXFP4")
+def test_a_product_with_other_numbers_is_that_of_the_dequantised_matrix(kind: Kind | None) -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+    if kind is None:
+        numbers = torch.randint(-(2**31), 2**31, (384, 64), device="cuda", generator=generator)
+        exponents = torch.randint(-9, -3, (384, 16), device="cuda", generator=generator)
+        matrix = Int4Groups(numbers.int(), 2.0**exponents, e2m1=True)
+    else:
+        stored = InBlocks.of(random_blocks(kind, 384, 512), kind, 384)
+        found = part_in_groups(Part("gate", (384, 512), WIDTH), stored, torch.float32, torch.device("cuda"))
+        assert isinstance(found, ScaledInt4)
+        matrix = found.matrix
+    weight, plain = gpu.prepare(matrix), dequantise(matrix).double()
+    for rows in (1, 3, 33, 200, 1000):
+        x = torch.randn(rows, 512, device="cuda", generator=generator).bfloat16()
+        wanted = x.double() @ plain.T
+        error = (gpu.product(x, weight).double() - wanted).norm() / wanted.norm()
+        print("error", kind, rows, error.item())
         assert error < 0.01
