@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 import triton
 
-# Apart: fp8_weights, fp8_exact, int4_products, int4_weights, int4_exact, long_prompts.
-# Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4
+# Apart: fp8_weights, fp8_exact, int4_products, int4_weights, int4_kinds, int4_exact, long_prompts,
+# long_prompts_fp8.
+# Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4,
+# formats2, steps2
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
 
 
@@ -58,6 +61,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         pp,
         products,
         profile,
+        rank_formats,
         restore,
         rig,
         spread,
@@ -82,6 +86,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return draw.draw()
     if name == "products":
         return products.products()
+    if name in ("formats2", "steps2"):
+        return rank_formats.part(name, found["limits"], step_tokens)
     if name.startswith("tp"):
         return tp.tp(int(name.removeprefix("tp")), found["limits"], step_tokens)
     if name.startswith("pp"):
@@ -95,7 +101,9 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
     parts = {
         "deterministic": deterministic.deterministic, "fp8": fp8.fp8, "fp8_weights": fp8_weights.fp8_weights,
         "int4_weights": int4_weights.int4_weights,
+        "int4_kinds": int4_weights.int4_kinds,
         "long_prompts": long_prompts.long_prompts,
+        "long_prompts_fp8": functools.partial(long_prompts.long_prompts, kv_dtype="fp8"),
     }  # fmt: skip
     if name in parts:  # engines of their own: no room for another
         deterministic.end(found.pop("_built", None))
