@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -35,6 +36,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 _FLEETS = itertools.count()
 
 Connect = Callable[[], Awaitable[Bus]]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """A million objects stand when all tests are collected, for as long as the session lasts: the garbage
+    collector passes over them once, not again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

@@ -92,7 +92,7 @@ def coverage(sent: Sent, spans: list[Received]) -> float:
 
 
 @pytest.mark.timed
-def test_one_trace_per_request_that_covers_its_time(start_up: StartUp, receiver: Receiver) -> None:
+def test_one_trace_per_request_that_covers_its_time(receiver: Receiver, start_up: StartUp) -> None:
     up = start_up(
         "--tokenizers", "2", "--detokenizers", "2",
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_BSP_SCHEDULE_DELAY="100",
@@ -148,7 +148,7 @@ def check_steps(spans: list[Received]) -> None:
         assert a["rows"] >= 1
 
 
-def test_a_clients_trace_goes_on_and_failures_are_traced(start_up: StartUp, receiver: Receiver) -> None:
+def test_a_clients_trace_goes_on_and_failures_are_traced(receiver: Receiver, start_up: StartUp) -> None:
     up = start_up(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_SERVICE_NAME="llm")
     mine, unsampled = "4bf92f3577b34da6a3ce929d0e0e4736", "0af7651916cd43dd8448eb211c80319c"
 
