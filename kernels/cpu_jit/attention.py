@@ -227,7 +227,7 @@ def _in_place(pack: Any, add_product: Any) -> Any:
 
 
 class _Memory(NamedTuple):
-    """Of one thread. Pointers to float32, or to what the products take where no other type is named."""
+    """A thread's own. Pointers to what the products take, where no other type is named."""
 
     queries: Any  # [rows][dim]
     sums: Any  # [rows][dim] float32

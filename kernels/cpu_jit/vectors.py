@@ -181,8 +181,8 @@ _MAGIC = 1.5 * 2**23  # a float32 of this size has no room for a fraction
 _LEAST = -126.0  # of an exponent
 
 
-# Of the powers of x, from the first on, in 2^x from -0.5 to 0.5: to 9e-8 and 3e-6 of the value, by least
-# squares that are weighted until the largest error is the least.
+# Factors of the powers of x, from the first on, in 2^x from -0.5 to 0.5: to 9e-8 and 3e-6 of the value, by
+# least squares that are weighted until the largest error is the least.
 _FACTORS_F32 = (
     0.693146977598857,
     0.2402224208517324,

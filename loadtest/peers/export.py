@@ -38,7 +38,7 @@ def export(files: ModelFiles, folder: Path) -> None:
     save_file(_named(shapes, weights), folder / "model.safetensors", metadata={"format": "pt"})
     ends = {"eos_token_id": list(vocabulary.eos_ids)}
     (folder / "config.json").write_text(json.dumps(_config(shapes) | ends, indent=1))
-    gguf_parts(files.path).build().save(str(folder / "tokenizer.json"))
+    gguf_parts(files.path).build({}).save(str(folder / "tokenizer.json"))
     told = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": vocabulary.eos_token,

@@ -254,9 +254,8 @@ class OtelMeterSink:
         self._metrics: Metrics = ()
         self._known: set[str] = set()
         where = endpoint(os.environ, protocol, METRICS)
-        self._reader = PeriodicExportingMetricReader(
-            _WithHistograms(_metric_exporter(protocol), self._histograms, where)
-        )
+        self._exporter = _WithHistograms(_metric_exporter(protocol), self._histograms, where)
+        self._reader = PeriodicExportingMetricReader(self._exporter)
         self._provider = MeterProvider(
             [self._reader], process_resource(f"{kind}.{actor}"), shutdown_on_exit=False
         )
@@ -276,10 +275,10 @@ class OtelMeterSink:
                 make(point.name, [self._observer(point.name)], point.unit)
 
     def stop(self, timeout_s: float) -> None:
-        """Send once more, for at most `timeout_s`."""
+        """Send once more, for at most `timeout_s`; without waiting if the collector is away."""
         last = threading.Thread(target=self._provider.shutdown, name="metrics-flush", daemon=True)
         last.start()
-        last.join(timeout_s)
+        last.join(0 if self._exporter.arrived is False else timeout_s)
 
     def _observer(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
@@ -302,7 +301,7 @@ class _WithHistograms(MetricExporter):
         super().__init__(inner._preferred_temporality, inner._preferred_aggregation)  # by OTEL_* variables
         self._inner, self._histograms, self._where = inner, histograms, where
         self._began_ns = time.time_ns()
-        self._arrived: bool | None = None
+        self.arrived: bool | None = None  # the last export; None before the first
 
     def export(
         self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any
@@ -312,8 +311,8 @@ class _WithHistograms(MetricExporter):
             self._completed(metrics_data), timeout_millis, **kwargs
         )
         arrived = found is MetricExportResult.SUCCESS
-        if arrived is not self._arrived:
-            self._arrived = arrived
+        if arrived is not self.arrived:
+            self.arrived = arrived
             if arrived:
                 log.info("metrics: arrive at %s", self._where)
             else:

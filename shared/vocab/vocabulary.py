@@ -17,9 +17,9 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,9 @@ class VocabularyParts:
     special: frozenset[int]  # control tokens: they have no text
     added: frozenset[int]  # matched whole in a text before BPE; includes the special ones
     byte_level: bool  # else SentencePiece with byte fallback
-    build: Callable[[], Tokenizer]  # builds a new one; slow (0.2 s), and not needed by a detokenizer
+    # Builds a new one (0.1 s), which a detokenizer does not need. The tokens of the argument get other names
+    # and match only these, neither their old names nor merges; all ids stay.
+    build: Callable[[Mapping[str, str]], Tokenizer]
     prefix_ids: tuple[int, ...]  # put before a completion prompt: BOS, or nothing
     bos_id: int | None
     eos_ids: tuple[int, ...]
@@ -195,11 +197,11 @@ class Vocabulary:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer that reads control tokens in a text as text."""
-        return with_other_names(self._with_controls, self.secret_names)
+        return self._parts.build(self.secret_names)
 
     @cached_property
     def _with_controls(self) -> Tokenizer:
-        return self._parts.build()
+        return self._parts.build({})
 
 
 def _byte_level_table(tokens: list[str]) -> list[bytes]:
@@ -261,7 +263,7 @@ def hf_parts(folder: Path) -> VocabularyParts:
         special=frozenset(i for i, token in added.items() if token.special or token.content in named),
         added=frozenset(added),
         byte_level=_is_byte_level(json.loads(source), file),
-        build=lambda: Tokenizer.from_str(source),
+        build=lambda names: _renamed(Tokenizer.from_str(source), names),
         prefix_ids=_prefix_ids(tokenizer, config, bos),
         bos_id=bos,
         eos_ids=_eos_ids(folder, config, vocab),
@@ -330,7 +332,7 @@ def _json(file: Path) -> dict[str, Any]:
 def gguf_parts(path: Path) -> VocabularyParts:
     """Read the vocabulary of a GGUF file's metadata. Raises SetupError for a family that is not supported."""
     data = read_metadata(path)
-    builders: dict[str, Callable[[dict[str, Any]], Callable[[], Tokenizer]]] = {
+    builders: dict[str, Callable[[dict[str, Any]], Callable[[Mapping[str, str]], Tokenizer]]] = {
         "gpt2": _byte_level,
         "llama": _sentencepiece,
     }
@@ -370,15 +372,15 @@ def _gguf_ends(data: dict[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in (*keyed, *named) if 0 <= i < len(tokens)))
 
 
-def _byte_level(data: dict[str, Any]) -> Callable[[], Tokenizer]:
+def _byte_level(data: dict[str, Any]) -> Callable[[Mapping[str, str]], Tokenizer]:
     pre = data.get("tokenizer.ggml.pre", "")
     pipeline = pre_tokenizer(pre)  # here, so that an unknown name fails at start
 
-    def build() -> Tokenizer:
+    def build(names: Mapping[str, str]) -> Tokenizer:
         tokens, merges = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]
         model = BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in merges],
+            vocab={names.get(token, token): i for i, token in enumerate(tokens)},
+            merges=_without(names, (merge.split(" ", 1) for merge in merges)),
             ignore_merges=skips_merges_for_whole_words(pre),
         )
         tokenizer = Tokenizer(model)
@@ -386,21 +388,25 @@ def _byte_level(data: dict[str, Any]) -> Callable[[], Tokenizer]:
         if "qwen" in pre:
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.decoder = decoders.ByteLevel()
-        _add_special(tokenizer, data)
+        _add_special(tokenizer, data, names)
         return tokenizer
 
     return build
 
 
-def _sentencepiece(data: dict[str, Any]) -> Callable[[], Tokenizer]:
-    def build() -> Tokenizer:
-        tokens, scores = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.scores"]
+def _sentencepiece(data: dict[str, Any]) -> Callable[[Mapping[str, str]], Tokenizer]:
+    tokens = data["tokenizer.ggml.tokens"]
+
+    @cache
+    def merges() -> list[tuple[str, str]]:
+        return merges_from_scores(tokens, data["tokenizer.ggml.scores"])
+
+    def build(names: Mapping[str, str]) -> Tokenizer:
         unknown = tokens[data.get("tokenizer.ggml.unknown_token_id", 0)]
-        vocab = {token: i for i, token in enumerate(tokens)}
         model = BPE(
-            vocab=vocab,
-            merges=merges_from_scores(tokens, scores),
-            unk_token=unknown,
+            vocab={names.get(token, token): i for i, token in enumerate(tokens)},
+            merges=_without(names, merges()),
+            unk_token=names.get(unknown, unknown),
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -409,7 +415,7 @@ def _sentencepiece(data: dict[str, Any]) -> Callable[[], Tokenizer]:
         if data.get("tokenizer.ggml.add_space_prefix", True):
             steps.insert(0, normalizers.Prepend("▁"))
         tokenizer.normalizer = normalizers.Sequence(steps)
-        _add_special(tokenizer, data)
+        _add_special(tokenizer, data, names)
         return tokenizer
 
     return build
@@ -429,20 +435,26 @@ def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str
     return [(tokens[left], tokens[right]) for _, _, left, right in ranked]
 
 
-def _add_special(tokenizer: Tokenizer, data: dict[str, Any]) -> None:
+def _without(names: Mapping[str, str], merges: Iterable[Iterable[str]]) -> list[tuple[str, str]]:
+    """The merges from and to other tokens than those with other names."""
+    return [(left, right) for left, right in merges if names.keys().isdisjoint((left, right, left + right))]
+
+
+def _add_special(tokenizer: Tokenizer, data: dict[str, Any], names: Mapping[str, str]) -> None:
     tokens, kinds = data["tokenizer.ggml.tokens"], data.get("tokenizer.ggml.token_type", [])
 
     def added(wanted: tuple[int, ...], special: bool) -> list[AddedToken]:
         chosen = (token for token, kind in zip(tokens, kinds, strict=False) if kind in wanted)
-        return [AddedToken(token, special=special, normalized=False) for token in chosen]
+        return [AddedToken(names.get(t, t), special=special, normalized=False) for t in chosen]
 
     tokenizer.add_special_tokens(added(_SPECIAL, special=True))
     tokenizer.add_tokens(added((_USER_DEFINED,), special=False))
 
 
-def with_other_names(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
-    """A copy in which some tokens have other names and match only these, neither their old names nor merges.
-    All ids stay."""
+def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+    """A copy in which some tokens have other names: see VocabularyParts.build."""
+    if not names:
+        return tokenizer
     source = json.loads(tokenizer.to_str())
     model = source["model"]
     if isinstance(model["vocab"], dict):
@@ -450,11 +462,7 @@ def with_other_names(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
     else:  # Unigram
         model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
     if "merges" in model:
-        model["merges"] = [
-            [left, right]
-            for left, right in model["merges"]
-            if names.keys().isdisjoint((left, right, left + right))
-        ]
+        model["merges"] = _without(names, model["merges"])
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     for token in source["added_tokens"]:

@@ -146,7 +146,7 @@ def receiver() -> Iterator[Receiver]:
     receiver.stop()
 
 
-def test_keys_health_drain_and_trace(start_up: StartUp, tmp_path: Path, receiver: Receiver) -> None:
+def test_keys_health_drain_and_trace(receiver: Receiver, start_up: StartUp, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("acme secret\n")
     up = start_up(

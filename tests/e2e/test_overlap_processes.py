@@ -66,7 +66,7 @@ def step_spans(receiver: Receiver) -> list[Received]:
 
 
 @pytest.mark.timed
-def test_a_is_processed_while_b_is_on_the_executor(start_up: StartUp, receiver: Receiver) -> None:
+def test_a_is_processed_while_b_is_on_the_executor(receiver: Receiver, start_up: StartUp) -> None:
     up = start_up(
         "--logits-processors", WAIT, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url,
         OTEL_BSP_SCHEDULE_DELAY="100", **SLOW,

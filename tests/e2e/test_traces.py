@@ -92,7 +92,7 @@ def coverage(sent: Sent, spans: list[Received]) -> float:
 
 
 @pytest.mark.timed
-def test_one_trace_per_request_that_covers_its_time(start_up: StartUp, receiver: Receiver) -> None:
+def test_one_trace_per_request_that_covers_its_time(receiver: Receiver, start_up: StartUp) -> None:
     up = start_up(
         "--tokenizers", "2", "--detokenizers", "2",
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_BSP_SCHEDULE_DELAY="100",
@@ -148,7 +148,7 @@ def check_steps(spans: list[Received]) -> None:
         assert a["rows"] >= 1
 
 
-def test_a_clients_trace_goes_on_and_failures_are_traced(start_up: StartUp, receiver: Receiver) -> None:
+def test_a_clients_trace_goes_on_and_failures_are_traced(receiver: Receiver, start_up: StartUp) -> None:
     up = start_up(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, OTEL_SERVICE_NAME="llm")
     mine, unsampled = "4bf92f3577b34da6a3ce929d0e0e4736", "0af7651916cd43dd8448eb211c80319c"
 
@@ -186,14 +186,22 @@ def test_a_clients_trace_goes_on_and_failures_are_traced(start_up: StartUp, rece
 
 @pytest.mark.timed  # what is told once a minute
 def test_a_dead_collector_costs_a_line(start_up: StartUp) -> None:
-    up = start_up(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_BSP_SCHEDULE_DELAY="50")
+    up = start_up(
+        OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_BSP_SCHEDULE_DELAY="50",
+        OTEL_METRIC_EXPORT_INTERVAL="500", OTEL_EXPORTER_OTLP_METRICS_TIMEOUT="1",
+    )  # fmt: skip
     asyncio.run(under_load(up.nats_url))
     where = "http://127.0.0.1:9/v1/traces"
     deadline_s = time.monotonic() + 60
-    while up.log.read_text().count(f"a test span did not arrive at {where} (Connection refused)") < 3:
+    fewest = {
+        f"a test span did not arrive at {where} (Connection refused)": 3,
+        "metrics: do not arrive at": 5,
+    }
+    while any(up.log.read_text().count(line) < count for line, count in fewest.items()):
         assert time.monotonic() < deadline_s, up.log.read_text()
     assert up.stop(signal.SIGTERM) == 0
     lines = up.log.read_text().splitlines()
     spans = [line for line in lines if f"spans did not arrive at {where}" in line]
     assert len(spans) <= 3, "each of three services may tell once a minute"
+    assert len([line for line in lines if "metrics: do not arrive at" in line]) == 5, "once for each service"
     assert not [line for line in lines if "Traceback" in line or "opentelemetry" in line]

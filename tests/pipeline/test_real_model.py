@@ -20,15 +20,9 @@ CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").
 MODEL = "smollm2-135m-instruct"
 
 
-class FewBeats(Pipeline):
-    """Each beat is handled by five actors, in the loop that the real model's steps wait for."""
-
-    heartbeat_us = 250_000
-
-
 async def start(connect: Connect, fleet: str, **settings: Any) -> tuple[Pipeline, Tap]:
     few = {"kv_blocks": 200, **settings}  # enough: the usual GiB of each test would fill a small machine
-    pipeline = await FewBeats.start(connect, fleet, backend="torch", dtype="f32", **few)
+    pipeline = await Pipeline.start(connect, fleet, backend="torch", dtype="f32", **few)
     tap = Tap()
     await (await connect()).subscribe(f"hr.{fleet}.detokenizer.*.in.*", tap.take)
     return pipeline, tap

@@ -1,11 +1,11 @@
-"""The tree as the rules see it: every Python file of the product and of loadtest, parsed."""
+"""The tree as the rules see it: every Python file of the product and of loadtest, parsed when a rule asks."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -22,7 +22,11 @@ class Source:
 
     path: Path
     text: str
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Parsed once, and not by each worker that only collects the tests."""
+        return ast.parse(self.text)
 
     @property
     def name(self) -> str:
@@ -66,7 +70,7 @@ def product() -> tuple[Source, ...]:
     """Every file of the product rooms."""
     paths = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
     assert len(paths) > 60, "the rules look at an empty tree"
-    return tuple(Source(p, p.read_text(), ast.parse(p.read_text())) for p in paths)
+    return tuple(Source(p, p.read_text()) for p in paths)
 
 
 def length(node: ast.AST) -> int:

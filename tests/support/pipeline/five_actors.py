@@ -32,7 +32,7 @@ KINDS = {
 class Pipeline:
     """Start with `await Pipeline.start(...)`, end with `await pipeline.stop()`."""
 
-    heartbeat_us = 50_000
+    heartbeat_us = 50_000  # at least 250,000 beside a real model: five actors handle each in the steps' loop
 
     connect: Connect
     settings: Settings
@@ -44,6 +44,8 @@ class Pipeline:
     async def start(cls, connect: Connect, fleet: str, **settings: Any) -> Pipeline:
         flags = {"fleet": fleet, "backend": "sim", "sim": "step=200", "l1": "off", **settings}
         pipeline = cls(connect, load(flags=flags).settings)
+        if pipeline.settings.backend == "torch":
+            pipeline.heartbeat_us = max(pipeline.heartbeat_us, 250_000)
         await pipeline.begin()
         return pipeline
 

@@ -24,7 +24,14 @@ from tokenizers import decoders
 from shared.errors import SetupError
 from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, ModelFiles, resolve, served_name
 from shared.vocab.gguf import read_metadata
-from shared.vocab.vocabulary import Vocabulary, byte_characters, gguf_parts, load_vocabulary, pre_tokenizer
+from shared.vocab.vocabulary import (
+    Vocabulary,
+    _renamed,
+    byte_characters,
+    gguf_parts,
+    load_vocabulary,
+    pre_tokenizer,
+)
 
 TOKENS, MERGES = trained()
 TRICKY = [
@@ -77,6 +84,16 @@ def test_control_tokens_are_text_unless_asked_for(smollm: Vocabulary) -> None:
     ids = smollm.encode(text, special=True)
     assert (ids[0], ids[-1]) == (1, 2)
     assert smollm.decode(ids) == "hi"
+
+
+@pytest.mark.parametrize("name", ["smollm", "sentencepiece"])
+def test_other_names_take_the_place_of_the_old_ones(name: str, request: pytest.FixtureRequest) -> None:
+    """A GGUF file builds what the renamed form of its tokenizer is."""
+    vocabulary: Vocabulary = request.getfixturevalue(name)
+    build, joined = vocabulary._parts.build, next(t for t in vocabulary._parts.tokens if len(t) == 2)
+    names = {**vocabulary.secret_names, joined: "\ufdd0joined\ufdd1"}
+    assert json.loads(build(names).to_str()) == json.loads(_renamed(build({}), names).to_str())
+    assert build(names).token_to_id(names[joined]) == vocabulary._parts.tokens.index(joined)
 
 
 @pytest.mark.parametrize("name", ["smollm", "folder"])
