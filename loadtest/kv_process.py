@@ -98,7 +98,7 @@ class House:
     """One kv_offload, one executor, one scheduler after the other."""
 
     def __init__(self, l1_bytes: int) -> None:
-        self.kv = KvOffloadActor(Plan(f"churn-{os.getpid()}", l1_bytes, "lmcache"), None)
+        self.kv = KvOffloadActor(Plan(f"churn-{os.getpid()}", l1_bytes), None)
         self.blocks = l1_bytes // BLOCK_BYTES
         self._server = nats_server.start()
         self._runtimes: dict[str, Runtime] = {}

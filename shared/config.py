@@ -135,9 +135,6 @@ class Settings(BaseSettings):
     # tiers below the device
     l1: str = Field("auto", description="DRAM for KV copies, MiB; auto: a quarter, on a cpu 2048 if shared")
     l2: str = Field("", description="remote KV: redis://host:port or file:///folder; empty: none")
-    l1_store: Literal["auto", "lmcache", "plain"] = Field(
-        "auto", description="library for L1 and L2; auto: lmcache if it is installed"
-    )
     # scheduler
     window: int = Field(2, ge=1, le=4, description="steps in flight; 2 hides the whole round trip")
     overlap: Literal[

@@ -1,8 +1,7 @@
-"""Chooses the size and the backend of L1, and opens its arena. The actor calls `plan` and `open_arena`."""
+"""Chooses the size of L1, and opens its arena. The actor calls `plan` and `open_arena`."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import re
@@ -14,13 +13,13 @@ from services.kv_offload.backends.builtin import (
     PAGE_BYTES,
     SHM,
     NoRoom,
+    PlainArena,
     hold,
     let_go,
     segment_name,
     sweep,
 )
 from services.kv_offload.backends.interface import Arena
-from services.kv_offload.backends.lmcache import SubAllocatedArena
 from shared.errors import SetupError
 from shared.processes import available_bytes
 
@@ -39,7 +38,6 @@ class Plan:
 
     host: str  # in the segment's name
     bytes: int
-    store: str  # lmcache or plain
     by_need: bool = False  # auto without a GPU: opened once it is shared, pages reserved as they are taken
 
 
@@ -56,18 +54,15 @@ class Opened:
         let_go(self.arena.name, self.lock)
 
 
-def plan(l1: str, l1_store: str, fleet: str, host_id: str) -> Plan:
+def plan(l1: str, fleet: str, host_id: str) -> Plan:
     """The arena for the settings, after removing segments of dead owners. Raises SetupError for an invalid
     size."""
-    store = l1_store
-    if store == "auto":
-        store = "lmcache" if importlib.util.find_spec("lmcache") else "plain"
     label = f"{fleet[:40]}-{sha256(host_id.encode()).hexdigest()[:12]}"
     remove_dead(label)
     gpu = any(driver.exists() for driver in GPU_DRIVERS)
     most = MOST_BYTES if gpu else MOST_BESIDE_CPU_BYTES
     size = size_bytes(l1, available_bytes(), _shm_free_bytes(), most)
-    return Plan(label, size, store, by_need=l1 == "auto" and not gpu)
+    return Plan(label, size, by_need=l1 == "auto" and not gpu)
 
 
 def size_bytes(l1: str, available_bytes: int, shm_free_bytes: int, most_bytes: int = MOST_BYTES) -> int:
@@ -96,7 +91,7 @@ def open_arena(plan: Plan, generation: int) -> Opened:
         raise NoRoom(f"{error}: let this user write there, or start without tiers (--l1 off)") from None
     try:
         remove_dead(plan.host)
-        return Opened(_make(plan, generation), lock)
+        return Opened(PlainArena(plan.host, generation, plan.bytes, by_need=plan.by_need), lock)
     except BaseException:
         let_go(name, lock)
         raise
@@ -106,17 +101,6 @@ def remove_dead(host: str) -> None:
     """Remove segments of dead owners in /dev/shm."""
     for dead in sweep(host):
         log.info("removed the segment %s: its owner is dead", dead)
-
-
-def _make(plan: Plan, generation: int) -> Arena:
-    if plan.store == "lmcache":
-        from services.kv_offload.backends.lmcache import LmcacheArena
-
-        whole = LmcacheArena(plan.host, generation, plan.bytes, by_need=plan.by_need)
-        return SubAllocatedArena(whole, whole.reserve)
-    from services.kv_offload.backends.builtin import PlainArena
-
-    return PlainArena(plan.host, generation, plan.bytes, by_need=plan.by_need)
 
 
 def _shm_free_bytes() -> int:

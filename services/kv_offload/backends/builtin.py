@@ -1,8 +1,7 @@
-"""An arena and a remote store without LMCache, and the shared-memory segment of every arena.
+"""The arena of L1 in a segment of shared memory.
 
 Executors map the segment's file by open + mmap (not by Python's SharedMemory, which deletes it when a reader
-ends), so only its owner unlinks it. Owner and executors run under one uid: the mode is 0600. The remote store
-is a dictionary in this process.
+ends), so only its owner unlinks it. Owner and executors run under one uid: the mode is 0600.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from pathlib import Path
 
-from services.kv_offload.backends.interface import DamagedValue
 from shared.errors import SetupError
 
 SHM = Path("/dev/shm")
 PAGE_BYTES = 4096
 RESERVE_BYTES = 16 << 20  # at once by need: 6 ms on the event loop
-# LMCache adds this prefix to every name without it.
-_PREFIX = "lmcache_l1_pool_headrace_"
+_PREFIX = "headrace_l1_"
 _LOCK = ".lock"
 
 
@@ -115,11 +112,10 @@ class Segment:
     /dev/shm is an error here, not a SIGBUS in the executor that first uses a page: all pages at the start, or
     `by_need` as ranges are taken."""
 
-    def __init__(self, name: str, size_bytes: int, *, create: bool, by_need: bool = False) -> None:
+    def __init__(self, name: str, size_bytes: int, *, by_need: bool = False) -> None:
         self._path = SHM / name
         self._size_bytes, self._reserved = size_bytes, 0
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        self._file = os.open(self._path, flags, 0o600)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             if by_need:
                 os.ftruncate(self._file, size_bytes)
@@ -202,7 +198,7 @@ class PlainArena:
         self.generation = generation
         self.capacity_bytes = capacity_bytes
         check_room(capacity_bytes)
-        self._segment = Segment(self.name, capacity_bytes, create=True, by_need=by_need)
+        self._segment = Segment(self.name, capacity_bytes, by_need=by_need)
         self._counting = CountingArena(capacity_bytes)
 
     def allocate(self, key: bytes, size_bytes: int) -> int | None:
@@ -225,7 +221,7 @@ class PlainArena:
 
 
 class CountingArena:
-    """See `interface.Arena`. Offsets without memory: `view` raises KeyError. The other arenas allocate with
+    """See `interface.Arena`. Offsets without memory: `view` raises KeyError. PlainArena allocates with
     it. kv_offload starts with one of 0 bytes, and keeps it if L1 is off."""
 
     name = ""
@@ -268,33 +264,3 @@ class CountingArena:
 
     def close(self) -> None:
         self.placed.clear()
-
-
-class MemoryRemote:
-    """See `interface.Remote`."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def put(self, name: str, value: memoryview) -> None:
-        self._values[name] = bytes(value)
-
-    def get(self, name: str, into: memoryview) -> int:
-        if into.readonly:
-            raise ValueError("a value cannot be read into a read-only buffer")
-        value = self._values.get(name)
-        if value is None:
-            return 0
-        if len(value) != len(into):
-            raise DamagedValue(f"the value of {name} has {len(value)} bytes, not {len(into)}: delete it")
-        into[:] = value
-        return len(value)
-
-    def delete(self, name: str) -> None:
-        self._values.pop(name, None)
-
-    def has(self, names: list[str]) -> list[bool]:
-        return [name in self._values for name in names]
-
-    def close(self) -> None:
-        self._values.clear()

@@ -196,7 +196,7 @@ def _store_lines(store: Facts) -> list[str]:
     where = f"{keys['hits_l1']:,} in L1, {keys['hits_l2']:,} in L2"
     where += f", {peers['hits']:,} in L1 of other hosts" if peers else ""
     return [
-        f"{head}  store {store.get('store', '')}",
+        head,
         f"  L1     {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])}"
         f" ({percent(l1['used_bytes'], l1['capacity_bytes'])}) in {l1['entries']:,} blocks;"
         f" {l1['evictions']:,} evicted",

@@ -130,7 +130,7 @@ class CountedOffload(KvOffloadActor):
     """kv_offload on an arena without memory, and without threads."""
 
     def __init__(self) -> None:
-        super().__init__(Plan("", 0, "plain"))
+        super().__init__(Plan("", 0))
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox

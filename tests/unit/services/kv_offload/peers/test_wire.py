@@ -79,7 +79,7 @@ class Hosts:
             return self.wires[name]
 
         self.plans.append(next(_NAMES))
-        actor = KvOffloadActor(Plan(self.plans[-1], 20 * PAGE, "plain"), open_wire=open_wire or opened)
+        actor = KvOffloadActor(Plan(self.plans[-1], 20 * PAGE), open_wire=open_wire or opened)
         self.actors[name] = actor
         await self.run(name, actor, host or name)
         return actor

@@ -47,13 +47,13 @@ def used(l2: VirtualL2 | None = None) -> VirtualKv:
 
 
 def store(tiers: VirtualKv, **more: Any) -> dict[str, Any]:
-    about = {"kind": "kv_offload", "id": "k", "state": "ready", "epoch": 1, "fleet": "f", "store": "plain"}
+    about = {"kind": "kv_offload", "id": "k", "state": "ready", "epoch": 1, "fleet": "f"}
     return {**about, **actor.status(tiers.core.state), **more}
 
 
 def test_what_a_tier_holds() -> None:
     assert status.draw([store(used())], []) == [
-        "kv_offload.k  ready  store plain",
+        "kv_offload.k  ready",
         "  L1     4.19 MB of 8.39 MB (50.0 %) in 3 blocks; 0 evicted",
         "  leases 1 reads of 2.1 MB, 1 writes of 1.05 MB",
         "  L2     none: what leaves L1 is gone. --l2 redis://host:port or file:///folder adds one",
@@ -150,7 +150,7 @@ async def test_json_has_everything(
     assert (body["fleet"], body["kv_offloads"]) == ("f", [answers[0]])
     assert body["schedulers"] == [{"id": "s", "state": "ready", "tiers": None, "measured": {}}]
     await status.kv(Target("nats://h", "m"), "f", as_json=False)
-    assert capsys.readouterr().out.splitlines()[0] == "kv_offload.k  ready  store plain"
+    assert capsys.readouterr().out.splitlines()[0] == "kv_offload.k  ready"
 
 
 def test_status_and_metrics_agree() -> None:
