@@ -201,7 +201,7 @@ def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: st
     def act(name: str, text: str) -> argparse.ArgumentParser:
         sub = actions.add_parser(name, help=text, description=text)
         if verb in ("batch", _ALL):
-            _add_setting_flags(sub, _REQUEST if name == "run" else _FLEET)
+            _add_setting_flags(sub, _FLEET)
         return sub
 
     submit = act("submit", "store a file of requests that a keeper answers, and print the id of the batch")
@@ -218,17 +218,9 @@ def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: st
     fetch = act("fetch", "write the answers of a batch that has ended to a file")
     fetch.add_argument("id")
     fetch.add_argument("output", type=Path, metavar="OUT.jsonl", help="answers, then errors")
-    batch = act("run", "answer a file of requests now, without a keeper")
-    batch.add_argument("input", type=Path, metavar="IN.jsonl", help="a line for each request")
-    batch.add_argument(
-        "output", type=Path, metavar="OUT.jsonl", help="a line for each answer; must not exist"
-    )
-    batch.add_argument(
-        "--resume", action="store_true", help="continue OUT.jsonl; refused ones are sent again"
-    )
-    batch.add_argument(  # `window` is a setting; 64: as many as an executor on a GPU runs at once by default
-        "--window", dest="in_flight", type=int, default=64, metavar="N", help="requests in flight; default 64"
-    )
+    whole = act("run", "submit, wait and fetch; after a kill the same command goes on")
+    whole.add_argument("input", type=Path, metavar="IN.jsonl", help="a line for each request")
+    whole.add_argument("output", type=Path, metavar="OUT.jsonl", help="answers, then errors; must not exist")
 
 
 def _add_up(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
@@ -415,31 +407,22 @@ def _request(given: argparse.Namespace) -> None:
 
 
 def _batch(given: argparse.Namespace) -> int:
-    from services.launcher.commands import batch_jobs
-    from services.launcher.commands.batch import run_batch
+    from services.launcher.commands import batch
     from services.launcher.session import find_target
 
-    loaded = _load(given)
-    target = find_target(loaded)
+    target = find_target(_load(given))
     if given.action == "submit":
-        _run(batch_jobs.submit(target, given.input, given.endpoint, given.completion_window, given.webhook))
+        window = given.completion_window
+        print(_run(batch.submit(target, given.input, given.endpoint, window, given.webhook)))
         return 0
     if given.action == "status":
-        return _run(batch_jobs.status(target, given.id, as_json=given.json))
+        return _run(batch.status(target, given.id, as_json=given.json))
     if given.action == "cancel":
-        _run(batch_jobs.cancel(target, given.id))
+        _run(batch.cancel(target, given.id))
         return 0
     if given.action == "fetch":
-        return 1 if _run(batch_jobs.fetch(target, given.id, given.output)) else 0
-    running = run_batch(
-        target,
-        given.input,
-        given.output,
-        resume=given.resume,
-        window=given.in_flight,
-        timeout_s=loaded.settings.request_timeout_s,
-    )
-    return 1 if _run(running) else 0
+        return 1 if _run(batch.fetch(target, given.id, given.output)) else 0
+    return 1 if _run(batch.run(target, given.input, given.output)) else 0
 
 
 def _submit(given: argparse.Namespace) -> None:
