@@ -67,8 +67,8 @@ from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
 from shared.openai.call import Call, read_call, timed_id
 from shared.telemetry import traces
+from shared.telemetry.export import Tracer
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
-from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.gateway")
 

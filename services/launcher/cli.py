@@ -317,7 +317,7 @@ def _add_setting_flags(
     import argparse
     from pathlib import Path
 
-    from shared.config import OLD_NAMES, PREFIX, Settings, metavar
+    from shared.config import PREFIX, Settings, metavar
 
     group = parser.add_argument_group("settings", "also as variables and in a TOML file, see --config")
     group.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
@@ -332,15 +332,12 @@ def _add_setting_flags(
             group.add_argument(flag, dest=name, metavar=metavar(name), action="append", default=[], help=text)
         else:
             group.add_argument(flag, dest=name, metavar=metavar(name), help=text)
-    for name in (old for old, new in OLD_NAMES.items() if new in (names or Settings.model_fields)):
-        group.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
 
 
 def _load(given: argparse.Namespace) -> Loaded:
-    from shared.config import OLD_NAMES, Settings, load
+    from shared.config import Settings, load
 
-    names = (*Settings.model_fields, *OLD_NAMES)
-    return load(given.config, {name: getattr(given, name, None) for name in names})
+    return load(given.config, {name: getattr(given, name, None) for name in Settings.model_fields})
 
 
 def _up(given: argparse.Namespace) -> int:
@@ -456,7 +453,7 @@ def _result(given: argparse.Namespace) -> int:
 
 
 def _attach(given: argparse.Namespace) -> None:
-    from services.launcher.commands.attach import attach
+    from services.launcher.commands.submit import attach
     from services.launcher.session import find_target
 
     _run(attach(find_target(_load(given)), given.id))
@@ -503,7 +500,7 @@ def _kv(given: argparse.Namespace) -> None:
 
 
 def _usage(given: argparse.Namespace) -> None:
-    from services.launcher.commands.usage import usage
+    from services.launcher.commands.status import usage
 
     _run(usage(*_find_fleet(given), as_json=given.json))
 

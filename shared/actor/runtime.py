@@ -34,10 +34,9 @@ from shared.nats.interface import Bus, BusFault, Delivery
 from shared.processes import give_back_memory
 from shared.replies import to_json
 from shared.telemetry import readings
-from shared.telemetry import tracer as tracing
-from shared.telemetry.metrics import MeterSink, from_env, scrape_point
+from shared.telemetry.export import MeterSink, Tracer, meter_sink_from_env, tracer_from_env
+from shared.telemetry.metrics import scrape_point
 from shared.telemetry.readings import MetricPoint, Metrics, Recent, process_metrics
-from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.actor")
 process_log = logging.getLogger("headrace.process")
@@ -402,8 +401,8 @@ def _runner() -> asyncio.Runner:
 
 async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
     actor_id = options.actor_id or secrets.token_hex(4)
-    tracer = tracing.from_env(actor.kind, actor_id) if actor.traced else None
-    metrics = from_env(actor.kind, actor_id)
+    tracer = tracer_from_env(actor.kind, actor_id) if actor.traced else None
+    metrics = meter_sink_from_env(actor.kind, actor_id)
     if tracer is not None:
         tracer.test()
     try:
