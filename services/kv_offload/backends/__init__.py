@@ -1,7 +1,8 @@
-"""The storage of the tiers: a segment of shared memory for L1, Redis or a folder through LMCache for L2.
+"""The storage of the tiers: a segment of shared memory for L1, Redis, or a folder through LMCache, for L2.
 
 interface.py        the protocols of an arena and a remote store
 arena.py            the size of L1
 builtin.py          the arena of L1 in its segment
-lmcache.py          remote stores over LMCache's clients
+redis.py            Redis
+lmcache.py          which remote store; a folder, over LMCache's client
 """
