@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from services.kv_offload.backends import arena as arenas
 from services.kv_offload.backends.arena import Opened, Plan
-from services.kv_offload.backends.builtin import SHM, CountingArena, NoRoom
-from services.kv_offload.backends.interface import Arena, Remote
+from services.kv_offload.backends.builtin import SHM, Arena, NoRoom
+from services.kv_offload.backends.interface import Remote
 from services.kv_offload.core import KvCore
 from services.kv_offload.events import (
     Abandon,
@@ -70,7 +70,7 @@ class KvOffloadActor(Actor):
         self._peers_seen: dict[str, int] = {}
         self._l2_url = l2_url  # for the status, without password
         self._connect = connect  # to L2; None: no L2
-        self._core = KvCore(CountingArena(0, generation=0))
+        self._core = KvCore(Arena(0, generation=0))
         self._opening: asyncio.Future[Opened] | None = None
         self._opens: asyncio.Task[None] | None = None  # later than at the start
         self._l2_pool: L2Pool | None = None

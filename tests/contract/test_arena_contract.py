@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.kv_offload.backends.builtin import SHM, PlainArena, segment_name, sweep
-from services.kv_offload.backends.interface import Arena
+from services.kv_offload.backends.builtin import SHM, Arena, segment_name, shared_arena, sweep
 from shared.errors import SetupError
 
 PAGE = 4096
@@ -32,7 +31,7 @@ def host() -> Iterator[str]:
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     """Empty, and again empty once every key a test can have used is discarded."""
-    made = PlainArena(next(_HOSTS), 1, CAPACITY)
+    made = shared_arena(next(_HOSTS), 1, CAPACITY)
     yield made
     for i in range(1000):
         with contextlib.suppress(KeyError):
@@ -149,7 +148,7 @@ def test_ranges_never_overlap_and_nothing_leaks(arena: Arena) -> None:
 
 
 def test_a_new_generation_is_a_segment_of_its_own(host: str) -> None:
-    first = PlainArena(host, 1, CAPACITY)
+    first = shared_arena(host, 1, CAPACITY)
     assert first.name == segment_name(host, 1)
     first.allocate(key(1), 10)
     first.view(key(1))[:] = b"generation"
@@ -157,7 +156,7 @@ def test_a_new_generation_is_a_segment_of_its_own(host: str) -> None:
     first.close()
     first.close()
     assert not (SHM / first.name).exists()
-    second = PlainArena(host, 2, CAPACITY)
+    second = shared_arena(host, 2, CAPACITY)
     assert second.allocate(key(1), 10) == 0
     second.view(key(1))[:] = b"the second"
     assert reader[:10] == b"generation"
@@ -167,8 +166,8 @@ def test_a_new_generation_is_a_segment_of_its_own(host: str) -> None:
 
 OWNER = """
 import signal, sys
-from services.kv_offload.backends.builtin import PlainArena
-arena = PlainArena(sys.argv[1], 1, 64 * 4096)
+from services.kv_offload.backends.builtin import shared_arena
+arena = shared_arena(sys.argv[1], 1, 64 * 4096)
 arena.allocate(b"k", 5)
 arena.view(b"k")[:] = b"bytes"
 arena.seal(b"k")
@@ -186,7 +185,7 @@ def test_readers_survive_the_owners_kill(host: str) -> None:
         owner.kill()
     sweep(host)
     assert not (SHM / segment_name(host, 1)).exists()
-    arena = PlainArena(host, 2, CAPACITY)
+    arena = shared_arena(host, 2, CAPACITY)
     arena.allocate(key(1), PAGE)
     arena.view(key(1))[:] = b"x" * PAGE
     assert reader[:5] == b"bytes"
@@ -194,7 +193,7 @@ def test_readers_survive_the_owners_kill(host: str) -> None:
 
 
 def test_sweep_takes_only_what_this_host_left(host: str) -> None:
-    mine, other = PlainArena(host, 7, PAGE), PlainArena(f"{host}-b", 7, PAGE)
+    mine, other = shared_arena(host, 7, PAGE), shared_arena(f"{host}-b", 7, PAGE)
     assert [name for name in sweep(host) if host in name] == [mine.name]
     assert (SHM / other.name).exists()
     mine.close()
@@ -203,14 +202,14 @@ def test_sweep_takes_only_what_this_host_left(host: str) -> None:
 
 def test_an_arena_that_shared_memory_cannot_hold_is_refused(host: str) -> None:
     with pytest.raises(SetupError, match="HEADRACE_SHM"):
-        PlainArena(host, 1, 1 << 60)
+        shared_arena(host, 1, 1 << 60)
     assert not (SHM / segment_name(host, 1)).exists()
 
 
 def test_a_name_taken_is_refused_and_left_alone(host: str) -> None:
-    first = PlainArena(host, 1, PAGE)
+    first = shared_arena(host, 1, PAGE)
     with pytest.raises(FileExistsError):
-        PlainArena(host, 1, PAGE)
+        shared_arena(host, 1, PAGE)
     assert (SHM / first.name).exists()
     first.close()
     with pytest.raises(SetupError, match="cannot be part of a file name"):

@@ -12,14 +12,14 @@ from pathlib import Path
 from services.kv_offload.backends.builtin import (
     PAGE_BYTES,
     SHM,
+    Arena,
     NoRoom,
-    PlainArena,
     hold,
     let_go,
     segment_name,
+    shared_arena,
     sweep,
 )
-from services.kv_offload.backends.interface import Arena
 from shared.errors import SetupError
 from shared.processes import available_bytes
 
@@ -91,7 +91,7 @@ def open_arena(plan: Plan, generation: int) -> Opened:
         raise NoRoom(f"{error}: let this user write there, or start without tiers (--l1 off)") from None
     try:
         remove_dead(plan.host)
-        return Opened(PlainArena(plan.host, generation, plan.bytes, by_need=plan.by_need), lock)
+        return Opened(shared_arena(plan.host, generation, plan.bytes, by_need=plan.by_need), lock)
     except BaseException:
         let_go(name, lock)
         raise

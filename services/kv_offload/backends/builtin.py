@@ -12,7 +12,6 @@ import mmap
 import os
 import re
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from pathlib import Path
 
 from shared.errors import SetupError
@@ -113,7 +112,7 @@ class Segment:
     `by_need` as ranges are taken."""
 
     def __init__(self, name: str, size_bytes: int, *, by_need: bool = False) -> None:
-        self._path = SHM / name
+        self.name, self._path = name, SHM / name
         self._size_bytes, self._reserved = size_bytes, 0
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -190,77 +189,67 @@ class FreeList:
         return sum(room for _, room in self._ranges)
 
 
-class PlainArena:
-    """See `interface.Arena`. `capacity_bytes` is a multiple of 4096. `by_need`: see Segment."""
+class Arena:
+    """L1: one segment of shared memory with a range for each key. Used from one thread.
 
-    def __init__(self, host: str, generation: int, capacity_bytes: int, *, by_need: bool = False) -> None:
-        self.name = segment_name(host, generation)
-        self.generation = generation
-        self.capacity_bytes = capacity_bytes
-        check_room(capacity_bytes)
-        self._segment = Segment(self.name, capacity_bytes, by_need=by_need)
-        self._counting = CountingArena(capacity_bytes)
+    A segment's name is never used twice: its generation is new at each start. A process that maps an older
+    segment keeps its bytes, also after the file is unlinked or its owner is killed.
 
-    def allocate(self, key: bytes, size_bytes: int) -> int | None:
-        return self._counting.allocate(key, size_bytes, self._segment.reserve)
+    Without a segment it only counts: kv_offload starts with one of 0 bytes, and keeps it if L1 is off."""
 
-    def seal(self, key: bytes) -> None:
-        self._counting.seal(key)
-
-    def discard(self, key: bytes) -> None:
-        self._counting.discard(key)
-
-    def view(self, key: bytes) -> memoryview:
-        return self._segment.view(*self._counting.placed[key])
-
-    def free_bytes(self) -> int:
-        return self._counting.free_bytes()
-
-    def close(self) -> None:
-        self._segment.close()
-
-
-class CountingArena:
-    """See `interface.Arena`. Offsets without memory: `view` raises KeyError. PlainArena allocates with
-    it. kv_offload starts with one of 0 bytes, and keeps it if L1 is off."""
-
-    name = ""
-
-    def __init__(self, capacity_bytes: int, generation: int = 1) -> None:
+    def __init__(self, capacity_bytes: int, generation: int = 1, segment: Segment | None = None) -> None:
+        """`capacity_bytes`: of the segment, a multiple of 4096. `shared_arena` makes one with a segment."""
+        self.name = segment.name if segment is not None else ""  # of the file under /dev/shm
         self.capacity_bytes = capacity_bytes
         self.generation = generation
+        self._segment = segment
         self._free = FreeList(capacity_bytes)
         self.placed: dict[bytes, tuple[int, int]] = {}  # key -> (offset, bytes)
         self._reserved: set[bytes] = set()
 
-    def allocate(
-        self, key: bytes, size_bytes: int, reserve: Callable[[int], bool] = lambda end: True
-    ) -> int | None:
-        """`reserve` makes the pages up to an offset usable, or there is no room."""
+    def allocate(self, key: bytes, size_bytes: int) -> int | None:
+        """Reserve `size_bytes` for `key`. Returns the offset in the segment, a multiple of 4096; None if
+        there is no room. Raises ValueError if the key has a range already, or for a size below 1."""
         if key in self.placed or size_bytes < 1:
             raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
         offset = self._free.take(pages(size_bytes))
-        if offset is not None and not reserve(offset + pages(size_bytes)):
+        if offset is None:
+            return None
+        if self._segment is not None and not self._segment.reserve(offset + pages(size_bytes)):
             self._free.give(offset, pages(size_bytes))
             return None
-        if offset is not None:
-            self.placed[key] = (offset, size_bytes)
-            self._reserved.add(key)
+        self.placed[key] = (offset, size_bytes)
+        self._reserved.add(key)
         return offset
 
     def seal(self, key: bytes) -> None:
+        """Mark the reserved range of `key` as written. Raises KeyError if nothing is reserved."""
         self._reserved.remove(key)
 
     def discard(self, key: bytes) -> None:
+        """Free the range of `key`, reserved or sealed, even if it is being read. Raises KeyError."""
         offset, size_bytes = self.placed.pop(key)
         self._reserved.discard(key)
         self._free.give(offset, pages(size_bytes))
 
     def view(self, key: bytes) -> memoryview:
-        raise KeyError(key)
+        """The bytes of `key`, reserved or sealed, writable. Release it before `close`. Raises KeyError."""
+        if self._segment is None:
+            raise KeyError(key)
+        return self._segment.view(*self.placed[key])
 
     def free_bytes(self) -> int:
+        """Bytes in no range; a range takes whole pages of 4096 bytes."""
         return self._free.free_bytes()
 
     def close(self) -> None:
-        self.placed.clear()
+        """Unmap and unlink; no effect the second time. Other processes keep their mapping."""
+        if self._segment is not None:
+            self._segment.close()
+
+
+def shared_arena(host: str, generation: int, capacity_bytes: int, *, by_need: bool = False) -> Arena:
+    """An empty arena in a new segment. `by_need`: see Segment. Raises NoRoom, SetupError, FileExistsError."""
+    name = segment_name(host, generation)
+    check_room(capacity_bytes)
+    return Arena(capacity_bytes, generation, Segment(name, capacity_bytes, by_need=by_need))

@@ -19,7 +19,7 @@ from services.kv_offload import actor
 from services.kv_offload.actor import KvOffloadActor, build
 from services.kv_offload.backends import arena, builtin
 from services.kv_offload.backends.arena import GIB, MIB, Plan, plan, size_bytes
-from services.kv_offload.backends.builtin import SHM, PlainArena, hold, let_go, segment_name, sweep
+from services.kv_offload.backends.builtin import SHM, hold, let_go, segment_name, shared_arena, sweep
 from services.kv_offload.backends.interface import RemoteError
 from services.kv_offload.l2 import worker
 from services.kv_offload.l2.worker import CANARY
@@ -81,7 +81,7 @@ def host() -> Iterator[str]:
 
 
 def test_what_dead_owners_left_is_removed_and_what_living_ones_hold_is_not(host: str) -> None:
-    dead, other = PlainArena(host, 1, PAGE), PlainArena(f"{host}-b", 1, PAGE)
+    dead, other = shared_arena(host, 1, PAGE), shared_arena(f"{host}-b", 1, PAGE)
     living = arena.open_arena(Plan(host, PAGE), 2)
     assert not (SHM / dead.name).exists()
     third = arena.open_arena(Plan(host, PAGE), 3)

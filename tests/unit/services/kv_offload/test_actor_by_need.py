@@ -18,7 +18,7 @@ from support.memory_bus import MemoryBroker
 from services.kv_offload.actor import KvOffloadActor
 from services.kv_offload.backends import builtin
 from services.kv_offload.backends.arena import Plan
-from services.kv_offload.backends.builtin import SHM, PlainArena, sweep
+from services.kv_offload.backends.builtin import SHM, shared_arena, sweep
 from shared.actor.membership import ONLY_TIER
 from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
 from shared.nats.interface import Bus
@@ -146,7 +146,7 @@ async def test_no_room_for_it_is_reported_as_at_the_start(host: str, monkeypatch
 
 def test_pages_are_reserved_as_ranges_are_taken(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtin, "RESERVE_BYTES", 2 * PAGE)
-    arena = PlainArena(host, 1, 8 * PAGE, by_need=True)
+    arena = shared_arena(host, 1, 8 * PAGE, by_need=True)
     file = SHM / arena.name
     found = [file.stat().st_blocks * 512]
     for size in (1, PAGE, PAGE, 4 * PAGE):
@@ -160,7 +160,7 @@ def test_pages_are_reserved_as_ranges_are_taken(host: str, monkeypatch: pytest.M
 
 def test_a_full_shared_memory_is_an_arena_without_room(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtin, "RESERVE_BYTES", PAGE)
-    arena = PlainArena(host, 1, 4 * PAGE, by_need=True)
+    arena = shared_arena(host, 1, 4 * PAGE, by_need=True)
     kept = os.urandom(32)
     assert arena.allocate(kept, PAGE) == 0
     with monkeypatch.context() as full:

@@ -10,7 +10,7 @@ import pytest
 from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
 from services.kv_offload import actor
 from services.kv_offload.actor import build
-from services.kv_offload.backends.builtin import CountingArena
+from services.kv_offload.backends.builtin import Arena
 from services.launcher.commands import status
 from services.launcher.commands.status import Fleet, every_fact, size
 from services.launcher.session import Target
@@ -30,7 +30,7 @@ def joined(*numbers: int) -> bytes:
 
 def used(l2: VirtualL2 | None = None) -> VirtualKv:
     """Eight blocks of room: three stored, one reserved, two of the three being read."""
-    tiers = VirtualKv(CountingArena(8 * MIB), l2)
+    tiers = VirtualKv(Arena(8 * MIB), l2)
     tiers.arrive(SCHEDULER, 1, KvReserve(
         job=1, owner="executor.e", keys=joined(0, 1, 2), value_bytes=MIB, lease_us=10**6, fingerprint="f",
     ), 0)  # fmt: skip
@@ -106,7 +106,7 @@ def test_peers_are_shown_once_there_are_some() -> None:
 
 def test_words_where_there_is_no_tier() -> None:
     assert status.draw([], []) == list(status.NOBODY)
-    off = store(VirtualKv(CountingArena(0)))
+    off = store(VirtualKv(Arena(0)))
     assert status.draw([off], []) == [f"kv_offload.k  ready  {status.OFF}"]
     assert status.draw([{**off, "not_shared": True}], []) == [f"kv_offload.k  ready  {status.NOT_SHARED}"]
     assert status.draw([{**off, "why_off": "no room"}], []) == ["kv_offload.k  ready  off: no room"]
