@@ -8,8 +8,7 @@ import time
 from typing import Any
 
 from services.kv_offload.actor import KvOffloadActor
-from services.kv_offload.backends.arena import Plan
-from services.kv_offload.backends.builtin import SHM
+from services.kv_offload.backends.arena import SHM, Plan
 from services.launcher import nats_server
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, Runtime

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
 from loadtest.simulator.tiers import Answer, Moved, TierSpec
-from services.kv_offload.backends.builtin import Arena
+from services.kv_offload.backends.arena import Arena
 from services.kv_offload.events import Send
 from shared.messages import KvPrefetch, KvReserve, Message
 

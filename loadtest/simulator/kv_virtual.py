@@ -12,7 +12,7 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from services.kv_offload.backends.builtin import Arena
+from services.kv_offload.backends.arena import Arena
 from services.kv_offload.core import KvCore
 from services.kv_offload.events import (
     Arrived,

@@ -42,10 +42,11 @@ from services.gateway.native_call import (
     Health,
     NativeCall,
     TenantConnections,
+    fields_of,
+    model_of,
     read_body,
     unless_gone,
 )
-from services.gateway.openai_request import fields_of, model_of
 from services.gateway.openai_response import BODY_SEND, OPENAI, Api, EventStream
 from services.gateway.openapi import document
 from services.gateway.page import Page

@@ -14,8 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.kv_offload.backends import arena as arenas
-from services.kv_offload.backends.arena import Opened, Plan
-from services.kv_offload.backends.builtin import SHM, Arena, NoRoom
+from services.kv_offload.backends.arena import SHM, Arena, NoRoom, Opened, Plan
 from services.kv_offload.backends.interface import Remote
 from services.kv_offload.core import KvCore
 from services.kv_offload.events import (

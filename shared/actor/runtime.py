@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -212,21 +213,15 @@ class Runtime:
             self.on_heartbeat("cut_off" if self._cut_off and self.state == "ready" else self.state)
         payload = self._payload()
         self._recent.sample(self.clock.now_us(), payload.counts)
+        fields = {each.name: getattr(payload, each.name) for each in dataclasses.fields(payload)}
+        del fields["counts"]
         heartbeat = Heartbeat(
             kind=self.actor.kind,
             actor=self.actor_id,
             host_id=self.host_id,
             state=self.state,
-            model=payload.model,
-            load=payload.load,
             interval_us=self.heartbeat_interval_us,
-            arena=payload.arena,
-            arena_generation=payload.arena_generation,
-            tiers=payload.tiers,
-            rates=payload.rates,
-            scheduler=payload.scheduler,
-            aliases=payload.aliases,
-            model_digest=payload.model_digest,
+            **fields,
         )
         envelope = Envelope(self.mailbox.source, self.mailbox.epoch, 0, heartbeat)
         self.bus.publish(

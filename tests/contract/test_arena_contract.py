@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.kv_offload.backends.builtin import SHM, Arena, segment_name, shared_arena, sweep
+from services.kv_offload.backends.arena import SHM, Arena, segment_name, shared_arena, sweep
 from shared.errors import SetupError
 
 PAGE = 4096
@@ -166,7 +166,7 @@ def test_a_new_generation_is_a_segment_of_its_own(host: str) -> None:
 
 OWNER = """
 import signal, sys
-from services.kv_offload.backends.builtin import shared_arena
+from services.kv_offload.backends.arena import shared_arena
 arena = shared_arena(sys.argv[1], 1, 64 * 4096)
 arena.allocate(b"k", 5)
 arena.view(b"k")[:] = b"bytes"

@@ -13,7 +13,7 @@ from support.virtual_loop import LoopClock
 
 from services.detokenizer.actor import DetokenizerActor
 from services.kv_offload.actor import KvOffloadActor
-from services.kv_offload.backends import builtin
+from services.kv_offload.backends import arena as arenas
 from services.kv_offload.backends.arena import Plan
 from services.kv_offload.core import KvCore
 from services.scheduler.actor import SchedulerActor
@@ -134,7 +134,7 @@ class CountedOffload(KvOffloadActor):
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        arena = builtin.Arena(L1_PAGES * 4_096, generation=mailbox.epoch)
+        arena = arenas.Arena(L1_PAGES * 4_096, generation=mailbox.epoch)
         arena.name = f"arena-{mailbox.epoch}"
         self._core = KvCore(arena)
         for actor in mailbox.peers.ready("executor"):

@@ -17,9 +17,20 @@ from support.memory_bus import MemoryBroker
 
 from services.kv_offload import actor
 from services.kv_offload.actor import KvOffloadActor, build
-from services.kv_offload.backends import arena, builtin
-from services.kv_offload.backends.arena import GIB, MIB, Plan, plan, size_bytes
-from services.kv_offload.backends.builtin import SHM, hold, let_go, segment_name, shared_arena, sweep
+from services.kv_offload.backends import arena
+from services.kv_offload.backends.arena import (
+    GIB,
+    MIB,
+    SHM,
+    Plan,
+    hold,
+    let_go,
+    plan,
+    segment_name,
+    shared_arena,
+    size_bytes,
+    sweep,
+)
 from services.kv_offload.backends.interface import RemoteError
 from services.kv_offload.l2 import worker
 from services.kv_offload.l2.worker import CANARY
@@ -98,7 +109,7 @@ def test_what_dead_owners_left_is_removed_and_what_living_ones_hold_is_not(host:
 
 @pytest.fixture
 def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(builtin, "SHM", tmp_path)
+    monkeypatch.setattr(arena, "SHM", tmp_path)
     monkeypatch.setattr(arena, "SHM", tmp_path)
     return tmp_path
 

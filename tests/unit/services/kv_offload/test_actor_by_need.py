@@ -16,9 +16,8 @@ from support.kv_offload.memory_remote import MemoryRemote
 from support.memory_bus import MemoryBroker
 
 from services.kv_offload.actor import KvOffloadActor
-from services.kv_offload.backends import builtin
-from services.kv_offload.backends.arena import Plan
-from services.kv_offload.backends.builtin import SHM, shared_arena, sweep
+from services.kv_offload.backends import arena as arenas
+from services.kv_offload.backends.arena import SHM, Plan, shared_arena, sweep
 from shared.actor.membership import ONLY_TIER
 from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
 from shared.nats.interface import Bus
@@ -131,9 +130,9 @@ async def test_it_opens_at_the_start_for_an_l2_and_for_a_given_size(host: str) -
 
 async def test_no_room_for_it_is_reported_as_at_the_start(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(size_bytes: int) -> None:
-        raise builtin.NoRoom("no room")
+        raise arenas.NoRoom("no room")
 
-    monkeypatch.setattr(builtin, "check_room", full)
+    monkeypatch.setattr(arenas, "check_room", full)
     house = House(host)
     kv = await house.start()
     await house.join(Executor(replace(ALONE, load=())), "e")
@@ -145,7 +144,7 @@ async def test_no_room_for_it_is_reported_as_at_the_start(host: str, monkeypatch
 
 
 def test_pages_are_reserved_as_ranges_are_taken(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin, "RESERVE_BYTES", 2 * PAGE)
+    monkeypatch.setattr(arenas, "RESERVE_BYTES", 2 * PAGE)
     arena = shared_arena(host, 1, 8 * PAGE, by_need=True)
     file = SHM / arena.name
     found = [file.stat().st_blocks * 512]
@@ -159,7 +158,7 @@ def test_pages_are_reserved_as_ranges_are_taken(host: str, monkeypatch: pytest.M
 
 
 def test_a_full_shared_memory_is_an_arena_without_room(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin, "RESERVE_BYTES", PAGE)
+    monkeypatch.setattr(arenas, "RESERVE_BYTES", PAGE)
     arena = shared_arena(host, 1, 4 * PAGE, by_need=True)
     kept = os.urandom(32)
     assert arena.allocate(kept, PAGE) == 0

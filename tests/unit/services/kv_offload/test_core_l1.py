@@ -7,7 +7,7 @@ import random
 import pytest
 from support.kv_offload.world import EPOCH, EXECUTOR, PAGE, PRINT, SCHEDULER, SECOND, World, key, keys
 
-from services.kv_offload.backends.builtin import Arena
+from services.kv_offload.backends.arena import Arena
 from services.kv_offload.events import PeerLost, PeerSeen, Restarted, Send
 from services.kv_offload.jobs import LIVE_US, QUARANTINE_US, REPEATED_COMMITS
 from shared.messages import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.kv_offload.world import EXECUTOR, PAGE, PRINT, SCHEDULER, SECOND, World, key, keys
 
 from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
-from services.kv_offload.backends.builtin import Arena
+from services.kv_offload.backends.arena import Arena
 from services.kv_offload.events import L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, PeerLost, Restarted
 from services.kv_offload.jobs import LOOKUP_US, MOST_LOOKUP_US
 from services.kv_offload.l2 import dispatch

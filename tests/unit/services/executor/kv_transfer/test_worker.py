@@ -16,7 +16,7 @@ from services.executor.arena import Arena, ArenaError
 from services.executor.engine import YieldDevice, no_yield
 from services.executor.kv_transfer import worker
 from services.executor.kv_transfer.worker import RECENT_US, CopyCallbacks, CopyRate, CopyWorker
-from services.kv_offload.backends.builtin import shared_arena
+from services.kv_offload.backends.arena import shared_arena
 from shared.messages import KvCopied, KvCopy, ints, longs
 
 WITHIN_S = 90

@@ -10,7 +10,7 @@ import pytest
 from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
 from services.kv_offload import actor
 from services.kv_offload.actor import build
-from services.kv_offload.backends.builtin import Arena
+from services.kv_offload.backends.arena import Arena
 from services.launcher.commands import status
 from services.launcher.commands.status import Fleet, every_fact, size
 from services.launcher.session import Target
