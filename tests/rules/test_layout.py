@@ -63,7 +63,7 @@ HANGING = (
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 85, 24_474
-PRODUCT_FILES, PRODUCT_LINES = 275, 65_426
+PRODUCT_FILES, PRODUCT_LINES = 275, 65_407
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
