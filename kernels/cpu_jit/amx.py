@@ -1,8 +1,8 @@
 """Tiles of AMX: 16 rows of `x` by 32 columns, times 32 columns of 16 rows of the matrix, in one instruction.
 Both are bfloat16, sums are float32.
 
-    panel [in / 2][panel rows][2]   as for microkernel.py
-    tiles 0 to 5: the sums of up to two tiles of `x` by three parts of a panel; 6: `x`; 7: the matrix
+    panel [in / 2][32][2]   as for packed_weights.py
+    tiles: the sums of one or two tiles of `x` by two parts of a panel, then those of `x`, then the matrix
 
 A row's sum is added up in one order, so its bits do not depend on the other rows; and one row takes as long
 as sixteen, less than the read of the matrix. Measured on 2 cores of an Intel Xeon with AMX, products of 576
@@ -27,14 +27,16 @@ from numba import types
 from numba.extending import intrinsic
 
 import kernels.cpu_jit
-from kernels.cpu_jit.llvm_intrinsics import as_f32, fast, narrow, offset_by, on_stack
-from kernels.cpu_jit.vectors import call, loop
+from kernels.cpu_jit.llvm_intrinsics import as_f32, fast, offset_by, on_stack
+from kernels.cpu_jit.vectors import LANES, call, copy_lanes, loop
 
 COLUMNS = 32  # of a tile of `x`: the width of a matrix is a multiple
-_ROWS = 16  # of a tile of `x`, and rows of the matrix in a part of a panel
+PANEL = 32  # rows of the matrix packed together: a panel stays in the first cache, two tiles by two use all
+GROUP = 4  # panels at once: they share a read of `x`
+WIDTH = 512  # columns at once: two tiles of `x` stay in the first cache
+ROWS = 16  # of a tile of `x`, and rows of the matrix in a part of a panel
 _TILES = 8
-_CONFIG_BYTES = 64
-_X, _MATRIX = 6, 7
+CONFIG_BYTES = 64
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # Linux gives a process the tiles when it asks
 
 _I8, _I64, _VOID = ir.IntType(8), ir.IntType(64), ir.VoidType()
@@ -52,56 +54,71 @@ def usable() -> bool:
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
 
 
-def by_panel(panel_rows: int) -> Any:
-    """See the function in it. `panel_rows`: a multiple of 16, at most 48."""
-    two, one = _multiply(2, panel_rows), _multiply(1, panel_rows)
-    sums, config = on_stack(2 * _ROWS * panel_rows * 4), on_stack(_CONFIG_BYTES)
+def product() -> Any:
+    """See the function in it."""
+    two, one, two_onto, one_onto = (
+        tiles(number, PANEL // ROWS, onto=onto) for onto in (False, True) for number in (2, 1)
+    )
+    sums, config = on_stack(4 * 2 * ROWS * PANEL * GROUP), on_stack(CONFIG_BYTES)
 
     @fast
     def store(found: Any, out: Any, rows: int, height: int) -> None:
         for row in range(rows):
-            for column in range(panel_rows):
-                out[row * height + column] = narrow(found[row * panel_rows + column], out[0])
+            for column in range(0, PANEL, LANES):
+                copy_lanes(offset_by(found, row * PANEL + column), offset_by(out, row * height + column))
 
     @fast
-    def multiply(x: Any, panel: Any, out: Any, rows: int, width: int, height: int) -> None:
-        """Store the product of `rows` rows of `x` with a panel to `out`, float32 or bfloat16, with rows
-        `height` apart."""
-        found, setting = as_f32(sums()), config()
-        row, rest = 0, rows % _ROWS
-        if rows >= _ROWS:
-            _configure(setting, _ROWS)
-        while row + 2 * _ROWS <= rows:
-            two(offset_by(x, row * width), width, panel, found)
-            store(found, offset_by(out, row * height), 2 * _ROWS, height)
-            row += 2 * _ROWS
-        if row + _ROWS <= rows:
-            one(offset_by(x, row * width), width, panel, found)
-            store(found, offset_by(out, row * height), _ROWS, height)
-            row += _ROWS
-        if rest:
-            _configure(setting, rest)
-            one(offset_by(x, row * width), width, panel, found)
-            store(found, offset_by(out, row * height), rest, height)
-        _release()
+    def multiply(
+        x: Any, panels: Any, out: Any, rows: int, width: int, height: int, first: int, end: int
+    ) -> None:
+        """Store the product of `rows` rows of `x` with the panels `first` to `end`, at most GROUP, to `out`,
+        float32 or bfloat16, with rows `height` apart. The last panel may begin within the one before."""
+        all_found, setting, row = as_f32(sums()), config(), 0
+        if rows >= ROWS:
+            configure(setting, ROWS)
+        while row < rows:
+            here = min(2 * ROWS, rows - row)
+            if here < ROWS:
+                configure(setting, here)
+            elif here < 2 * ROWS:
+                here = ROWS
+            for column in range(0, width, WIDTH):
+                of, columns = offset_by(x, row * width + column), min(WIDTH, width - column)
+                for number in range(first, end):
+                    panel = offset_by(panels, (number * width + column) * PANEL)
+                    found = offset_by(all_found, (number - first) * 2 * ROWS * PANEL)
+                    if here == 2 * ROWS and column == 0:
+                        two(of, width, columns, panel, PANEL, found, PANEL)
+                    elif here == 2 * ROWS:
+                        two_onto(of, width, columns, panel, PANEL, found, PANEL)
+                    elif column == 0:
+                        one(of, width, columns, panel, PANEL, found, PANEL)
+                    else:
+                        one_onto(of, width, columns, panel, PANEL, found, PANEL)
+            for number in range(first, end):
+                to = row * height + min(number * PANEL, height - PANEL)
+                found = offset_by(all_found, (number - first) * 2 * ROWS * PANEL)
+                store(found, offset_by(out, to), here, height)
+            row += here
+        release()
 
     return multiply
 
 
 @intrinsic
-def _configure(typing: Any, config: Any, rows: Any) -> Any:
+def configure(typing: Any, config: Any, rows: Any) -> Any:
     """Prepare the tiles of this thread for so many rows of `x`. `config`: memory for the setting."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         config, rows = args
-        setting = ir.VectorType(_I8, _CONFIG_BYTES)
-        numbers = [0] * _CONFIG_BYTES
+        setting = ir.VectorType(_I8, CONFIG_BYTES)
+        numbers = [0] * CONFIG_BYTES
         numbers[0] = 1  # the palette
         for tile in range(_TILES):
-            numbers[16 + 2 * tile] = 4 * _ROWS  # bytes of a row
-            numbers[48 + tile] = _ROWS
+            numbers[16 + 2 * tile] = 4 * ROWS  # bytes of a row
+            numbers[48 + tile] = ROWS
         builder.store(ir.Constant(setting, numbers), builder.bitcast(config, setting.as_pointer()), align=1)
-        for tile in range(_MATRIX):
+        for tile in range(PANEL // ROWS + 1):  # with fewer rows `tiles` has one tile of `x`
             builder.store(builder.trunc(rows, _I8), _byte(builder, config, 48 + tile))
         call(builder, "llvm.x86.ldtilecfg", _VOID, config)
         return context.get_dummy_value()
@@ -110,7 +127,7 @@ def _configure(typing: Any, config: Any, rows: Any) -> Any:
 
 
 @intrinsic
-def _release(typing: Any) -> Any:
+def release(typing: Any) -> Any:
     """Give the tiles of this thread back: Linux then saves less of it."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
@@ -120,42 +137,56 @@ def _release(typing: Any) -> Any:
     return types.void(), generate
 
 
-def _multiply(tiles: int, panel_rows: int) -> Any:
-    parts = panel_rows // _ROWS
+def tiles(number: int, parts: int, *, onto: bool = False) -> Any:
+    """See the function in it. `onto`: the product is added to what is at `out`."""
+    of_all = number * parts  # tiles: sums, then of x, then of the matrix
+    first = of_all + number
+    assert first < _TILES
 
     @intrinsic
-    def multiply(typing: Any, x: Any, width: Any, panel: Any, out: Any) -> Any:
-        """Store the product of `tiles` tiles of `x` with a panel to `out`, float32 `[rows, panel rows]`."""
+    def multiply(
+        typing: Any, x: Any, x_apart: Any, width: Any, panel: Any, line: Any, out: Any, apart: Any
+    ) -> Any:
+        """Store the product of `number` tiles of `x`, rows `x_apart`, of `width` columns, with `parts` parts
+        of a panel to `out`, float32, rows `apart`. `line`: rows of the matrix packed together."""
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            x, width, panel, out = args
-            line, panel_line = builder.mul(width, _index(2)), _index(4 * panel_rows)
-            for number in range(tiles * parts):
-                call(builder, "llvm.x86.tilezero", _VOID, _number(number))
+            x, x_apart, width, panel, line, out, apart = args
+            x_bytes = builder.mul(x_apart, _index(2))
+            panel_bytes, out_bytes = (builder.mul(each, _index(4)) for each in (line, apart))
+            places = [
+                (builder.mul(apart, _index(tile * ROWS)), 4 * ROWS * part)
+                for tile in range(number)
+                for part in range(parts)
+            ]
+            targets = [_byte(builder, builder.gep(out, [row]), offset) for row, offset in places]
+            for sums, target in enumerate(targets):
+                if onto:
+                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(sums), target, out_bytes)
+                else:
+                    call(builder, "llvm.x86.tilezero", _VOID, _number(sums))
 
             def add(step: Any, sums: list[Any]) -> list[Any]:
                 column = builder.mul(step, _index(COLUMNS))
-                chunk = builder.gep(panel, [builder.mul(column, _index(panel_rows))])
-                for tile in range(tiles):
-                    at = builder.add(builder.mul(width, _index(tile * _ROWS)), column)
+                chunk = builder.gep(panel, [builder.mul(column, line)])
+                for tile in range(number):
+                    at = builder.add(builder.mul(x_apart, _index(tile * ROWS)), column)
                     of_x = _byte(builder, builder.gep(x, [at]), 0)
-                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(_X), of_x, line)
-                    for part in range(parts):
-                        matrix = _byte(builder, chunk, 4 * _ROWS * part)
-                        call(builder, "llvm.x86.tileloadd64", _VOID, _number(_MATRIX), matrix, panel_line)
-                        names = (_number(number) for number in (tile * parts + part, _X, _MATRIX))
+                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(of_all + tile), of_x, x_bytes)
+                for part in range(parts):
+                    matrix, own = _byte(builder, chunk, 4 * ROWS * part), first + part % (_TILES - first)
+                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(own), matrix, panel_bytes)
+                    for tile in range(number):
+                        names = (_number(each) for each in (tile * parts + part, of_all + tile, own))
                         call(builder, "llvm.x86.tdpbf16ps", _VOID, *names)
                 return sums
 
             loop(builder, builder.sdiv(width, _index(COLUMNS)), [], add)
-            for tile in range(tiles):
-                for part in range(parts):
-                    at = _byte(builder, out, 4 * _ROWS * (tile * panel_rows + part))
-                    number = _number(tile * parts + part)
-                    call(builder, "llvm.x86.tilestored64", _VOID, number, at, panel_line)
+            for sums, target in enumerate(targets):
+                call(builder, "llvm.x86.tilestored64", _VOID, _number(sums), target, out_bytes)
             return context.get_dummy_value()
 
-        return types.void(x, types.int64, panel, out), generate
+        return types.void(x, types.int64, types.int64, panel, types.int64, out, types.int64), generate
 
     return multiply
 

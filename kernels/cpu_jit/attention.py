@@ -1,136 +1,447 @@
-"""Attention on a CPU reads the KV blocks in place: it gathers nothing and pads no row.
+"""Attention on a CPU: pieces of work of one sequence, one KV head, and up to ROWS rows, a row being a query
+head of a token.
 
-A piece of work is one row and one KV head with the query heads that share it: their scores, softmax, and sums
-of the values. Keys and values are read and widened once. See kernels.attention.ref.
+    for each panel of PANEL tokens of the context, read from the KV blocks by the sequence's table:
+        keys    [dim][tokens]   transposed; with AMX pairs of bfloat16, as its tiles want them
+        values  [tokens][dim]
+        scores  = queries @ keys       the microkernels of matrix products: microkernel.py, or amx.py
+        weights = softmax so far       a row's largest score and its sum of weights go on to the next panel
+        sums    = sums * (what the new largest score makes of them) + weights @ values
 
-The tokens of a prompt are rows, too, each one token longer than the row before; their keys and values come
-from the core's caches. Measured against a gather and torch's scaled dot product, on two Zen 4 cores, us for 9
-heads and 3 KV heads of 64 in bfloat16:
-
-    tokens before + of the chunk   0+32   96+32   0+64   0+128   512+32   512+128   0+512
-    gather and sdpa                  78     145    155     406      427     1,706   4,511
-    rows                             35      98     75     221      378     1,644   3,072
+The rows of a prompt share what they read of a panel; a decode row has its query heads only. A row's bits do
+not depend on the other rows or on the chunk in which its token comes: panels begin at multiples of PANEL,
+each number of a product is added up in one order, and tokens after the row's own have weight zero. So a token
+that is computed again after a preemption, in another chunk, has the same KV. See kernels.attention.ref.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu_jit.llvm_intrinsics import bf16_at, exp, f32_at, fast, fetch_add, i64_at, narrow, offset_by
+import kernels.cpu_jit
+from kernels.cpu_jit import amx
+from kernels.cpu_jit.llvm_intrinsics import (
+    as_i32,
+    bf16_at,
+    exp,
+    f32_at,
+    fast,
+    fetch_add,
+    i64_at,
+    narrow,
+    offset_by,
+    on_stack,
+    strict,
+    widen,
+)
+from kernels.cpu_jit.microkernel import microkernel
 from kernels.cpu_jit.thread_team import Call, Kernel, Number, team_size
-from kernels.cpu_jit.vectors import LANES, add_weighted, dots
+from kernels.cpu_jit.vectors import LANES, highest, transpose, weigh
 
-_REGISTERS = 24  # of sums at once
-_ZERO, _ONE, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-3.0e38)
+ROWS = 192  # of a piece of a prompt, about: they share the transposition of the keys
+PANEL = 128  # tokens of the context at once
+_FEW = 16  # rows for which values are not packed
+_MANY, _SOME = 6, 3  # rows of a product at once; with _WIDE vectors of columns the sums fit the registers
+_WIDE = 4 if kernels.cpu_jit.has("avx512f") else 1
+_ZERO, _ONE, _LOWEST, _LOG2E = (np.float32(each) for each in (0.0, 1.0, -3.0e38, 1.44269504))
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The token rows of a step: `counts` rows of each sequence, from row `firsts` on, after `starts` tokens
+    of its context; `tables` `[sequences, blocks]`. All are int64."""
+
+    tables: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    _pieces: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+
+    def pieces(self, shared: int) -> NDArray[np.int64]:
+        """The work with `shared` query heads of a KV head, the longest first: `[pieces, 4]`, the sequence,
+        the first token row, token rows, tokens before them."""
+        found = self._pieces.get(shared)
+        if found is None:
+            size = max(1, ROWS // shared)
+            parts = -(-self.counts // size)
+            sequence = np.repeat(np.arange(len(parts)), parts)
+            before = (np.arange(len(sequence)) - np.repeat(np.cumsum(parts) - parts, parts)) * size
+            tokens = np.minimum(self.counts[sequence] - before, size)
+            columns = sequence, self.firsts[sequence] + before, tokens, self.starts[sequence] + before
+            order = np.argsort(-(tokens * (columns[3] + tokens)), kind="stable")
+            found = self._pieces[shared] = np.ascontiguousarray(np.stack(columns, 1)[order])
+        return found
+
+
+def _strip(parts: int, onto: bool) -> Any:
+    """The product of float32 rows with `parts` vectors of columns."""
+    many, some, one = (microkernel(rows, parts, onto=onto) for rows in (_MANY, _SOME, 1))
+
+    @fast
+    def multiply(
+        x: Any, apart: int, width: int, matrix: Any, line: int, out: Any, rows: int, columns: int
+    ) -> None:
+        row = 0
+        while row + _MANY <= rows:
+            at = offset_by(out, row * columns)
+            many(offset_by(x, row * apart), apart, width, matrix, line, at, columns)
+            row += _MANY
+        while row + _SOME <= rows:
+            at = offset_by(out, row * columns)
+            some(offset_by(x, row * apart), apart, width, matrix, line, at, columns)
+            row += _SOME
+        while row < rows:
+            at = offset_by(out, row * columns)
+            one(offset_by(x, row * apart), apart, width, matrix, line, at, columns)
+            row += 1
+
+    return multiply
+
+
+def _by_vectors(onto: bool) -> Any:
+    wide, single = _strip(_WIDE, onto), _strip(1, onto)
+
+    @fast
+    def multiply(
+        x: Any, apart: int, width: int, matrix: Any, line: int, out: Any, rows: int, columns: int, tile: int
+    ) -> None:
+        """Multiply `x` `[rows, width]`, rows `apart`, by `matrix` `[width, columns]`, rows `line` apart, to
+        `out` `[rows, columns]`, all float32."""
+        column = 0
+        while column + _WIDE * LANES <= columns:
+            of, to = offset_by(matrix, column), offset_by(out, column)
+            wide(x, apart, width, of, line, to, rows, columns)
+            column += _WIDE * LANES
+        while column < columns:
+            of, to = offset_by(matrix, column), offset_by(out, column)
+            single(x, apart, width, of, line, to, rows, columns)
+            column += LANES
+
+    return multiply
+
+
+def _by_tiles(onto: bool) -> Any:
+    two, one = (amx.tiles(number, 2, onto=onto) for number in (2, 1))
+
+    @fast
+    def multiply(
+        x: Any, apart: int, width: int, matrix: Any, line: int, out: Any, rows: int, columns: int, tile: int
+    ) -> None:
+        """The same of bfloat16, in tiles of `tile` rows, summed in float32; `matrix` `[width / 2, columns,
+        2]`. Computes whole tiles of rows."""
+        for column in range(0, columns, amx.COLUMNS):
+            of, row = offset_by(matrix, 2 * column), 0
+            while row + tile < rows:
+                at = offset_by(out, row * columns + column)
+                two(offset_by(x, row * apart), apart, width, of, line, at, columns)
+                row += 2 * tile
+            if row < rows:
+                at = offset_by(out, row * columns + column)
+                one(offset_by(x, row * apart), apart, width, of, line, at, columns)
+
+    return multiply
 
 
 @fast
-def _softmax(scores: Any, tokens: int, scale: Any) -> Any:
-    """Turn scores into weights in place; returns the sum of the weights."""
-    highest, total = _LOWEST, _ZERO
-    for token in range(tokens):
-        highest = max(highest, scores[token])
-    for token in range(tokens):
-        weight = exp((scores[token] - highest) * scale)
-        scores[token] = weight
-        total += weight
-    return total
+def _pack_keys(keys: Any, offsets: Any, tokens: int, dim: int, out: Any, of_a_lane: int) -> None:
+    """`of_a_lane`: 1, or 2 for pairs of bfloat16."""
+    for token in range(0, tokens, LANES):
+        for first in range(0, dim, LANES * of_a_lane):
+            to = offset_by(out, first * tokens + token * of_a_lane)
+            transpose(offset_by(keys, first), offset_by(offsets, token), to, tokens)
 
 
 @fast
-def _divide(sums: Any, total: Any, dim: int, out: Any) -> None:
-    for i in range(dim):
-        out[i] = narrow(sums[i] / total, out[0])
+def _pack_values(values: Any, offsets: Any, tokens: int, dim: int, out: Any) -> None:
+    """Widened, `[tokens][dim]`."""
+    for token in range(tokens):
+        own, to = offset_by(values, offsets[token]), offset_by(out, token * dim)
+        for i in range(dim):
+            to[i] = widen(own[i])
 
 
-@njit(inline="always")
-def _attend(query: Any, kv: Any, out: Any, p: Any, heads: int, dim: int) -> None:
-    """Attend `heads` query heads at a time; `decode_call` fills `p`."""
-    tables, lengths = i64_at(p[6]), i64_at(p[7])
-    rows, shared, kv_heads, row_stride, blocks = p[8], p[9], p[10], p[11], p[12]
-    block_tokens, block_stride, layer, room = p[13], p[14], p[15], p[16]
-    stride = kv_heads * dim
-    scores = offset_by(f32_at(p[5]), fetch_add(offset_by(p, 1)) * heads * (room + dim))  # this thread's own
-    sums = offset_by(scores, heads * room)
-    scale = _ONE / np.sqrt(np.float32(dim))
-    while True:
-        piece = fetch_add(p)
-        if piece >= rows * kv_heads:
+@fast
+def _pack_value_pairs(values: Any, offsets: Any, tokens: int, dim: int, out: Any) -> None:
+    """`[tokens / 2][dim][2]`."""
+    words = as_i32(out)
+    for token in range(0, tokens, 2):
+        one, two = offset_by(values, offsets[token]), offset_by(values, offsets[token + 1])
+        to = offset_by(words, token // 2 * dim)
+        for i in range(dim):
+            to[i] = np.int32(one[i]) | (np.int32(two[i]) << np.int32(16))
+
+
+@fast
+def _find(table: Any, at: int, tokens: int, padded: int, block: int, stride: int, line: int, to: Any) -> None:
+    """The offset of each token of a panel; those after the last get the last one's."""
+    number = at // block
+    within, base = at - number * block, table[number] * stride
+    for i in range(tokens):
+        if within == block:
+            number += 1
+            within, base = 0, table[number] * stride
+        to[i] = base + within * line
+        within += 1
+    for i in range(tokens, padded):
+        to[i] = to[tokens - 1]
+
+
+def _after_packing(pack: Any, add_product: Any) -> Any:
+    @fast
+    def add(
+        weights: Any, values: Any, memory: Any, line: int, tokens: int, padded: int, dim: int, sums: Any,
+        rows: int, tile: int,
+    ) -> None:  # fmt: skip
+        """Add the weighted values of a panel to `sums`."""
+        pack(values, memory.offsets, padded, dim, memory.values)
+        add_product(weights, padded, padded, memory.values, dim, sums, rows, dim, tile)
+
+    return add
+
+
+def _in_place(pack: Any, add_product: Any) -> Any:
+    @fast
+    def add(
+        weights: Any, values: Any, memory: Any, line: int, tokens: int, padded: int, dim: int, sums: Any,
+        rows: int, tile: int,
+    ) -> None:  # fmt: skip
+        """The same; the values of few rows are read where they are, a run of tokens at a time."""
+        if rows > _FEW:
+            pack(values, memory.offsets, padded, dim, memory.values)
+            add_product(weights, padded, padded, memory.values, dim, sums, rows, dim, tile)
             return
-        row, head = piece // kv_heads, piece % kv_heads * shared
-        length, table = lengths[row], offset_by(tables, row * blocks)
-        key = layer + piece % kv_heads * dim
-        for first in range(head, head + shared, heads):
-            own = offset_by(query, row * row_stride + first * dim)
-            for at in range(0, length, block_tokens):
-                keys = offset_by(kv, table[at // block_tokens] * block_stride + key)
-                dots(
-                    own, keys, stride, min(block_tokens, length - at), offset_by(scores, at), room, heads, dim
-                )
-            for i in range(heads * dim):
-                sums[i] = _ZERO
-            totals = offset_by(scores, room - 1)
-            for each in range(heads):
-                totals[each * room] = _softmax(offset_by(scores, each * room), length, scale)
-            for at in range(0, length, block_tokens):
-                values = offset_by(kv, table[at // block_tokens] * block_stride + key + block_tokens * stride)
-                tokens = min(block_tokens, length - at)
-                add_weighted(values, stride, tokens, offset_by(scores, at), room, sums, heads, dim)
-            for each in range(heads):
-                to = offset_by(out, ((row * kv_heads * shared) + first + each) * dim)
-                _divide(offset_by(sums, each * dim), totals[each * room], dim, to)
+        first, offsets = 0, memory.offsets
+        for token in range(1, tokens + 1):
+            if token == tokens or offsets[token] != offsets[token - 1] + line:
+                of, own = offset_by(weights, first), offset_by(values, offsets[first])
+                add_product(of, padded, token - first, own, line, sums, rows, dim, tile)
+                first = token
+
+    return add
 
 
-@cache
-def _bf16(heads: int, dim: int) -> Kernel:
-    def attend(p: Any) -> None:
-        _attend(bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), p, heads, dim)
+class _Memory(NamedTuple):
+    """Of one thread. Pointers to float32, or to what the products take where no other type is named."""
 
-    return Kernel(attend)
+    queries: Any  # [rows][dim]
+    sums: Any  # [rows][dim] float32
+    keys: Any  # [dim][tokens of a panel]
+    values: Any  # [tokens of a panel][dim]
+    scores: Any  # [rows][tokens of a panel] float32
+    weights: Any  # the same; may be the memory of the scores
+    states: Any  # [rows][2] float32, see _soften
+    offsets: Any  # [tokens of a panel] int64
+    setting: Any  # of the tiles
 
 
-@cache
-def _f32(heads: int, dim: int) -> Kernel:
-    def attend(p: Any) -> None:
-        _attend(f32_at(p[2]), f32_at(p[3]), f32_at(p[4]), p, heads, dim)
+@fast
+def _numbers(room: int, dim: int) -> int:
+    """How many float32 a thread needs for `room` rows."""
+    return 2 * room * dim + 2 * PANEL * dim + 2 * room * PANEL + 2 * room + 2 * PANEL
 
-    return Kernel(attend)
+
+def _memory(own_at: Any, apart: bool) -> Any:
+    """`own_at`: pointer to the type of what the products take. `apart`: weights do not replace scores."""
+    tile_setting = on_stack(amx.CONFIG_BYTES)
+
+    @fast
+    def memory(address: int, room: int, dim: int) -> Any:
+        sums = address + 4 * room * dim
+        keys = sums + 4 * room * dim
+        values = keys + 4 * PANEL * dim
+        scores = values + 4 * PANEL * dim
+        weights = scores + (4 * room * PANEL if apart else 0)
+        states = scores + 8 * room * PANEL
+        return _Memory(
+            own_at(address),
+            f32_at(sums),
+            own_at(keys),
+            own_at(values),
+            f32_at(scores),
+            own_at(weights),
+            f32_at(states),
+            i64_at(states + 8 * room),
+            tile_setting(),
+        )
+
+    return memory
+
+
+@fast
+def _start(query: Any, memory: Any, tokens: int, stride: int, shared: int, dim: int) -> None:
+    """Copy the queries of a piece, and set its sums to zero."""
+    width, sums, states = shared * dim, memory.sums, memory.states
+    for token in range(tokens):
+        source, to = offset_by(query, token * stride), offset_by(memory.queries, token * width)
+        for i in range(width):
+            to[i] = narrow(widen(source[i]), to[0])
+    for row in range(tokens * shared):
+        states[2 * row], states[2 * row + 1] = _LOWEST, _ZERO
+    for i in range(tokens * width):
+        sums[i] = _ZERO
+
+
+@strict
+def _soften(scores: Any, weights: Any, valid: int, padded: int, state: Any, scale: Any) -> Any:
+    """Turn a row's scores of a panel into weights. `state`: its largest score and the sum of its weights so
+    far. Returns by what the sums of before are to be multiplied."""
+    most = highest(scores, valid, state[0])
+    factor = exp((state[0] - most) * scale)
+    state[0] = most
+    state[1] = state[1] * factor + weigh(scores, valid, most, scale * _LOG2E, weights)
+    for i in range((valid + LANES - 1) // LANES * LANES, padded):
+        weights[i] = narrow(_ZERO, weights[0])
+    return factor
+
+
+@fast
+def _soften_rows(
+    memory: Any, first: int, tokens: int, seen: int, here: int, padded: int, shared: int, dim: int
+) -> None:
+    """The rows of the tokens from `first` on. Token `i` sees `seen + i` tokens of the panel, at most `here`;
+    with those that products need the panel has `padded`."""
+    scale, sums = _ONE / np.sqrt(np.float32(dim)), memory.sums
+    for token in range(first, tokens):
+        for row in range(token * shared, (token + 1) * shared):
+            scores, weights = offset_by(memory.scores, row * padded), offset_by(memory.weights, row * padded)
+            state = offset_by(memory.states, 2 * row)
+            factor = _soften(scores, weights, min(here, seen + token), padded, state, scale)
+            if factor != _ONE:
+                for i in range(row * dim, (row + 1) * dim):
+                    sums[i] *= factor
+
+
+@fast
+def _finish(memory: Any, out: Any, tokens: int, stride: int, shared: int, dim: int) -> None:
+    sums, states = memory.sums, memory.states
+    for token in range(tokens):
+        to = offset_by(out, token * stride)
+        for row in range(shared):
+            at = token * shared + row
+            for i in range(dim):
+                to[row * dim + i] = narrow(sums[at * dim + i] / states[2 * at + 1], to[0])
+
+
+@fast
+def _no_tile(setting: Any, rows: int) -> int:
+    return 1
+
+
+@fast
+def _nothing() -> None:
+    return
+
+
+@fast
+def _set_tile(setting: Any, rows: int) -> int:
+    tile = min(amx.ROWS, rows)
+    amx.configure(setting, tile)
+    return tile
+
+
+@fast
+def _clear_tiles() -> None:
+    amx.release()
+
+
+def _attention(
+    memory_at: Any, multiply: Any, add_values: Any, of_a_lane: int, set_tile: Any, end: Any
+) -> Any:
+    """The work of a kernel: see the top. Each thread takes the next piece."""
+    group = LANES * of_a_lane  # tokens of a panel are computed in such groups
+
+    @fast
+    def attend(query: Any, kv: Any, out: Any, p: Any) -> None:
+        tables, pieces, count, shared, kv_heads = i64_at(p[6]), i64_at(p[7]), p[8], p[9], p[10]
+        query_stride, blocks, block_tokens, block_stride = p[11], p[12], p[13], p[14]
+        layer, dim, room = p[15], p[16], p[17]
+        line, width = kv_heads * dim, shared * dim
+        memory = memory_at(p[5] + fetch_add(offset_by(p, 1)) * 4 * _numbers(room, dim), room, dim)
+        while True:
+            number = fetch_add(p)
+            if number >= count * kv_heads:
+                break
+            piece, head = offset_by(pieces, number // kv_heads * 4), number % kv_heads
+            table, row, tokens, before = offset_by(tables, piece[0] * blocks), piece[1], piece[2], piece[3]
+            tile = set_tile(memory.setting, tokens * shared)
+            source = offset_by(query, row * query_stride + head * width)
+            _start(source, memory, tokens, query_stride, shared, dim)
+            keys = offset_by(kv, layer + head * dim)
+            values = offset_by(keys, block_tokens * line)
+            for at in range(0, before + tokens, PANEL):
+                here = min(PANEL, before + tokens - at)
+                padded = (here + group - 1) // group * group
+                _find(table, at, here, padded, block_tokens, block_stride, line, memory.offsets)
+                _pack_keys(keys, memory.offsets, padded, dim, memory.keys, of_a_lane)
+                first = max(0, at - before)  # no token before sees this panel
+                rows, skip = (tokens - first) * shared, first * shared
+                of, scores = offset_by(memory.queries, skip * dim), offset_by(memory.scores, skip * padded)
+                multiply(of, dim, dim, memory.keys, padded, scores, rows, padded, tile)
+                _soften_rows(memory, first, tokens, before + 1 - at, here, padded, shared, dim)
+                weights, sums = offset_by(memory.weights, skip * padded), offset_by(memory.sums, skip * dim)
+                add_values(weights, values, memory, line, here, padded, dim, sums, rows, tile)
+            to = offset_by(out, (row * kv_heads + head) * width)
+            _finish(memory, to, tokens, kv_heads * width, shared, dim)
+        end()
+
+    return attend
+
+
+_multiply, _add_product = _by_vectors(False), _by_vectors(True)
+_floats, _pairs = _memory(f32_at, apart=False), _memory(bf16_at, apart=True)
+_add_floats, _add_widened = (wrap(_pack_values, _add_product) for wrap in (_in_place, _after_packing))
+_add_pairs = _after_packing(_pack_value_pairs, _by_tiles(True))
+_of_floats = _attention(_floats, _multiply, _add_floats, 1, _no_tile, _nothing)
+_by_widening = _attention(_floats, _multiply, _add_widened, 1, _no_tile, _nothing)
+_in_pairs = _attention(_pairs, _by_tiles(False), _add_pairs, 2, _set_tile, _clear_tiles)
+
+
+def _f32(p: Any) -> None:
+    _of_floats(f32_at(p[2]), f32_at(p[3]), f32_at(p[4]), p)
+
+
+def _bf16(p: Any) -> None:
+    _by_widening(bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), p)
+
+
+def _bf16_in_tiles(p: Any) -> None:
+    _in_pairs(bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), p)
+
+
+_KERNELS = {torch.float32: Kernel(_f32), torch.bfloat16: Kernel(_bf16)}
+_TILES = Kernel(_bf16_in_tiles)
 
 
 def can_attend(kv: Tensor) -> bool:
     """Whether kernels exist for the dtype and the head size of `kv`."""
-    return kv.dtype in (torch.bfloat16, torch.float32) and kv.shape[-1] % LANES == 0
+    return kv.dtype in _KERNELS and kv.shape[-1] % LANES == 0
 
 
-def attend_decode(query: Tensor, kv: Tensor, layer: int, tables: Tensor, lengths: Tensor) -> Tensor:
-    """One query token per row over its context, decode rows and tokens of prompts.
-
-    `query` `[rows, heads, head_dim]` of the dtype of `kv`, with any stride between rows; `tables` `[rows,
-    blocks]` and `lengths` `[rows]` int64, contiguous; a row's length counts its own token. Returns the shape
-    of `query`.
-    """
+def attend(query: Tensor, kv: Tensor, layer: int, sequences: Sequences) -> Tensor:
+    """Each token row over its context, its own token included. `query` `[rows, heads, head_dim]` of the dtype
+    of `kv`, with any stride between rows. Returns the shape of `query`."""
     out = query.new_empty(query.shape)
-    decode_call(query, kv, layer * kv.stride(1), tables, lengths, out).run()
+    attention_call(query, kv, layer * kv.stride(1), sequences, out).run()
     return out
 
 
-def decode_call(
-    query: Tensor, kv: Tensor, layer: Number, tables: Tensor, lengths: Tensor, out: Tensor
-) -> Call:
-    """See attend_decode; `layer` is the layer's offset in a block, in numbers."""
-    rows, heads, dim = query.shape
+def attention_call(query: Tensor, kv: Tensor, layer: Number, sequences: Sequences, out: Tensor) -> Call:
+    """See attend; `layer` is the layer's offset in a block, in numbers."""
+    _, heads, dim = query.shape
     _, _, _, block_tokens, kv_heads, _ = kv.shape
-    blocks, shared = tables.shape[1], heads // kv_heads
-    at_once = max(n for n in range(1, max(1, _REGISTERS * LANES // dim) + 1) if shared % n == 0)
-    room = blocks * block_tokens + 1  # for scores, and their sum
-    scratch = torch.empty(team_size(), at_once * (room + dim))
-    addresses = [each.data_ptr() for each in (query, kv, out, scratch, tables, lengths)]
-    sizes = rows, shared, kv_heads, query.stride(0), blocks, block_tokens, kv.stride(0)
-    kernel = (_bf16 if kv.dtype == torch.bfloat16 else _f32)(at_once, dim)
-    return Call(kernel, rows * kv_heads, (0, *addresses, *sizes, layer, room), scratch)
+    shared, tables = heads // kv_heads, sequences.tables
+    pieces = sequences.pieces(shared)
+    room = -(-int(pieces[:, 2].max()) * shared // amx.ROWS) * amx.ROWS + amx.ROWS  # tiles may compute more
+    scratch = torch.empty(team_size() * _numbers(room, dim))
+    addresses = [each.data_ptr() for each in (query, kv, out, scratch)]
+    sizes = len(pieces), shared, kv_heads, query.stride(0), tables.shape[1], block_tokens, kv.stride(0)
+    in_tiles = kv.dtype == torch.bfloat16 and dim % amx.COLUMNS == 0 and amx.usable()
+    kernel = _TILES if in_tiles else _KERNELS[kv.dtype]
+    numbers = (0, *addresses, tables.ctypes.data, pieces.ctypes.data, *sizes, layer, dim, room)
+    return Call(kernel, len(pieces) * kv_heads, numbers, scratch)

@@ -19,6 +19,8 @@ from numba.extending import intrinsic
 # process that compiles a kernel calls the function's own code, and one that reads the kernel from the cache
 # calls the copy there, which LLVM has optimised with the kernel. Their sums differ in the last bits.
 fast = njit(fastmath=True, error_model="numpy", forceinline=True)
+# Without reordering, and NaN stays NaN.
+strict = njit(fastmath={"contract", "nsz"}, error_model="numpy", forceinline=True)
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -50,14 +52,17 @@ def offset_by(typing: Any, pointer: types.Type, count: types.Type) -> Any:
     return pointer(pointer, types.int64), generate
 
 
-@intrinsic
-def as_f32(typing: Any, pointer: types.Type) -> Any:
-    """The same pointer, to float32."""
+def _cast(element: types.Type, code: ir.Type) -> Any:
+    def cast(typing: Any, pointer: types.Type) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], code.as_pointer())
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _F32.as_pointer())
+        return types.CPointer(element)(pointer), generate
 
-    return types.CPointer(types.float32)(pointer), generate
+    return intrinsic(cast)
+
+
+as_f32, as_i32 = _cast(types.float32, _F32), _cast(types.int32, _I32)  # the same pointer, to these elements
 
 
 def on_stack(size: int) -> Any:
@@ -181,7 +186,7 @@ _LEAST, _MOST, _ONE = np.float32(-87.0), np.float32(88.0), np.float32(1.0)
 _TO_INTEGER = np.float32(1.5 * 2**23)  # a float32 of this size has no room for a fraction
 
 
-@njit(fastmath={"contract", "nsz"}, forceinline=True)
+@strict
 def exp(x: Any) -> Any:
     """e^x of a float32, to 2 units in the last place between -87 and 88; outside x is clamped. A polynomial,
     which LLVM vectorises in loops, unlike the library's function (Moshier, Cephes)."""

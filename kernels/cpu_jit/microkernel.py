@@ -15,24 +15,16 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu_jit.vectors import LANES, broadcast, call
+from kernels.cpu_jit.vectors import LANES, NARROW, BFloat, broadcast, call
 
 PANEL = 48  # rows of the matrix packed together
-_WIDE = PANEL // LANES
 
 _Sums = list[list[Any]]  # by row and part of the panel, registers
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
-    """LLVM's bfloat, which llvmlite lacks."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SUMS = ir.VectorType(_F32, LANES)
-_PAIRS, _NARROW = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
+_PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 _FMA = "llvm.fma.v16f32"
 
 
@@ -69,60 +61,74 @@ class _Floats:
 _KINDS: dict[Any, _Pairs | _Floats] = {types.float32: _Floats(), types.uint16: _Pairs()}  # by elements
 
 
-def microkernel(rows: int) -> Any:
-    """See the function in it."""
+def microkernel(rows: int, parts: int = PANEL // LANES, *, onto: bool = False) -> Any:
+    """See the function in it. `parts` of LANES columns of the product at once. `onto`: the product is added
+    to what is at `out`, float32."""
 
     @intrinsic
-    def tile(typing: Any, x: Any, width: Any, panel: Any, out: Any, height: Any) -> Any:
-        """Store the product of `rows` rows at `x` with a panel to `out`, float32 or bfloat16, with rows
-        `height` apart."""
-        return types.void(x, width, panel, out, height), _generator(rows, _KINDS[panel.dtype], out.dtype)
+    def tile(
+        typing: Any, x: Any, apart: Any, width: Any, panel: Any, line: Any, out: Any, height: Any
+    ) -> Any:
+        """Store the product of `rows` rows at `x`, `apart`, of `width` columns, with a panel to `out`,
+        float32 or bfloat16, with rows `height` apart. `line`: rows of the matrix packed together."""
+        generate = _generator(rows, parts, onto, _KINDS[panel.dtype], out.dtype)
+        return types.void(x, apart, width, panel, line, out, height), generate
 
     return tile
 
 
-def _generator(rows: int, kind: _Pairs | _Floats, stored: Any) -> Callable[..., Any]:
+def _generator(rows: int, parts: int, onto: bool, kind: _Pairs | _Floats, stored: Any) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        x, width, panel, out, height = args
-        lines = [builder.gep(x, [builder.mul(width, _number(row))]) for row in range(rows)]
+        x, apart, width, panel, line, out, height = args
+        lines = [builder.gep(x, [builder.mul(apart, _number(row))]) for row in range(rows)]
+        targets = [
+            [
+                builder.gep(out, [builder.add(builder.mul(height, _number(row)), _number(part * LANES))])
+                for part in range(parts)
+            ]
+            for row in range(rows)
+        ]
+
+        def before(target: Any) -> Any:
+            return _load(builder, target, 0, _SUMS) if onto else ir.Constant(_SUMS, [0.0] * LANES)
 
         def add(column: Any, sums: _Sums) -> _Sums:
-            at = builder.gep(panel, [builder.mul(column, _number(PANEL))])
-            matrix = [kind.read(builder, at, part) for part in range(_WIDE)]
+            at = builder.gep(panel, [builder.mul(column, line)])
+            matrix = [kind.read(builder, at, part) for part in range(parts)]
             found = []
-            for line, own in zip(lines, sums, strict=True):
-                own_x = kind.broadcast(builder, line, column)
+            for source, own in zip(lines, sums, strict=True):
+                own_x = kind.broadcast(builder, source, column)
                 found.append([kind.multiply(builder, *each, own_x) for each in zip(own, matrix, strict=True)])
             return found
 
-        for row, ends in enumerate(_sum_up(builder, rows, width, kind.columns, add)):
-            for part, end in enumerate(ends):
-                target = builder.add(builder.mul(height, _number(row)), _number(part * LANES))
-                _store(builder, end, builder.gep(out, [target]), stored)
+        start = [[before(target) for target in own] for own in targets]
+        for own, ends in zip(targets, _sum_up(builder, start, width, kind.columns, add), strict=True):
+            for target, end in zip(own, ends, strict=True):
+                _store(builder, end, target, stored)
         return context.get_dummy_value()
 
     return generate
 
 
 def _sum_up(
-    builder: ir.IRBuilder, rows: int, count: Any, step: int, add: Callable[[Any, _Sums], _Sums]
+    builder: ir.IRBuilder, start: _Sums, count: Any, step: int, add: Callable[[Any, _Sums], _Sums]
 ) -> _Sums:
-    """The sums of a tile after a loop from 0 to `count`, starting at zero: `add` returns the sums after an
+    """The sums of a tile after a loop from 0 to `count`, from `start` on: `add` returns the sums after an
     index."""
     entry, loop = builder.block, builder.append_basic_block("loop")
     behind = builder.append_basic_block("sums")
     builder.branch(loop)
     builder.position_at_end(loop)
     at = builder.phi(_I64)
-    sums = [[builder.phi(_SUMS) for _ in range(_WIDE)] for _ in range(rows)]
+    sums = [[builder.phi(_SUMS) for _ in own] for own in start]
     found = add(at, sums)
     following = builder.add(at, _number(step))
     builder.cbranch(builder.icmp_signed("<", following, count), loop, behind)
     at.add_incoming(_number(0), entry)
     at.add_incoming(following, loop)
-    for own, ends in zip(sums, found, strict=True):
-        for each, end in zip(own, ends, strict=True):
-            each.add_incoming(ir.Constant(_SUMS, [0.0] * LANES), entry)
+    for before, own, ends in zip(start, sums, found, strict=True):
+        for first, each, end in zip(before, own, ends, strict=True):
+            each.add_incoming(first, entry)
             each.add_incoming(end, loop)
     builder.position_at_end(behind)
     return found
@@ -133,7 +139,7 @@ def _store(builder: ir.IRBuilder, sums: Any, out: Any, dtype: Any) -> None:
     if dtype == types.float32:
         builder.store(sums, builder.bitcast(out, _SUMS.as_pointer()), align=4)
     else:
-        builder.store(builder.fptrunc(sums, _NARROW), builder.bitcast(out, _NARROW.as_pointer()), align=2)
+        builder.store(builder.fptrunc(sums, NARROW), builder.bitcast(out, NARROW.as_pointer()), align=2)
 
 
 def _number(value: int) -> Any:

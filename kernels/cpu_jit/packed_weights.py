@@ -3,7 +3,7 @@
 The matrix is stored in panels of 48 rows, in the order of the instructions: a register has 16 rows, for
 bfloat16 two neighbouring columns of each. Tiles of AMX: amx.py. Bytes and half bytes: block_weights.py.
 
-    panel [out / 48][in / 2][48][2]    float32: [out / 48][in][48]
+    panel [out / 48][in / 2][48][2]    float32: [out / 48][in][48]; for AMX 32 rows instead of 48
 
 A panel is a piece of work: it is read once and stays in the second-level cache for all tiles of 8 rows of
 `x`. With few rows the read takes the time, with many rows the arithmetic.
@@ -39,7 +39,7 @@ from kernels.cpu_jit.llvm_intrinsics import (
     offset_by,
 )
 from kernels.cpu_jit.microkernel import PANEL, microkernel
-from kernels.cpu_jit.thread_team import Call, Kernel, Number
+from kernels.cpu_jit.thread_team import Call, Kernel, Number, team_size
 
 _TILE = 8  # rows of x
 
@@ -50,37 +50,41 @@ _eight, _four, _two, _one = (microkernel(rows) for rows in (8, 4, 2, 1))
 def _all(x: Any, panel: Any, out: Any, rows: int, width: int, height: int) -> None:
     row = 0
     while row + _TILE <= rows:
-        _eight(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
+        _eight(offset_by(x, row * width), width, width, panel, PANEL, offset_by(out, row * height), height)
         row += _TILE
     if row + 4 <= rows:
-        _four(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
+        _four(offset_by(x, row * width), width, width, panel, PANEL, offset_by(out, row * height), height)
         row += 4
     if row + 2 <= rows:
-        _two(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
+        _two(offset_by(x, row * width), width, width, panel, PANEL, offset_by(out, row * height), height)
         row += 2
     if row < rows:
-        _one(offset_by(x, row * width), width, panel, offset_by(out, row * height), height)
+        _one(offset_by(x, row * width), width, width, panel, PANEL, offset_by(out, row * height), height)
 
 
-_in_tiles = amx.by_panel(PANEL)
+@fast
+def _multiply(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p: Any) -> None:
+    """Multiply all rows of `x` by the panels that this thread gets."""
+    while True:
+        to = fetch_add(p) * PANEL
+        if to >= height:
+            return
+        target = offset_by(out, min(to, height - PANEL))  # the last panel may begin within the one before
+        _all(x, offset_by(panels, to * width), target, rows, width, height)
 
 
-def _work(rows_by_panel: Any) -> Any:
-    """A kernel's work: all rows of `x` by the panels that this thread gets."""
-
-    @fast
-    def multiply(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p: Any) -> None:
-        while True:
-            to = fetch_add(p) * PANEL
-            if to >= height:
-                return
-            target = offset_by(out, min(to, height - PANEL))  # the last panel may begin within the one before
-            rows_by_panel(x, offset_by(panels, to * width), target, rows, width, height)
-
-    return multiply
+_multiply_panels = amx.product()
 
 
-_multiply, _multiply_in_tiles = _work(_all), _work(_in_tiles)
+@fast
+def _multiply_in_tiles(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p: Any) -> None:
+    """The same; a piece of work has `p[7]` panels, which read a row of `x` from the first cache."""
+    count = (height + amx.PANEL - 1) // amx.PANEL
+    while True:
+        first = fetch_add(p) * p[7]
+        if first >= count:
+            return
+        _multiply_panels(x, panels, out, rows, width, height, first, min(first + p[7], count))
 
 
 def _bf16(p: Any) -> None:
@@ -140,9 +144,12 @@ class PackedWeights:
 
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
         numbers = (x.data_ptr(), *parts, out.data_ptr(), *x.shape, self.height)
-        in_tiles = x.dtype == torch.bfloat16 and x.shape[1] % amx.COLUMNS == 0 and amx.usable()
+        in_tiles = self.data.shape[2] == amx.PANEL
         kernel = _IN_TILES[out.dtype] if in_tiles else _KERNELS[x.dtype, out.dtype]
-        return (Call(kernel, len(self.data), numbers),)
+        if not in_tiles:
+            return (Call(kernel, len(self.data), numbers),)
+        together = max(1, min(amx.GROUP, len(self.data) // (4 * team_size()))) if len(x) > amx.ROWS else 1
+        return (Call(kernel, -(-len(self.data) // together), (*numbers, together)),)
 
 
 def can_multiply(weight: Tensor) -> bool:
@@ -154,18 +161,21 @@ def can_multiply(weight: Tensor) -> bool:
 
 def pack(weight: Tensor) -> PackedWeights:
     """`weight` `[out, in]` in panels. The last panel ends with the matrix, so it may repeat rows."""
-    return PackedWeights(packed_layout(weight, 2 if weight.dtype == torch.bfloat16 else 1), len(weight))
+    narrow = weight.dtype == torch.bfloat16
+    in_tiles = narrow and weight.shape[1] % amx.COLUMNS == 0 and amx.usable()
+    panels = packed_layout(weight, amx.PANEL if in_tiles else PANEL, 2 if narrow else 1)
+    return PackedWeights(panels, len(weight))
 
 
-def packed_layout(weight: Tensor, columns: int) -> Tensor:
-    """`weight` `[out, in]` in panels, with `columns` next to each other: `[panels, in / columns, 48,
+def packed_layout(weight: Tensor, panel: int, columns: int) -> Tensor:
+    """`weight` `[out, in]` in panels, with `columns` next to each other: `[panels, in / columns, panel,
     columns]`."""
     height, width = weight.shape
-    whole, rest = divmod(height, PANEL)
-    panels = weight[: whole * PANEL].view(whole, PANEL, width)
+    whole, rest = divmod(height, panel)
+    panels = weight[: whole * panel].view(whole, panel, width)
     if rest:
-        panels = torch.cat((panels, weight[-PANEL:][None]))
-    return panels.view(-1, PANEL, width // columns, columns).transpose(1, 2).contiguous()
+        panels = torch.cat((panels, weight[-panel:][None]))
+    return panels.view(-1, panel, width // columns, columns).transpose(1, 2).contiguous()
 
 
 def multiply(x: Tensor, matrix: PackedMatrix, dtype: torch.dtype | None = None) -> Tensor:

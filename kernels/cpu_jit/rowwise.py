@@ -22,9 +22,11 @@ from kernels.cpu_jit.llvm_intrinsics import (
     float_of,
     i64_at,
     narrow,
+    offset_by,
     widen,
 )
 from kernels.cpu_jit.thread_team import Call, Kernel, Number, bits_of
+from kernels.cpu_jit.vectors import LANES, rotate_lanes
 
 _ROWS = 4  # of a piece of work
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
@@ -118,12 +120,17 @@ def swiglu_call(gate_up: Tensor, out: Tensor) -> Call:
 
 @fast
 def _rotate(x: Any, at: int, rotation: Any, turn: int, dim: int, out: Any, to: int) -> None:
-    half = dim // 2
-    for i in range(half):
+    half, i = dim // 2, 0
+    while i + LANES <= half:  # a compiler does not do it: `out` may be `x`
+        cos = offset_by(rotation, turn + i)
+        rotate_lanes(offset_by(x, at + i), half, cos, offset_by(cos, dim + half), offset_by(out, to + i))
+        i += LANES
+    while i < half:
         low, high = widen(x[at + i]), widen(x[at + half + i])
-        cos, sin = rotation[turn + i], rotation[turn + dim + half + i]
-        out[to + i] = narrow(low * cos - high * sin, out[0])
-        out[to + half + i] = narrow(high * cos + low * sin, out[0])
+        one, other = rotation[turn + i], rotation[turn + dim + half + i]
+        out[to + i] = narrow(low * one - high * other, out[0])
+        out[to + half + i] = narrow(high * one + low * other, out[0])
+        i += 1
 
 
 @fast

@@ -1,8 +1,7 @@
-"""Loops for attention that keep their sums in vector registers.
+"""Softmax and transposition in vector registers, and what kernels in LLVM's instructions share.
 
-A compiler keeps such sums in memory: it cannot prove that a loop does not read its own writes, or that a few
-rows of 64 sums fit. Vectors have 16 lanes of float32; LLVM uses two or four shorter vectors on other
-machines. `heads` and `dim` are constants of a compiled kernel. `dim` is a multiple of LANES.
+Written so, the order of a sum does not change with a compiler's choices. Vectors have 16 lanes of float32;
+LLVM uses two or four shorter vectors on other machines.
 """
 
 from __future__ import annotations
@@ -18,84 +17,214 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _HALVES, _WORDS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(_I32, LANES)
 _FAST = ("fast",)
+_FMA = "llvm.fma.v16f32"
 
 
-@intrinsic(prefer_literal=True)
-def dots(
-    typing: Any, query: Any, keys: Any, stride: Any, tokens: Any, out: Any, apart: Any, heads: Any, dim: Any
-) -> Any:
-    """Store the dot products of `query[head * dim:]` and `keys[token * stride:]` over `dim` numbers to
-    `out[head * apart + token]`, for each of `heads` and `tokens`."""
+class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
+    """LLVM's bfloat, which llvmlite lacks."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        query, keys, stride, tokens, out, apart = args[:6]
-        parts = range(dim.literal_value // LANES)
-        wanted = [
-            [read_lanes(builder, query, head * dim.literal_value + part * LANES) for part in parts]
-            for head in range(heads.literal_value)
-        ]
-
-        def body(token: Any, sums: list[Any]) -> list[Any]:
-            key = builder.gep(keys, [builder.mul(token, stride)])
-            read = [read_lanes(builder, key, part * LANES) for part in parts]
-            for head, own in enumerate(wanted):
-                products = [builder.fmul(q, k, flags=_FAST) for q, k in zip(own, read, strict=True)]
-                lanes = products[0]
-                for product in products[1:]:
-                    lanes = builder.fadd(lanes, product, flags=_FAST)
-                zero = ir.Constant(ir.FloatType(), 0.0)
-                found = call(builder, "llvm.vector.reduce.fadd.v16f32", zero.type, zero, lanes)
-                at = builder.add(builder.mul(apart, ir.Constant(_I64, head)), token)
-                builder.store(found, builder.gep(out, [at]))
-            return sums
-
-        loop(builder, tokens, [], body)
-        return context.get_dummy_value()
-
-    return types.void(query, keys, stride, tokens, out, apart, heads, dim), generate
+    def _to_string(self) -> str:
+        return "bfloat"
 
 
-@intrinsic(prefer_literal=True)
-def add_weighted(
-    typing: Any,
-    values: Any,
-    stride: Any,
-    tokens: Any,
-    weights: Any,
-    apart: Any,
-    out: Any,
-    heads: Any,
-    dim: Any,
-) -> Any:
-    """Add `weights[head * apart + token]` times `values[token * stride:]`, `dim` numbers, to `out[head *
-    dim:]`, for each of `heads` and `tokens`."""
+NARROW = ir.VectorType(BFloat(), LANES)
+
+
+@intrinsic
+def highest(typing: Any, scores: Any, tokens: Any, before: Any) -> Any:
+    """The largest of `before` and of the first `tokens` scores; no NaN."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        values, stride, tokens, weights, apart, out = args[:6]
-        parts = range(dim.literal_value // LANES)
-        places = [
-            head * dim.literal_value + part * LANES for head in range(heads.literal_value) for part in parts
-        ]
-        before = [read_lanes(builder, out, place) for place in places]
+        scores, tokens, before = args
 
-        def body(token: Any, sums: list[Any]) -> list[Any]:
-            value = builder.gep(values, [builder.mul(token, stride)])
-            read = [read_lanes(builder, value, part * LANES) for part in parts]
-            found: list[Any] = []
-            for head in range(heads.literal_value):
-                at = builder.add(builder.mul(apart, ir.Constant(_I64, head)), token)
-                weight = broadcast(builder, builder.load(builder.gep(weights, [at])))
-                for part in parts:
-                    product = builder.fmul(weight, read[part], flags=_FAST)
-                    found.append(builder.fadd(sums[len(found)], product, flags=_FAST))
-            return found
+        def larger(found: Any, at: Any, which: Any) -> Any:
+            score = _lanes_at(builder, scores, at)
+            more = builder.fcmp_ordered(">", score, found)
+            return builder.select(more if which is None else builder.and_(more, which), score, found)
 
-        for place, sums in zip(places, loop(builder, tokens, before, body), strict=True):
-            target = builder.bitcast(builder.gep(out, [ir.Constant(_I64, place)]), _FLOATS.as_pointer())
-            builder.store(sums, target, align=4)
+        most = _by_lanes(builder, tokens, broadcast(builder, before), larger)
+        return call(builder, "llvm.vector.reduce.fmax.v16f32", ir.FloatType(), most)
+
+    return types.float32(scores, types.int64, types.float32), generate
+
+
+@intrinsic
+def weigh(typing: Any, scores: Any, tokens: Any, most: Any, scale: Any, out: Any) -> Any:
+    """Store 2^((score - most) * scale) of the first `tokens` scores to `out`, float32 or bfloat16, and zeros
+    up to a multiple of LANES; returns their sum. No score is above `most`. NaN stays NaN."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        scores, tokens, most, scale, out = args
+        most, scale, zeros = broadcast(builder, most), broadcast(builder, scale), _all(0.0)
+        factors = _FACTORS_F32 if out.type.pointee == ir.FloatType() else _FACTORS_BF16
+
+        def add(total: Any, at: Any, which: Any) -> Any:
+            power = builder.fmul(builder.fsub(_lanes_at(builder, scores, at), most), scale)
+            weight = _power_of_two(builder, power, factors)
+            if which is not None:
+                weight = builder.select(which, weight, zeros)
+            _store_lanes(builder, weight, builder.gep(out, [at]))
+            return builder.fadd(total, weight)
+
+        sums = _by_lanes(builder, tokens, zeros, add)
+        zero = ir.Constant(ir.FloatType(), 0.0)
+        return call(builder, "llvm.vector.reduce.fadd.v16f32", zero.type, zero, sums)
+
+    return types.float32(scores, types.int64, types.float32, types.float32, out), generate
+
+
+def _by_lanes(builder: ir.IRBuilder, count: Any, before: Any, body: Any) -> Any:
+    """Run `found = body(found, first lane, None)` for each LANES of `count`, and for the rest with which of
+    the lanes count."""
+    whole = builder.sdiv(count, _index(LANES))
+    (found,) = loop(
+        builder, whole, [before], lambda i, own: [body(own[0], builder.mul(i, _index(LANES)), None)]
+    )
+    at = builder.mul(whole, _index(LANES))
+    left = broadcast(builder, builder.trunc(builder.sub(count, at), _I32))
+    which = builder.icmp_signed("<", ir.Constant(_WORDS, list(range(LANES))), left)
+    rest = builder.select(builder.icmp_signed("<", at, count), _index(1), _index(0))
+    (found,) = loop(builder, rest, [found], lambda i, own: [body(own[0], at, which)])
+    return found
+
+
+@intrinsic
+def rotate_lanes(typing: Any, x: Any, half: Any, cos: Any, sin: Any, out: Any) -> Any:
+    """Rotate LANES pairs of numbers, those of `x` and those `half` after them, to `out`, which may be `x`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        x, half, cos, sin, out = args
+        low, high = read_lanes(builder, x, 0), read_lanes(builder, builder.gep(x, [half]), 0)
+        cos, sin = _lanes_at(builder, cos, _index(0)), _lanes_at(builder, sin, _index(0))
+        minus = builder.fneg(builder.fmul(high, sin))
+        _store_lanes(builder, call(builder, _FMA, _FLOATS, low, cos, minus), out)
+        plus = builder.fmul(low, sin)
+        _store_lanes(builder, call(builder, _FMA, _FLOATS, high, cos, plus), builder.gep(out, [half]))
         return context.get_dummy_value()
 
-    return types.void(values, stride, tokens, weights, apart, out, heads, dim), generate
+    return types.void(x, types.int64, cos, sin, out), generate
+
+
+@intrinsic
+def copy_lanes(typing: Any, source: Any, out: Any) -> Any:
+    """Store LANES float32 numbers of `source` to `out`, float32 or rounded to bfloat16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        _store_lanes(builder, _lanes_at(builder, args[0], _index(0)), args[1])
+        return context.get_dummy_value()
+
+    return types.void(source, out), generate
+
+
+@intrinsic
+def transpose(typing: Any, source: Any, offsets: Any, out: Any, line: Any) -> Any:
+    """Store LANES rows of `source`, `offsets` apart from it, as the columns of `out`, whose rows are `line`
+    apart. Elements are float32, into which bfloat16 is widened, or pairs of bfloat16 if `out` is bfloat16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, offsets, out, line = args
+        pairs = out.type.pointee != ir.FloatType()
+        starts = [
+            builder.gep(source, [builder.load(builder.gep(offsets, [_index(row)]))]) for row in range(LANES)
+        ]
+        to = builder.bitcast(out, _I32.as_pointer()) if pairs else out
+        for first in range(0, LANES, _PART):
+            parts = [_columns(builder, starts[row::_PART], first, pairs) for row in range(_PART)]
+            low, high = (
+                [builder.shuffle_vector(*parts[at : at + 2], order) for at in (0, 2)]
+                for order in (_LOW_WORDS, _HIGH_WORDS)
+            )
+            found = [
+                builder.shuffle_vector(*both, order)
+                for both in (low, high)
+                for order in (_LOW_DOUBLES, _HIGH_DOUBLES)
+            ]
+            for column, lanes in enumerate(found, first):
+                target = builder.gep(to, [builder.mul(line, _index(column))])
+                builder.store(lanes, builder.bitcast(target, lanes.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(source, offsets, out, types.int64), generate
+
+
+_PART = 4  # lanes that shuffles do not leave
+
+
+def _order(of_a_part: tuple[int, ...]) -> Any:
+    """A shuffle of two vectors within each part: 0 to 3 from the first, 4 to 7 from the second."""
+    places = [
+        first + place % _PART + LANES * (place // _PART)
+        for first in range(0, LANES, _PART)
+        for place in of_a_part
+    ]
+    return ir.Constant(_WORDS, places)
+
+
+_LOW_WORDS, _HIGH_WORDS = _order((0, 4, 1, 5)), _order((2, 6, 3, 7))
+_LOW_DOUBLES, _HIGH_DOUBLES = _order((0, 1, 4, 5)), _order((2, 3, 6, 7))
+
+
+def _columns(builder: ir.IRBuilder, rows: list[Any], first: int, pairs: bool) -> Any:
+    """_PART columns, from `first` on, of every fourth row."""
+    narrow = rows[0].type.pointee != ir.FloatType()
+    element = ir.IntType(16) if narrow and not pairs else _I32 if pairs else ir.FloatType()
+    kind = ir.VectorType(element, _PART)
+    at = [builder.gep(row, [_index(first * (2 if pairs else 1))]) for row in rows]
+    loaded = [builder.load(builder.bitcast(each, kind.as_pointer()), align=2 if narrow else 4) for each in at]
+    eight = ir.Constant(ir.VectorType(_I32, 2 * _PART), list(range(2 * _PART)))
+    halves = [builder.shuffle_vector(*loaded[i : i + 2], eight) for i in (0, 2)]
+    found = builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))
+    return _widened(builder, found) if narrow and not pairs else found
+
+
+_MAGIC = 1.5 * 2**23  # a float32 of this size has no room for a fraction
+_LEAST = -126.0  # of an exponent
+
+
+# Of the powers of x, from the first on, in 2^x from -0.5 to 0.5: to 9e-8 and 3e-6 of the value, by least
+# squares that are weighted until the largest error is the least.
+_FACTORS_F32 = (
+    0.693146977598857,
+    0.2402224208517324,
+    0.05550733743691089,
+    0.009671512648911874,
+    0.001326472706528418,
+)
+_FACTORS_BF16 = (0.6931241933916188, 0.24024098612932865, 0.05590642474189882, 0.009582852993823113)
+
+
+def _power_of_two(builder: ir.IRBuilder, x: Any, factors: tuple[float, ...]) -> Any:
+    """2^x of lanes up to 0; 2^-126 below. NaN stays NaN."""
+    low = builder.fcmp_ordered("<", x, _all(_LEAST))
+    x = builder.select(low, _all(_LEAST), x)
+    shifted = builder.fadd(x, _all(_MAGIC + 127))
+    rest = builder.fsub(x, builder.fsub(shifted, _all(_MAGIC + 127)))
+    found = _all(factors[-1])
+    for factor in (*reversed(factors[:-1]), 1.0):
+        found = call(builder, _FMA, _FLOATS, found, rest, _all(factor))
+    exponent = builder.shl(builder.bitcast(shifted, _WORDS), ir.Constant(_WORDS, [23] * LANES))
+    return builder.fmul(found, builder.bitcast(exponent, _FLOATS))
+
+
+def _all(value: float) -> Any:
+    return ir.Constant(_FLOATS, [value] * LANES)
+
+
+def _index(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def _lanes_at(builder: ir.IRBuilder, pointer: Any, offset: Any) -> Any:
+    at = builder.gep(pointer, [offset])
+    return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
+
+
+def _store_lanes(builder: ir.IRBuilder, lanes: Any, out: Any) -> None:
+    """Store LANES float32 numbers, as they are or rounded to bfloat16."""
+    if out.type.pointee == ir.FloatType():
+        builder.store(lanes, builder.bitcast(out, _FLOATS.as_pointer()), align=4)
+    else:
+        builder.store(builder.fptrunc(lanes, NARROW), builder.bitcast(out, NARROW.as_pointer()), align=2)
 
 
 def read_lanes(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
@@ -103,7 +232,10 @@ def read_lanes(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
     at = builder.gep(pointer, [ir.Constant(_I64, offset)])
     if pointer.type.pointee == ir.FloatType():
         return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
-    halves = builder.load(builder.bitcast(at, _HALVES.as_pointer()), align=2)
+    return _widened(builder, builder.load(builder.bitcast(at, _HALVES.as_pointer()), align=2))
+
+
+def _widened(builder: ir.IRBuilder, halves: Any) -> Any:
     words = builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES))
     return builder.bitcast(words, _FLOATS)
 

@@ -5,14 +5,16 @@ Decode rows come first, grouped by context length, then the prompt chunks:
     | decode, ≤ 16 tokens | decode, 17-32 | ... | chunk of slot 3 | chunk of slot 5 | padding |
 
 A group of decode rows is one attention call, padded to its longest row; a chunk is one call.
-Ragged kernels take every token as a row of its own length, all in one group.
+Kernels that take all sequences of a step at once get them in the plan's order, without groups.
 In deterministic mode each token is one call: neither other rows nor the chunk's bounds change its bits.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +30,16 @@ from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan, ints
 
 _Column = NDArray[np.int64]
+MakeSequences = Callable[[_Column, _Column, _Column, _Column], Any]  # tables, firsts, starts, counts
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Token rows `first` to `first + len(tables)`: decode rows of similar context, or any tokens where the
-    kernel is ragged. See attend_decode."""
+    """Token rows `first` to `first + len(tables)`: decode rows of similar context. See attend_decode."""
 
     first: int
     tables: Tensor  # [rows, blocks]
-    lengths: Tensor  # [rows], tokens
-    mask: Tensor | None  # [rows, 1, 1, tokens]; None for a ragged kernel
+    mask: Tensor  # [rows, 1, 1, tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +63,44 @@ class Batch:
     prefill: tuple[PrefillChunk, ...]
     sampled: Tensor  # [samples], the token row of each sample row
     padding: int  # token rows at the end without a token
+    sequences: Any = None  # all rows, instead of `decode` and `prefill`
 
 
 class BatchBuilder:
     """Builds batches over one set of slots and one cache."""
 
     def __init__(
-        self, slots: Slots, cache: KvCache, *, deterministic: bool = False, ragged: bool = False
+        self,
+        slots: Slots,
+        cache: KvCache,
+        *,
+        deterministic: bool = False,
+        sequences: MakeSequences | None = None,
     ) -> None:
-        """`ragged`: all tokens of decode rows and chunks go into one group without a mask."""
+        """`sequences` makes what a kernel needs that takes all rows at once."""
         self._slots = slots
         self._cache = cache
         self._deterministic = deterministic
-        self._ragged = ragged
+        self._sequences = sequences
 
     def build(self, plan: StepPlan) -> Batch:
         """The batch of a plan, after Slots.apply_tables. Raises EngineError for a slot that is not open."""
         slots, starts, counts = (np.array(c, dtype=np.int64) for c in (plan.slots, plan.starts, plan.counts))
-        by_token = self._deterministic or self._ragged
-        order, ranks = (np.arange(len(counts)), counts[:0]) if by_token else self._order(starts, counts)
+        in_order = self._deterministic or self._sequences is not None
+        order, ranks = (np.arange(len(counts)), counts[:0]) if in_order else self._order(starts, counts)
         first = np.empty_like(counts)
         first[order] = np.cumsum(counts[order]) - counts[order]
         row = np.repeat(order, counts[order])
         positions = starts[row] + np.arange(len(row)) - first[row]
         padding = -len(row) % ROW_TILE if self._deterministic else 0
-        if by_token:
-            each = np.arange(len(row))  # one group each: a chunk's bounds would change the last bits
-            ranks = np.zeros_like(each) if self._ragged else each
-            decode, prefill = self._decode(slots[row], positions, each, ranks), order[:0]
+        decode: tuple[DecodeGroup, ...] = ()
+        prefill, sequences = order[:0], None
+        if self._sequences is not None:
+            blocks = -(-int((starts + counts).max()) // self._cache.block_tokens)
+            sequences = self._sequences(self._slots.tables[slots, :blocks], first, starts, counts)
+        elif self._deterministic:  # one group each: a chunk's bounds would change the last bits
+            each = np.arange(len(row))
+            decode = self._decode(slots[row], positions, each, each)
         else:
             decode, prefill = self._decode(slots, starts, order, ranks), order[len(ranks) :]
         return Batch(
@@ -102,6 +113,7 @@ class BatchBuilder:
             ),
             sampled=self._on_device((first + counts - 1)[np.array(plan.sample_rows, dtype=np.int64)]),
             padding=padding,
+            sequences=sequences,
         )
 
     def _order(self, starts: _Column, counts: _Column) -> tuple[_Column, _Column]:
@@ -153,8 +165,7 @@ class BatchBuilder:
             lengths = starts[members] + 1
             tokens = int(lengths.max())
             tables = self._slots.tables[slots[members], : -(-tokens // self._cache.block_tokens)]
-            mask = None if self._ragged else self._past_end(lengths, tokens)
-            groups.append(DecodeGroup(first, self._on_device(tables), self._on_device(lengths), mask))
+            groups.append(DecodeGroup(first, self._on_device(tables), self._past_end(lengths, tokens)))
         return tuple(groups)
 
     def _past_end(self, lengths: _Column, tokens: int) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from kernels.cpu_jit import batched_launch
-from kernels.cpu_jit.attention import attend_decode, can_attend, decode_call
+from kernels.cpu_jit.attention import Sequences, attend, attention_call, can_attend
 from kernels.cpu_jit.packed_weights import PackedProduct
 from kernels.cpu_jit.rowwise import (
     add_rms_norm,
@@ -22,7 +22,7 @@ from kernels.cpu_jit.rowwise import (
     swiglu_call,
 )
 from kernels.cpu_jit.thread_team import Call, Number
-from services.executor.cpu.batch import DecodeGroup
+from services.executor.cpu.batch import Batch
 from services.executor.cpu.layers import AddNorm, Attend, Gated, Product, StepValues
 from services.executor.model.program import Step
 
@@ -32,7 +32,7 @@ __all__ = ["CompiledOperators", "can_attend"]
 class CompiledOperators:
     """See services.executor.cpu.layers.Operators."""
 
-    ragged = True
+    sequences = Sequences
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, weight, eps)
@@ -43,8 +43,8 @@ class CompiledOperators:
     def rotate_and_write(self, x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
         return rotate_and_write(x, rotation, kv, rows, heads)
 
-    def attend_decode(self, query: Tensor, kv: Tensor, layer: int, group: DecodeGroup) -> Tensor:
-        return attend_decode(query, kv, layer, group.tables, group.lengths)
+    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
+        return attend(query, kv, layer, batch.sequences)
 
 
 def at_once(steps: Sequence[Step], layers: int) -> Step | None:
@@ -140,10 +140,9 @@ def _attention(steps: Sequence[Attend]) -> _Calls:
         batch, kv = now.values.batch, now.values.kv
         each, now.x = now.x.view(len(now.x), -1, op.dim), now.other(op.heads * op.dim)
         rows = batch.rows.data_ptr() + now.order * batch.rows[0].nbytes
-        (group,) = batch.decode
         yield rotation_call(each, now.values.rotation, kv, rows, op.heads)
         attended, starts = now.x.view(len(now.x), op.heads, op.dim), now.order * kv.stride(1)
-        yield decode_call(each[:, : op.heads], kv, starts, group.tables, group.lengths, attended)
+        yield attention_call(each[:, : op.heads], kv, starts, batch.sequences, attended)
 
     return calls
 

@@ -78,7 +78,7 @@ class TorchBackend:
             options.slots, blocks_for(context, cache.block_tokens), cache.spare, context, device
         )
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
-        self._batches = BatchBuilder(self._slots, cache, deterministic=exact, ragged=kinds.ragged)
+        self._batches = BatchBuilder(self._slots, cache, deterministic=exact, sequences=kinds.sequences)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
         on_gpu = device.type == "cuda"

@@ -17,7 +17,7 @@ from kernels.moe import route
 from kernels.norm import add_rms_norm
 from kernels.rope import apply_rope
 from services.executor.checkpoint.stored import Dense
-from services.executor.cpu.batch import Batch, DecodeGroup
+from services.executor.cpu.batch import Batch, MakeSequences
 from services.executor.cpu.linear import ROW_TILE, Linear, Products
 from services.executor.model.description import (
     Add,
@@ -49,7 +49,9 @@ class Operators(Protocol):
     kernels need one pass where torch needs several, and attention reads the blocks in place: 2 to 8 times
     faster. Torch's operators stay for KV in fp8, odd head sizes, deterministic mode, and without Numba."""
 
-    ragged: bool  # tokens of decode rows and of chunks go into one group
+    @property
+    def sequences(self) -> MakeSequences | None:
+        """Makes what `attend` needs to take all rows at once; None: it takes groups and chunks."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """May put the sum into `residual`."""
@@ -60,13 +62,14 @@ class Operators(Protocol):
         """Rotate the queries and keys of `x` `[tokens, heads + 2 * kv_heads, head_dim]` (queries, keys,
         values), store keys and values at `rows` `[K|V, tokens]` of `write_rows`, and return the queries."""
 
-    def attend_decode(self, query: Tensor, kv: Tensor, layer: int, group: DecodeGroup) -> Tensor: ...
+    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
+        """Attention of every token row of a batch: the shape of `query`."""
 
 
 class TorchOperators:
     """Torch's operators. With `deterministic` a row's result does not depend on the other rows."""
 
-    ragged = False
+    sequences = None
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self._swiglu = swiglu_by_row if deterministic else swiglu
@@ -84,9 +87,17 @@ class TorchOperators:
         write_kv(kv, rows, key, x[:, heads + kv_heads :])
         return query
 
-    def attend_decode(self, query: Tensor, kv: Tensor, layer: int, group: DecodeGroup) -> Tensor:
-        assert group.mask is not None, "not ragged"
-        return attend_decode(query, kv, layer, group.tables, group.mask)
+    def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
+        segments = []  # of every token row, in order: decode groups, chunks, zeros for padding
+        for group in batch.decode:
+            rows = query[group.first : group.first + len(group.tables)]
+            segments.append(attend_decode(rows, kv, layer, group.tables, group.mask))
+        for chunk in batch.prefill:
+            rows = query[chunk.first : chunk.first + chunk.count]
+            segments.append(attend_prefill(rows, kv, layer, chunk.table, chunk.mask))
+        if batch.padding:
+            segments.append(query.new_zeros(batch.padding, *query.shape[1:]))
+        return segments[0] if len(segments) == 1 else torch.cat(segments)
 
 
 def table(products: Products, operators: Operators, *, deterministic: bool) -> Table:
@@ -160,17 +171,7 @@ class Attend:
         each = values.x.view(tokens, -1, self.op.dim)
         rows = batch.rows[layer]
         query = self.operators.rotate_and_write(each, values.rotation, kv, rows, self.op.heads)
-        segments = []  # of every token row, in order: decode groups, chunks, zeros for padding
-        for group in batch.decode:
-            rows = query[group.first : group.first + len(group.tables)]
-            segments.append(self.operators.attend_decode(rows, kv, layer, group))
-        for chunk in batch.prefill:
-            rows = query[chunk.first : chunk.first + chunk.count]
-            segments.append(attend_prefill(rows, kv, layer, chunk.table, chunk.mask))
-        if batch.padding:
-            segments.append(query.new_zeros(batch.padding, *query.shape[1:]))
-        attended = segments[0] if len(segments) == 1 else torch.cat(segments)
-        values.x = attended.view(tokens, -1)
+        values.x = self.operators.attend(query, kv, layer, batch).view(tokens, -1)
 
 
 class _Experts:

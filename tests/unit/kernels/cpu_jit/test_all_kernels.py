@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -81,11 +82,16 @@ def test_rotation_and_the_way_into_the_cache(rows: int, dtype: torch.dtype) -> N
     assert far(kv, wanted_kv) <= 1
 
 
+def rows_of(tables: Tensor, *rows: tuple[int, int]) -> attention.Sequences:
+    """Rows `(before, count)` of a sequence each."""
+    starts, counts = np.array(rows).T
+    firsts = np.cumsum(counts) - counts
+    return attention.Sequences(np.ascontiguousarray(tables.numpy()), firsts, starts, counts)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 128), (5, 1, 96)])
-def test_decode_attention_over_rows_of_any_length(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
-) -> None:
+def test_attention_over_rows_of_any_length(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     rows, layers, block_tokens, blocks = 7, 2, 4, 6
     kv = torch.randn(rows * blocks, layers, 2, block_tokens, kv_heads, dim).to(dtype)
     tables = torch.randperm(rows * blocks).view(rows, blocks)
@@ -96,11 +102,56 @@ def test_decode_attention_over_rows_of_any_length(
     wanted = attention_ref.attend_decode(
         query.double().contiguous(), kv.double(), 1, tables, mask[:, None, None].double()
     )
-    found = attention.attend_decode(query, kv, 1, tables, lengths)
+    found = attention.attend(query, kv, 1, rows_of(tables, *((n - 1, 1) for n in lengths.tolist())))
     assert far(found, wanted) <= (1 if dtype == torch.bfloat16 else 16)
 
 
-def test_what_decode_attention_has_kernels_for() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_tokens"), [(9, 3, 64, 16), (2, 2, 48, 20)])
+def test_a_token_has_the_same_attention_in_any_chunk(
+    heads: int, kv_heads: int, dim: int, block_tokens: int, dtype: torch.dtype
+) -> None:
+    """Alone, in chunks of any size, and beside other sequences; over several panels."""
+    tokens = 300
+    blocks = -(-tokens // block_tokens)
+    kv = torch.randn(2 * blocks, 1, 2, block_tokens, kv_heads, dim).to(dtype)
+    query = torch.randn(tokens, heads, dim).to(dtype)
+    own, other = torch.randperm(2 * blocks).view(2, blocks)
+    whole = attention.attend(query, kv, 0, rows_of(own[None], (0, tokens)))
+    keys, values = (kv[own][:, 0, i].flatten(0, 1)[:tokens].double() for i in (0, 1))
+    scores = torch.einsum("tgsd,cgd->gstc", query.double().view(tokens, kv_heads, -1, dim), keys) / dim**0.5
+    scores += torch.full((tokens, tokens), -torch.inf).triu(1)
+    wanted = torch.einsum("gstc,cgd->tgsd", scores.softmax(-1), values).reshape(query.shape)
+    assert far(whole, wanted) <= (2 if dtype == torch.bfloat16 else 32)
+    parts = [(0, 1), (1, 5), (6, 122), (128, 1), (129, 170), (299, 1)]
+    for before, count in parts:
+        rows = query[before : before + count]
+        alone = attention.attend(rows, kv, 0, rows_of(own[None], (before, count)))
+        assert alone.equal(whole[before : before + count])
+        both = torch.cat((query[:77], rows))
+        beside = attention.attend(both, kv, 0, rows_of(torch.stack((other, own)), (200, 77), (before, count)))
+        assert beside[77:].equal(alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_broken_numbers_is_no_number(dtype: torch.dtype) -> None:
+    kv, query = torch.randn(2, 1, 2, 16, 1, 64).to(dtype), torch.randn(4, 3, 64).to(dtype)
+    kv[0, 0, 0, 2], query[0, 0, 0] = torch.nan, torch.nan
+    found = attention.attend(query, kv, 0, rows_of(torch.tensor([[0]]), (0, 4)))
+    assert found.isnan().all(-1).equal(torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 1], [1, 1, 1]]).bool())
+
+
+def test_the_softmax_of_scores_far_apart() -> None:
+    """The largest score may come in any panel; the others vanish without an overflow."""
+    kv, query = torch.zeros(20, 1, 2, 16, 1, 16), torch.ones(1, 1, 16)
+    kv[:, 0, 1] = torch.arange(320.0).view(20, 16, 1, 1)
+    for token, score in ((5, 300.0), (140, 1e4), (250, 1e30)):
+        kv[token // 16, 0, 0, token % 16] = score
+        found = attention.attend(query, kv, 0, rows_of(torch.arange(20)[None], (319, 1)))
+        assert found.unique().tolist() == [token]
+
+
+def test_what_attention_has_kernels_for() -> None:
     def kv(dim: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(1, 1, 2, 4, 1, dim, dtype=dtype)
 
@@ -214,13 +265,14 @@ def test_torchs_own_team_is_found() -> None:
 def test_the_first_process_computes_the_same_bits_as_later_ones(tmp_path: Path) -> None:
     """The first one compiles the kernels, the second one reads them from the cache."""
     compute = """
-import hashlib, torch
+import hashlib, numpy as np, torch
 from kernels.cpu_jit import attention, rowwise
 torch.set_num_threads(1)
 torch.manual_seed(0)
 kv, query = torch.randn(64, 1, 2, 16, 3, 64), torch.randn(40, 9, 64)
-tables, lengths = torch.randperm(64)[None, :8].repeat(40, 1), torch.arange(1, 41) * 3
-found = attention.attend_decode(query, kv, 0, tables, lengths), rowwise.swiglu(torch.randn(37, 3072))
+tables, one, before = torch.randperm(64)[:8].repeat(2, 1).numpy(), np.array([0, 1]), np.array([50, 7])
+sequences = attention.Sequences(tables, one, before, np.array([1, 39]))
+found = attention.attend(query, kv, 0, sequences), rowwise.swiglu(torch.randn(37, 3072))
 print([hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in found])
 """
     env = {**os.environ, "HOME": str(tmp_path)}
