@@ -98,7 +98,7 @@ def test_presence_and_deletion(remote: Remote) -> None:
 
 
 def test_a_shorter_value_is_damaged_and_the_others_are_not(remote: Remote) -> None:
-    """LMCache's RESP client misreads every answer after such a value, on the same connection."""
+    """What a connection still has of such a value is no answer to the next call."""
     put(remote, 6, data(6))
     put(remote, 7, data(7, 4999))
     with pytest.raises(DamagedValue, match="delete it"):
