@@ -74,6 +74,7 @@ def product() -> Any:
         """Store the product of `rows` rows of `x` with the panels `first` to `end`, at most GROUP, to `out`,
         float32 or bfloat16, with rows `height` apart. The last panel may begin within the one before."""
         all_found, setting, row = as_f32(sums()), config(), 0
+        most = WIDTH if rows > 2 * ROWS else width  # few rows read the matrix once
         if rows >= ROWS:
             configure(setting, ROWS)
         while row < rows:
@@ -82,8 +83,8 @@ def product() -> Any:
                 configure(setting, here)
             elif here < 2 * ROWS:
                 here = ROWS
-            for column in range(0, width, WIDTH):
-                of, columns = offset_by(x, row * width + column), min(WIDTH, width - column)
+            for column in range(0, width, most):
+                of, columns = offset_by(x, row * width + column), min(most, width - column)
                 for number in range(first, end):
                     panel = offset_by(panels, (number * width + column) * PANEL)
                     found = offset_by(all_found, (number - first) * 2 * ROWS * PANEL)
