@@ -61,7 +61,7 @@ QUESTIONS = (
             "services/kv_offload/jobs.py:commit",
             "services/kv_offload/l2/dispatch.py:pump",
             "services/kv_offload/l2/worker.py:L2Job",
-            "services/kv_offload/backends/redis.py:RedisRemote",
+            "services/kv_offload/backends/lmcache.py:open_remote",
         ),
     ),
     Question(

@@ -1,8 +1,7 @@
-"""`open_remote` chooses L2. In a folder it is LMCache's native client (==0.5.6).
+"""L2 on LMCache (==0.5.6): its native clients for Redis and for folders.
 
-L1 and Redis are our own. L1 would use the segment of LMCache's StorageManager alone: a call of its allocator
-takes 30 to 350 µs a range on the event loop, its eviction is a loop of 1 s, and its import and start take 2
-to 5 s. redis.py has what is wrong with LMCache's client for Redis.
+L1 is our own: of LMCache's StorageManager it would use the segment alone. A call of its allocator takes 30 to
+350 µs a range on the event loop, its eviction is a loop of 1 s, and its import and start take 2 to 5 s.
 """
 
 from __future__ import annotations
@@ -10,15 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, Remote, RemoteError
-from services.kv_offload.backends.redis import PORT, RedisRemote
 from shared.errors import SetupError
+
+P = TypeVar("P")
+T = TypeVar("T")
+
+REDIS_PORT = 6379
+
+WRONG_TYPE = -1
 
 
 def load_lmcache() -> None:
@@ -34,14 +40,19 @@ def load_lmcache() -> None:
 
 
 def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
-    """The remote store at `url`: redis://[user[:password]@]host[:port], or file:///folder, for which it
-    imports LMCache (2–5 s). It connects at the first call; each call ends within about `deadline_s`.
+    """The remote store at `url`: redis://[user[:password]@]host[:port] or file:///folder. Imports LMCache
+    (2–5 s) and connects at the first call; each call ends within about `deadline_s`.
 
     Raises SetupError for any other URL, and if LMCache is not installed."""
     parts = urlsplit(url)
     if parts.scheme in ("redis", "valkey") and parts.hostname and parts.path in ("", "/", "/0"):
         login = (unquote(parts.username or ""), unquote(parts.password or ""))
-        return RedisRemote((parts.hostname, parts.port or PORT), login, deadline_s)
+        address = (parts.hostname, parts.port or REDIS_PORT)
+        load_lmcache()
+        if _only_ipv6(*address):
+            return Ipv6Redis(address, login, deadline_s)
+        own = RedisQuestions(address, login)
+        return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s, own)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         load_lmcache()
         return LmcacheRemote(lambda: _file_client(unquote(parts.path)), deadline_s)
@@ -51,6 +62,14 @@ def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
     )
 
 
+def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: float) -> Any:
+    from lmcache.lmcache_redis import LMCacheRedisClient
+
+    # The client does not report a failed connection or login; our own connection does.
+    RedisQuestions(address, login).check(time.monotonic() + deadline_s)
+    return LMCacheRedisClient(*address, 1, *login)
+
+
 def _file_client(folder: str) -> Any:
     from lmcache.lmcache_fs import LMCacheFSClient
 
@@ -58,15 +77,24 @@ def _file_client(folder: str) -> Any:
 
 
 class LmcacheRemote:
-    """See `interface.Remote`. L2 over the native client of LMCache's file-system adapter, which runs without
-    the GIL and accesses our memory without a copy. It reports no lengths, so EXISTS precedes a GET, and it
-    has no deadline, so this class has its own and connects again after each failure. `close` joins the
-    client's threads within a millisecond, so our memory is not written after an error.
+    """See `interface.Remote`. L2 over the native clients of LMCache's RESP and file-system adapters. It has
+    one connection: open several remotes for parallel transfers.
+
+    The clients run without the GIL and access our memory without a copy, but the RESP client is fragile. A
+    GET of an absent name or of an empty value waits for ever. After a value of another length, an error reply
+    (out of memory, not permitted) or a lost connection, later answers are misread or missing. So this class
+    reads the length (for files: EXISTS) before a GET, has its own deadline, and connects again after each
+    failure. `close` joins the client's threads within a millisecond, even with a frozen server, so our memory
+    is not written after an error. LMCache's adapter and StorageManager lose the reason of a failure, and take
+    30 s to leave a frozen server.
     """
 
-    def __init__(self, connect: Callable[[], Any], deadline_s: float) -> None:
+    def __init__(
+        self, connect: Callable[[], Any], deadline_s: float, redis: RedisQuestions | None = None
+    ) -> None:
         self._connect = connect
         self._deadline_s = deadline_s
+        self._redis = redis
         self._client: Any = None
         self._turn = threading.Lock()
 
@@ -86,12 +114,12 @@ class LmcacheRemote:
             raise ValueError("a value cannot be read into a read-only buffer")
         with self._turn:
             end = self._end()
-            if not self._exists(end, [name])[0]:
-                return 0
-            if self._call(end, "submit_batch_get", [_key(name)], [into.cast("B")])[0]:
+            right = self._length(end, name, into.nbytes) == into.nbytes
+            if right and self._call(end, "submit_batch_get", [_key(name)], [into.cast("B")])[0]:
                 return into.nbytes
-            self._drop()
-            if not self._exists(end, [name])[0]:  # deleted meanwhile
+            if right:
+                self._drop()  # the rest of the answer is still in the connection
+            if not self._exists(end, [name])[0]:
                 return 0
         raise DamagedValue(f"the value of {name} is not {into.nbytes} bytes long: delete it")
 
@@ -104,6 +132,8 @@ class LmcacheRemote:
 
     def has(self, names: list[str]) -> list[bool]:
         with self._turn:
+            if self._redis is not None and names:  # LMCache's client makes a round trip for each name
+                return self._asked(self._redis.exist, [_key(name) for name in names], self._end())
             return self._exists(self._end(), names) if names else []
 
     def close(self) -> None:
@@ -112,6 +142,24 @@ class LmcacheRemote:
 
     def _end(self) -> float:
         return time.monotonic() + self._deadline_s
+
+    def _length(self, end: float, name: str, hoped: int) -> int:
+        """The bytes of the value, 0 if there is none; `hoped` if the store cannot report lengths."""
+        if self._redis is None:
+            return hoped if self._exists(end, [name])[0] else 0
+        return self._asked(self._redis.length, _key(name), end)
+
+    def _asked(self, what: Callable[[P, float], T], key: P, end: float) -> T:
+        """A question to our own connection. After a failure the client connects again, too: a server that has
+        been restarted does not know its connection. Raises RemoteError."""
+        try:
+            return what(key, end)
+        except TimeoutError as error:
+            self._drop()
+            raise RemoteError(f"the remote store failed: no answer within {self._deadline_s} s") from error
+        except OSError as error:
+            self._drop()
+            raise RemoteError(f"the remote store does not report its values: {error}") from error
 
     def _exists(self, end: float, names: list[str]) -> list[bool]:
         return self._call(end, "submit_batch_exists", [_key(name) for name in names])
@@ -145,12 +193,177 @@ class LmcacheRemote:
         return None
 
     def _drop(self) -> None:
+        if self._redis is not None:
+            self._redis.close()
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(RuntimeError):  # the server has closed the connection
                 client.close()
 
 
+def _only_ipv6(host: str, port: int) -> bool:
+    found = {}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            found[family] = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
+    return list(found) == [socket.AF_INET6]
+
+
+class Ipv6Redis:
+    """See `interface.Remote`. Over redis-py, which LMCache installs, since LMCache's client supports only
+    IPv4. Slower: values are copied under the GIL."""
+
+    def __init__(self, address: tuple[str, int], login: tuple[str, str], deadline_s: float) -> None:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        self._errors = redis.exceptions
+        self._redis = redis.Redis(
+            *address,
+            username=login[0] or None,
+            password=login[1] or None,
+            socket_timeout=deadline_s,
+            socket_connect_timeout=deadline_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def put(self, name: str, value: memoryview) -> None:
+        try:
+            self._call(lambda redis: redis.set(_key(name), bytes(value)))
+        except DamagedValue as error:
+            raise RefusedWrite(f"the remote store takes no value: {error.message}") from error
+
+    def get(self, name: str, into: memoryview) -> int:
+        if into.readonly:
+            raise ValueError("a value cannot be read into a read-only buffer")
+        length = self._call(lambda redis: redis.strlen(_key(name)))
+        if not length and not self.has([name])[0]:
+            return 0
+        value = self._call(lambda redis: redis.get(_key(name))) if length == into.nbytes else b""
+        if len(value or b"") != into.nbytes:
+            raise DamagedValue(f"the value of {name} is not {into.nbytes} bytes long: delete it")
+        into.cast("B")[:] = value
+        return into.nbytes
+
+    def delete(self, name: str) -> None:
+        try:
+            self._call(lambda redis: redis.delete(_key(name)))
+        except DamagedValue as error:
+            raise RemoteError(f"the remote store did not delete {name}: {error.message}") from error
+
+    def has(self, names: list[str]) -> list[bool]:
+        def exist(redis: Any) -> list[int]:
+            with redis.pipeline(transaction=False) as message:
+                for name in names:
+                    message.exists(_key(name))
+                return list(message.execute())
+
+        return [bool(there) for there in self._call(exist)] if names else []
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _call(self, what: Callable[[Any], Any]) -> Any:
+        """Run a command. Raises RemoteError, and DamagedValue for an error reply."""
+        try:
+            return what(self._redis)
+        except (self._errors.AuthenticationError, self._errors.NoPermissionError) as error:
+            raise _refused_login(str(error)) from error
+        except self._errors.ResponseError as error:
+            raise DamagedValue(f"redis answers {error}") from error
+        except self._errors.RedisError as error:
+            raise RemoteError(f"the remote store cannot be reached: {error}. Is it running?") from error
+
+
+def _refused_login(answer: str) -> RemoteError:
+    return RemoteError(f"redis refuses the user or password of `l2` (redis://user:password@host): {answer}")
+
+
 def _key(name: str) -> str:
     """LMCache's name of a value; its file-system client accepts no other form."""
     return f"headrace@00000000@0@{name}"
+
+
+class RedisQuestions:
+    """Reads the length of a value in Redis, and which values there are, over its own connection. LMCache's
+    client has no command for the length, misreads a value of unexpected length, and waits for ever for one of
+    less than a few bytes.
+
+    Connects at the first call, and again after an error. Used from one thread.
+    """
+
+    def __init__(self, address: tuple[str, int], login: tuple[str, str]) -> None:
+        self._address = address
+        self._login = [word for word in login if word]
+        self._socket: socket.socket | None = None
+        self._answers: BinaryIO | None = None
+
+    def check(self, end: float) -> None:
+        """Check that the server answers and accepts the login. Raises OSError, RemoteError."""
+        try:
+            self._connect(end)
+        finally:
+            self.close()
+
+    def length(self, key: str, end: float) -> int:
+        """The bytes of the value of `key`, until `end` (monotonic, seconds). 0 if it is empty or absent,
+        WRONG_TYPE if it is not a string. Raises OSError, RemoteError."""
+        return self._numbers(end, [("STRLEN", key)])[0]
+
+    def exist(self, keys: list[str], end: float) -> list[bool]:
+        """Which of `keys` have a value, in one round trip. Raises OSError, RemoteError."""
+        return [count == 1 for count in self._numbers(end, [("EXISTS", key) for key in keys])]
+
+    def _numbers(self, end: float, commands: list[tuple[str, ...]]) -> list[int]:
+        try:
+            if self._socket is None:
+                self._connect(end)
+            answers = self._call(end, commands)
+            numbers = []
+            for answer in answers:
+                if not answer.startswith((b":", b"-WRONGTYPE")):
+                    raise ConnectionError(f"redis answered {answer[:100]!r}")
+                numbers.append(int(answer[1:]) if answer.startswith(b":") else WRONG_TYPE)
+        except (OSError, RemoteError):
+            self.close()
+            raise
+        return numbers
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        for end in (self._answers, self._socket):
+            if end is not None:
+                end.close()
+        self._socket = self._answers = None
+
+    def _connect(self, end: float) -> None:
+        self._socket = socket.create_connection(self._address, timeout=_left_s(end))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._answers = self._socket.makefile("rb")
+        words = ("AUTH", *self._login) if self._login else ("PING",)
+        (answer,) = self._call(end, [words])
+        if answer.startswith((b"-WRONGPASS", b"-NOAUTH", b"-ERR")):
+            raise _refused_login(answer.decode(errors="replace").strip("-\r\n"))
+
+    def _call(self, end: float, commands: list[tuple[str, ...]]) -> list[bytes]:
+        """Send all commands at once and return the line of each answer."""
+        assert self._socket is not None
+        assert self._answers is not None
+        self._socket.settimeout(_left_s(end))
+        sent, answers = bytearray(), []
+        for words in commands:
+            sent += b"*%d\r\n" % len(words)
+            sent += b"".join(b"$%d\r\n%s\r\n" % (len(word.encode()), word.encode()) for word in words)
+        self._socket.sendall(sent)
+        for _ in commands:
+            self._socket.settimeout(_left_s(end))
+            answers.append(self._answers.readline())
+            if not answers[-1].endswith(b"\r\n"):
+                raise ConnectionError("redis ended the connection")
+        return answers
+
+
+def _left_s(end: float) -> float:
+    """Seconds until `end`, at least 1 ms: a timeout of 0 would mean no timeout."""
+    return max(end - time.monotonic(), 0.001)
