@@ -8,8 +8,7 @@ import time
 from typing import Any
 
 from services.kv_offload.actor import KvOffloadActor
-from services.kv_offload.backends.arena import Plan
-from services.kv_offload.backends.builtin import SHM
+from services.kv_offload.backends.arena import SHM, Plan
 from services.launcher import nats_server
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, Runtime
@@ -98,7 +97,7 @@ class House:
     """One kv_offload, one executor, one scheduler after the other."""
 
     def __init__(self, l1_bytes: int) -> None:
-        self.kv = KvOffloadActor(Plan(f"churn-{os.getpid()}", l1_bytes, "lmcache"), None)
+        self.kv = KvOffloadActor(Plan(f"churn-{os.getpid()}", l1_bytes), None)
         self.blocks = l1_bytes // BLOCK_BYTES
         self._server = nats_server.start()
         self._runtimes: dict[str, Runtime] = {}

@@ -451,27 +451,41 @@ async def request_all(
 ) -> list[Body]:
     """The JSON replies of all services to `body` on `subject` within `wait_s`, or until one is `enough`.
     Raises NoResponders for none."""
-    inbox, got = bus.new_inbox(), list[Body]()
-    silent, ended = False, asyncio.Event()
+    got = list[Body]()
 
-    def collect(delivery: Delivery) -> None:
-        nonlocal silent
-        if delivery.no_responders:
-            silent = True
-            ended.set()
-        elif (reply := _read(delivery.data)) is not None:  # other programs may answer, too
-            got.append(reply)
-            if enough(reply):
-                ended.set()
+    def note(delivery: Delivery) -> object:
+        if (reply := _read(delivery.data)) is None:  # other programs may answer, too
+            return False
+        got.append(reply)
+        return enough(reply)
 
-    subscription = await bus.subscribe(inbox, collect)
-    bus.publish(subject, body, reply=inbox)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(ended.wait(), wait_s)
-    await subscription.cancel()
-    if silent:
+    if not await gather(bus, subject, wait_s, note, body=body):
         raise NoResponders(f"no service runs on this server: none answers on {subject}")
     return got
+
+
+async def gather(
+    bus: Bus, subject: str, wait_s: float, note: Callable[[Delivery], object], *, body: bytes = b""
+) -> bool:
+    """Send `body` to all services on `subject`, and give `note` each answer until it returns true or `wait_s`
+    have passed. False if no service runs."""
+    silent, ended = False, asyncio.Event()
+
+    def on_answer(delivery: Delivery) -> None:
+        nonlocal silent
+        silent = silent or delivery.no_responders
+        if silent or note(delivery):
+            ended.set()
+
+    inbox = bus.new_inbox()
+    subscription = await bus.subscribe(inbox, on_answer)
+    try:
+        bus.publish(subject, body, reply=inbox)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), wait_s)
+    finally:
+        await subscription.cancel()
+    return not silent
 
 
 def _json(body: Mapping[str, Any]) -> bytes:

@@ -26,9 +26,6 @@ from shared.unix_socket import PREFIX as UNIX
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
-OLD_NAMES = {"beat_interval_ms": "heartbeat_interval_ms"}  # accepted with a warning for one release
-
-log = logging.getLogger("headrace.config")
 
 T = TypeVar("T")
 
@@ -135,9 +132,6 @@ class Settings(BaseSettings):
     # tiers below the device
     l1: str = Field("auto", description="DRAM for KV copies, MiB; auto: a quarter, on a cpu 2048 if shared")
     l2: str = Field("", description="remote KV: redis://host:port or file:///folder; empty: none")
-    l1_store: Literal["auto", "lmcache", "plain"] = Field(
-        "auto", description="library for L1 and L2; auto: lmcache if it is installed"
-    )
     # scheduler
     window: int = Field(2, ge=1, le=4, description="steps in flight; 2 hides the whole round trip")
     overlap: Literal[
@@ -335,32 +329,17 @@ class Loaded:
 def load(config_file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Loaded:
     """Read every source; flags with value None are not set. Raises SetupError with the setting, its source
     and the error."""
-    given = _new_names({name: value for name, value in (flags or {}).items() if value is not None})
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
     path = config_file or (Path(p) if (p := os.environ.get(CONFIG_VARIABLE)) else None)
-    in_file = _new_names(_read_toml(path)) if path is not None else {}
+    in_file = _read_toml(path) if path is not None else {}
     origins = {name: _origin(name, given, in_file) for name in Settings.model_fields}
-    old = {
-        name: value
-        for name, new in OLD_NAMES.items()
-        if (value := os.environ.get(PREFIX + name.upper())) is not None
-        and PREFIX + new.upper() not in os.environ
-    }
     try:
-        settings = _with_file(in_file)(**_new_names(old) | given)
+        settings = _with_file(in_file)(**given)
     except ValidationError as error:
         raise SetupError(_explain(error, origins, path)) from None
-    known = {PREFIX + name.upper() for name in (*Settings.model_fields, *OLD_NAMES)} | {CONFIG_VARIABLE}
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
     return Loaded(settings, origins, tuple(unknown))
-
-
-def _new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under the current names of their settings. A current name wins over an old one."""
-    old = {name: value for name, value in values.items() if name in OLD_NAMES}
-    for name in old:
-        log.warning("setting %s is named %s: the next release refuses the old name", name, OLD_NAMES[name])
-    new = {name: value for name, value in values.items() if name not in OLD_NAMES}
-    return {OLD_NAMES[name]: value for name, value in old.items()} | new
 
 
 def _with_file(in_file: Mapping[str, Any]) -> type[Settings]:
@@ -396,8 +375,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _origin(name: str, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> str:
     if name in flags:
         return "flag"
-    variables = {PREFIX + spelt.upper() for spelt in (name, *(o for o, n in OLD_NAMES.items() if n == name))}
-    if any(key.upper() in variables for key in os.environ):
+    if any(key.upper() == PREFIX + name.upper() for key in os.environ):
         return "env"
     return "file" if name in in_file else "default"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
 from loadtest.simulator.tiers import Answer, Moved, TierSpec
-from services.kv_offload.backends.builtin import CountingArena
+from services.kv_offload.backends.arena import Arena
 from services.kv_offload.events import Send
 from shared.messages import KvPrefetch, KvReserve, Message
 
@@ -20,7 +20,7 @@ class RealTier:
         self.name, self.host_id = spec.name, spec.host_id
         self.tiers = ("l1", "l2") if spec.l2_bytes_s else ("l1",)
         l2 = VirtualL2(bytes_per_s=spec.l2_bytes_s, call_us=spec.l2_delay_us) if spec.l2_bytes_s else None
-        self._kv = VirtualKv(CountingArena(spec.l1_bytes, self.generation), l2)
+        self._kv = VirtualKv(Arena(spec.l1_bytes, self.generation), l2)
         self._block_bytes = block_bytes
         self._messages = 0
 

@@ -1,7 +1,7 @@
 """`VirtualKv` runs the real core of kv_offload without bytes, processes or threads: on an arena that only
 counts, an L2 of a given speed and the caller's clock. For simulations and tests.
 
-    kv = VirtualKv(CountingArena(1 << 30), VirtualL2(capacity_bytes=8 << 30))
+    kv = VirtualKv(Arena(1 << 30), VirtualL2(capacity_bytes=8 << 30))
     sends = kv.arrive("scheduler.s", epoch, message, now_us)      # answers that are due at once
     while (due_us := kv.due_us()) is not None: sends = kv.tick(due_us)   # the later ones
 """
@@ -12,7 +12,7 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from services.kv_offload.backends.builtin import CountingArena
+from services.kv_offload.backends.arena import Arena
 from services.kv_offload.core import KvCore
 from services.kv_offload.events import (
     Arrived,
@@ -83,7 +83,7 @@ class VirtualL2:
 class VirtualKv:
     """The core over such an arena and such an L2 (None: no L2). Time is the caller's and never goes back."""
 
-    def __init__(self, arena: CountingArena, l2: VirtualL2 | None = None) -> None:
+    def __init__(self, arena: Arena, l2: VirtualL2 | None = None) -> None:
         self.core = KvCore(arena, l2=l2 is not None)
         self._l2 = l2
         self._running: list[tuple[int, int, L2Ended]] = []  # a heap by end

@@ -4,7 +4,6 @@ actor.py             the process: uvicorn and a native client
 app.py               the application: paths, endpoints, API keys, and the middleware around every request
 connection.py        one connection, with time limits for its peer
 exchange.py          one HTTP request from its first byte to its last, and the counters
-openai_request.py    HTTP body -> native requests
 native_call.py       the native requests of one HTTP request, the connections of tenants, the state of health
 openai_response.py   native answers and frames -> OpenAI's
 anthropic.py         Anthropic's Messages API, from and to OpenAI's shapes

@@ -42,10 +42,11 @@ from services.gateway.native_call import (
     Health,
     NativeCall,
     TenantConnections,
+    fields_of,
+    model_of,
     read_body,
     unless_gone,
 )
-from services.gateway.openai_request import fields_of, model_of
 from services.gateway.openai_response import BODY_SEND, OPENAI, Api, EventStream
 from services.gateway.openapi import document
 from services.gateway.page import Page
@@ -67,8 +68,8 @@ from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
 from shared.openai.call import Call, read_call, timed_id
 from shared.telemetry import traces
+from shared.telemetry.export import Tracer
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
-from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.gateway")
 

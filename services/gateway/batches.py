@@ -18,8 +18,7 @@ from starlette.routing import Route
 
 from services.gateway.errors import SlowRequest
 from services.gateway.exchange import answer
-from services.gateway.native_call import BODY_TIMEOUT_S, read_body
-from services.gateway.openai_request import fields_of
+from services.gateway.native_call import BODY_TIMEOUT_S, fields_of, read_body
 from services.gateway.upload_form import UploadForm
 from shared.client import Client
 from shared.clock import Clock

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from pydantic_core import from_json
 
 from shared.actor.mailbox import Mailbox
+from shared.client import gather
 from shared.errors import WireError
 from shared.nats import subjects
 from shared.nats.interface import Delivery
@@ -64,26 +65,8 @@ class Collector(Generic[T]):
                 found[source] = answer
             return living <= found.keys()
 
-        await _ask(self._mailbox, self._subject, note)
+        await gather(self._mailbox.bus, self._subject, ANSWER_S, note)
         return {source: found.get(source) for source in sorted({*found, *living})}
-
-
-async def _ask(mailbox: Mailbox, subject: str, note: Callable[[Delivery], bool]) -> None:
-    """Send a request, and give `note` each answer until it returns True, for at most ANSWER_S."""
-    complete = asyncio.Event()
-
-    def on_answer(delivery: Delivery) -> None:
-        if delivery.no_responders or note(delivery):
-            complete.set()
-
-    inbox = mailbox.bus.new_inbox()
-    subscription = await mailbox.bus.subscribe(inbox, on_answer)
-    try:
-        mailbox.bus.publish(subject, b"", reply=inbox)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(complete.wait(), ANSWER_S)
-    finally:
-        await subscription.cancel()
 
 
 class Fleet:
@@ -118,7 +101,7 @@ class Fleet:
                 known.extend([body] if body.get("state") != "unknown" else [])
             return bool(known)
 
-        await _ask(self._mailbox, subjects.trace(request_id), note)
+        await gather(self._mailbox.bus, subjects.trace(request_id), ANSWER_S, note)
         return known[0] if known else None
 
 

@@ -1,8 +1,9 @@
 """`NativeCall` makes the native requests of one HTTP request: all answers, or frames as they arrive.
 
 `TenantConnections` holds a connection to the nats-server for each tenant. `Health` decides whether a native
-request would succeed now. `read_body` reads an HTTP body within limits of size and time. `unless_gone`
-cancels the native requests of a client that disconnects.
+request would succeed now. `read_body` reads an HTTP body within limits of size and time, `fields_of` its
+fields, `model_of` the model, which may be left out if only one is served. `unless_gone` cancels the native
+requests of a client that disconnects.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from zlib import crc32
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from services.gateway.errors import SlowRequest, WrongMediaType
+from services.gateway.errors import SlowRequest, Unprocessable, WrongMediaType
 from shared.actor.membership import Peers, missing, starts_cold
 from shared.client import Client, probe
-from shared.errors import Cancelled, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel
+from shared.errors import BadRequest, Cancelled, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel
+from shared.json_body import read_json
 from shared.nats import subjects
 from shared.nats.interface import Bus, BusFault, NoResponders
 from shared.openai.call import Body, Call
@@ -366,6 +368,30 @@ async def read_body(request: Request, most: int) -> bytes:
         raise SlowRequest(f"the body did not come within {BODY_TIMEOUT_S:g} s: send it again") from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
+
+
+def fields_of(data: bytes) -> Body:
+    """The fields of a JSON body, without null fields. Raises BadRequest, Unprocessable."""
+    try:
+        fields = read_json(data)
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply: send flat values") from None
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error!s:.200}") from None
+    if not isinstance(fields, dict):
+        raise Unprocessable(f"the body is a JSON {type(fields).__name__}, an object with fields is expected")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def model_of(fields: Body, served: list[str]) -> str:
+    """The model of a request; without one, the only model of `served`. Raises BadRequest."""
+    model = fields.get("model")
+    if model is None and len(served) == 1:
+        return served[0]
+    if not isinstance(model, str) or not model:
+        there = ", ".join(served)
+        raise BadRequest(f"`model`: the name of a model is expected; there is {there:.200}", param="model")
+    return model
 
 
 async def _read(request: Request, most: int) -> bytes:

@@ -14,9 +14,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.kv_offload.backends import arena as arenas
-from services.kv_offload.backends.arena import Opened, Plan
-from services.kv_offload.backends.builtin import SHM, CountingArena, NoRoom
-from services.kv_offload.backends.interface import Arena, Remote
+from services.kv_offload.backends.arena import SHM, Arena, NoRoom, Opened, Plan
+from services.kv_offload.backends.interface import Remote
 from services.kv_offload.core import KvCore
 from services.kv_offload.events import (
     Abandon,
@@ -70,7 +69,7 @@ class KvOffloadActor(Actor):
         self._peers_seen: dict[str, int] = {}
         self._l2_url = l2_url  # for the status, without password
         self._connect = connect  # to L2; None: no L2
-        self._core = KvCore(CountingArena(0, generation=0))
+        self._core = KvCore(Arena(0, generation=0))
         self._opening: asyncio.Future[Opened] | None = None
         self._opens: asyncio.Task[None] | None = None  # later than at the start
         self._l2_pool: L2Pool | None = None
@@ -104,7 +103,7 @@ class KvOffloadActor(Actor):
         for source in mailbox.peers.ready("executor"):
             if (peer := mailbox.peers.get(f"executor.{source}")) is not None:
                 self.on_peer(peer)
-        log.info("L1: %d MiB in %s, kept by %s", self._plan.bytes >> 20, arena.name, self._plan.store)
+        log.info("L1: %d MiB in %s", self._plan.bytes >> 20, arena.name)
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         self._handle(Arrived(source, self._mailbox.epoch_of(source), message, trace))
@@ -155,7 +154,7 @@ class KvOffloadActor(Actor):
     def status(self) -> dict[str, object]:
         stuck = 0 if self._l2_pool is None else self._l2_pool.stuck
         why = "" if self._l2_pool is None else self._l2_pool.why
-        kept = {"store": self._plan.store, "l2_url": self._l2_url, "l2_error": why, "stuck_calls": stuck}
+        kept: dict[str, object] = {"l2_url": self._l2_url, "l2_error": why, "stuck_calls": stuck}
         if self._peers is not None:
             kept["peer_error"] = self._peers.why
         off: dict[str, object] = {"why_off": self._why_off} if self._why_off else {}
@@ -278,7 +277,7 @@ def copy_in(arena: Arena, values: Sequence[memoryview], command: Fill) -> None:
 
 def build(settings: Settings) -> KvOffloadActor:
     """kv_offload with the tiers of the settings. Raises SetupError."""
-    plan = arenas.plan(settings.l1, settings.l1_store, settings.fleet, settings.host_id)
+    plan = arenas.plan(settings.l1, settings.fleet, settings.host_id)
     open_wire = NixlWire if nixl.installed() else None
     if not settings.l2:
         return KvOffloadActor(plan, open_wire=open_wire)

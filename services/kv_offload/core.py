@@ -1,6 +1,6 @@
 """The decisions of kv_offload: events in, commands out. No await, clock, socket, randomness or thread.
 
-    core = KvCore(arena, l2=True)                  # interface.Arena; CountingArena in a simulation
+    core = KvCore(arena, l2=True)                  # arena.Arena
     for command in core.handle(event, now_us): …   # in order, each done before the next
     core.due_us()                                  # when it needs a Ticked; None: not before another event
 
@@ -22,7 +22,7 @@ Each message is answered at once, or by its deadline, also if L2 hangs.
 from __future__ import annotations
 
 from services.kv_offload import jobs
-from services.kv_offload.backends.interface import Arena
+from services.kv_offload.backends.arena import Arena
 from services.kv_offload.events import (
     Arrived,
     Command,

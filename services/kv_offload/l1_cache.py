@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from services.kv_offload.backends.builtin import pages
-from services.kv_offload.backends.interface import Arena
+from services.kv_offload.backends.arena import Arena, pages
 from services.kv_offload.events import Name
 
 URGENT_PERCENT = 10  # of the arena, only for stores of preempted requests

@@ -201,7 +201,7 @@ def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: st
     def act(name: str, text: str) -> argparse.ArgumentParser:
         sub = actions.add_parser(name, help=text, description=text)
         if verb in ("batch", _ALL):
-            _add_setting_flags(sub, _REQUEST if name == "run" else _FLEET)
+            _add_setting_flags(sub, _FLEET)
         return sub
 
     submit = act("submit", "store a file of requests that a keeper answers, and print the id of the batch")
@@ -218,17 +218,9 @@ def _add_batch(add: Callable[[str, str, Any], argparse.ArgumentParser], verb: st
     fetch = act("fetch", "write the answers of a batch that has ended to a file")
     fetch.add_argument("id")
     fetch.add_argument("output", type=Path, metavar="OUT.jsonl", help="answers, then errors")
-    batch = act("run", "answer a file of requests now, without a keeper")
-    batch.add_argument("input", type=Path, metavar="IN.jsonl", help="a line for each request")
-    batch.add_argument(
-        "output", type=Path, metavar="OUT.jsonl", help="a line for each answer; must not exist"
-    )
-    batch.add_argument(
-        "--resume", action="store_true", help="continue OUT.jsonl; refused ones are sent again"
-    )
-    batch.add_argument(  # `window` is a setting; 64: as many as an executor on a GPU runs at once by default
-        "--window", dest="in_flight", type=int, default=64, metavar="N", help="requests in flight; default 64"
-    )
+    whole = act("run", "submit, wait and fetch; after a kill the same command goes on")
+    whole.add_argument("input", type=Path, metavar="IN.jsonl", help="a line for each request")
+    whole.add_argument("output", type=Path, metavar="OUT.jsonl", help="answers, then errors; must not exist")
 
 
 def _add_up(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
@@ -325,7 +317,7 @@ def _add_setting_flags(
     import argparse
     from pathlib import Path
 
-    from shared.config import OLD_NAMES, PREFIX, Settings, metavar
+    from shared.config import PREFIX, Settings, metavar
 
     group = parser.add_argument_group("settings", "also as variables and in a TOML file, see --config")
     group.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
@@ -340,15 +332,12 @@ def _add_setting_flags(
             group.add_argument(flag, dest=name, metavar=metavar(name), action="append", default=[], help=text)
         else:
             group.add_argument(flag, dest=name, metavar=metavar(name), help=text)
-    for name in (old for old, new in OLD_NAMES.items() if new in (names or Settings.model_fields)):
-        group.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
 
 
 def _load(given: argparse.Namespace) -> Loaded:
-    from shared.config import OLD_NAMES, Settings, load
+    from shared.config import Settings, load
 
-    names = (*Settings.model_fields, *OLD_NAMES)
-    return load(given.config, {name: getattr(given, name, None) for name in names})
+    return load(given.config, {name: getattr(given, name, None) for name in Settings.model_fields})
 
 
 def _up(given: argparse.Namespace) -> int:
@@ -415,31 +404,22 @@ def _request(given: argparse.Namespace) -> None:
 
 
 def _batch(given: argparse.Namespace) -> int:
-    from services.launcher.commands import batch_jobs
-    from services.launcher.commands.batch import run_batch
+    from services.launcher.commands import batch
     from services.launcher.session import find_target
 
-    loaded = _load(given)
-    target = find_target(loaded)
+    target = find_target(_load(given))
     if given.action == "submit":
-        _run(batch_jobs.submit(target, given.input, given.endpoint, given.completion_window, given.webhook))
+        window = given.completion_window
+        print(_run(batch.submit(target, given.input, given.endpoint, window, given.webhook)))
         return 0
     if given.action == "status":
-        return _run(batch_jobs.status(target, given.id, as_json=given.json))
+        return _run(batch.status(target, given.id, as_json=given.json))
     if given.action == "cancel":
-        _run(batch_jobs.cancel(target, given.id))
+        _run(batch.cancel(target, given.id))
         return 0
     if given.action == "fetch":
-        return 1 if _run(batch_jobs.fetch(target, given.id, given.output)) else 0
-    running = run_batch(
-        target,
-        given.input,
-        given.output,
-        resume=given.resume,
-        window=given.in_flight,
-        timeout_s=loaded.settings.request_timeout_s,
-    )
-    return 1 if _run(running) else 0
+        return 1 if _run(batch.fetch(target, given.id, given.output)) else 0
+    return 1 if _run(batch.run(target, given.input, given.output)) else 0
 
 
 def _submit(given: argparse.Namespace) -> None:
@@ -473,7 +453,7 @@ def _result(given: argparse.Namespace) -> int:
 
 
 def _attach(given: argparse.Namespace) -> None:
-    from services.launcher.commands.attach import attach
+    from services.launcher.commands.submit import attach
     from services.launcher.session import find_target
 
     _run(attach(find_target(_load(given)), given.id))
@@ -520,7 +500,7 @@ def _kv(given: argparse.Namespace) -> None:
 
 
 def _usage(given: argparse.Namespace) -> None:
-    from services.launcher.commands.usage import usage
+    from services.launcher.commands.status import usage
 
     _run(usage(*_find_fleet(given), as_json=given.json))
 

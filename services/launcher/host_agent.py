@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from services.launcher.shared_memory import (
     ASLEEP,
@@ -25,6 +24,7 @@ from services.launcher.shared_memory import (
     Sleep,
     Wake,
 )
+from services.launcher.supervisor import ExecutorProcesses
 from shared import codec
 from shared.actor import membership
 from shared.actor.membership import Peers
@@ -41,28 +41,9 @@ CHANGE_US = 90_000_000  # a drain of 10 s and large weights: then what was asked
 MOST_RESTARTS = 2  # of an executor that ends while it loads: most often it found too little memory
 
 
-class Processes(Protocol):
-    """See services.launcher.supervisor.ExecutorProcesses."""
-
-    least_mib: int
-
-    @property
-    def run(self) -> bool: ...
-
-    @property
-    def end(self) -> bool: ...
-
-    @property
-    def restarts(self) -> int: ...
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Model:
-    processes: Processes
+    processes: ExecutorProcesses
     held: bool = False  # unloaded by an operator
     goal: str = ""  # LOADED or ASLEEP, while that is not reached
     until_us: int = 0
@@ -78,7 +59,7 @@ class HostAgent:
     bus: Bus
     fleet: str
     host_id: str
-    processes: Mapping[str, Processes]  # by model
+    processes: Mapping[str, ExecutorProcesses]  # by model
     awake_mib: int
     clock: Clock
     report: Callable[[str], None]

@@ -510,8 +510,8 @@ class _Up:
 
 def starts_later(specs: Sequence[ServiceSpec]) -> set[str]:
     """The services that start only after the server is ready on few cores, which the executor needs to load
-    the model: kv_offload, whose import of LMCache keeps a core busy for seconds, keeper, and every tokenizer
-    and detokenizer of a model but the first."""
+    the model: kv_offload, whose import of LMCache for an L2 keeps a core busy for seconds, keeper, and every
+    tokenizer and detokenizer of a model but the first."""
     first = {(spec.kind, spec.env.get("HEADRACE_MODEL")): spec.name for spec in reversed(specs)}
     later = ("kv_offload", "keeper", *_TEXT)
     return {s.name for s in specs if s.kind in later} - {

@@ -45,8 +45,8 @@ from shared.messages import Cancel, ExecReset, Message, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.replies import to_json
+from shared.telemetry.export import Tracer
 from shared.telemetry.readings import Metrics
-from shared.telemetry.tracer import Tracer
 from shared.vocab.files import served_names
 
 log = logging.getLogger("headrace.scheduler")

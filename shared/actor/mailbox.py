@@ -27,7 +27,7 @@ from shared.errors import WireError
 from shared.messages import Heartbeat, Message, Resend, StreamAt, StreamReset
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
-from shared.telemetry.tracer import Tracer
+from shared.telemetry.export import Tracer
 
 log = logging.getLogger("headrace.mailbox")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -34,10 +35,9 @@ from shared.nats.interface import Bus, BusFault, Delivery
 from shared.processes import give_back_memory
 from shared.replies import to_json
 from shared.telemetry import readings
-from shared.telemetry import tracer as tracing
-from shared.telemetry.metrics import MeterSink, from_env, scrape_point
+from shared.telemetry.export import MeterSink, Tracer, meter_sink_from_env, tracer_from_env
+from shared.telemetry.metrics import scrape_point
 from shared.telemetry.readings import MetricPoint, Metrics, Recent, process_metrics
-from shared.telemetry.tracer import Tracer
 
 log = logging.getLogger("headrace.actor")
 process_log = logging.getLogger("headrace.process")
@@ -213,21 +213,15 @@ class Runtime:
             self.on_heartbeat("cut_off" if self._cut_off and self.state == "ready" else self.state)
         payload = self._payload()
         self._recent.sample(self.clock.now_us(), payload.counts)
+        fields = {each.name: getattr(payload, each.name) for each in dataclasses.fields(payload)}
+        del fields["counts"]
         heartbeat = Heartbeat(
             kind=self.actor.kind,
             actor=self.actor_id,
             host_id=self.host_id,
             state=self.state,
-            model=payload.model,
-            load=payload.load,
             interval_us=self.heartbeat_interval_us,
-            arena=payload.arena,
-            arena_generation=payload.arena_generation,
-            tiers=payload.tiers,
-            rates=payload.rates,
-            scheduler=payload.scheduler,
-            aliases=payload.aliases,
-            model_digest=payload.model_digest,
+            **fields,
         )
         envelope = Envelope(self.mailbox.source, self.mailbox.epoch, 0, heartbeat)
         self.bus.publish(
@@ -402,8 +396,8 @@ def _runner() -> asyncio.Runner:
 
 async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
     actor_id = options.actor_id or secrets.token_hex(4)
-    tracer = tracing.from_env(actor.kind, actor_id) if actor.traced else None
-    metrics = from_env(actor.kind, actor_id)
+    tracer = tracer_from_env(actor.kind, actor_id) if actor.traced else None
+    metrics = meter_sink_from_env(actor.kind, actor_id)
     if tracer is not None:
         tracer.test()
     try:

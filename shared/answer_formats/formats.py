@@ -24,8 +24,6 @@ AUTO, OFF = "auto", "off"
 class Json:
     """Calls as JSON objects, alone or in a list. The arguments have the key `arguments` or `parameters`."""
 
-    name: str = "name"  # the key of the name
-
 
 @dataclass(frozen=True, slots=True)
 class Named:
@@ -36,15 +34,15 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Xml:
-    """The name, then each argument with tags of its own. `head` and `key` are patterns; a group `string` of
-    `key` is `true` if the value is text. Values of text stand as they are, all others as JSON."""
+    """The name, then each argument with tags of its own. `head` and `key` are patterns. Values of text stand
+    as they are, all others as JSON."""
 
     head: str
     head_begins: str  # the constant text at the start of a head
     key: str
     key_begins: str  # the constant text at the start of a key
     value_ends: str
-    style: str = ""  # XGrammar's name for it; empty: it has none
+    style: str  # XGrammar's name for it
     newlines: bool = False  # a value stands between line breaks that are not part of it
 
 
@@ -71,7 +69,7 @@ class Channels:
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """A call as the family writes it, around its arguments; `NAME` is its name, `INDEX` a number."""
+    """A call as the family writes it, around its arguments; `NAME` is its name."""
 
     before: str
     after: str
@@ -101,7 +99,6 @@ class Format:
     fences: tuple[str, ...] = ()  # more markers after a call
     notations: tuple[Notation, ...] = (Json(),)  # tried in this order; a grammar has the first
     bare: str = ""  # characters that start a call without a marker, as the first of an answer
-    shells: tuple[str, ...] = ()  # markers around the text for people, which are left out
     text_arguments: bool = False  # its template takes the arguments of earlier calls as JSON text
     short_ids: bool = False  # its template takes ids of nine letters and digits only
     aliases: tuple[str, ...] = ()  # names that vLLM and SGLang have for it
@@ -120,7 +117,7 @@ class Format:
     @cached_property
     def markers(self) -> frozenset[str]:
         """Texts that are control tokens in checkpoints of the family, if the checkpoint has such tokens."""
-        texts = [*(self.think or ()), *self.opens, *self.ends, *self.shells]
+        texts = [*(self.think or ()), *self.opens, *self.ends]
         texts += [self.writes.texts] if self.writes else []
         for each in self.notations:
             match each:
@@ -167,47 +164,6 @@ FORMATS = {
             aliases=("openai", "gpt-oss", "openai_gptoss"),
         ),
         Format(
-            name="kimi_k2",
-            source=f"{_HF}/moonshotai/Kimi-K2-Instruct/blob/main/docs/tool_call_guidance.md",
-            found_by=("<|tool_calls_section_begin|>",),
-            think=_THINK,
-            calls_end_reasoning=True,
-            section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-            call=("<|tool_call_begin|>", "<|tool_call_end|>"),
-            notations=(Named(rf"\s*(?:functions\.)?{NAME}(?::\d+)\s*<\|tool_call_argument_begin\|>\s*"),),
-            writes=Writes(
-                "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>",
-                "<|tool_call_end|>",
-                "<|tool_calls_section_begin|>",
-                "<|tool_calls_section_end|>",
-            ),
-        ),
-        Format(
-            name="deepseek_v32",
-            source=f"{_HF}/deepseek-ai/DeepSeek-V3.2/blob/main/encoding/encoding_dsv32.py",
-            found_by=("｜DSML｜",),
-            think=_THINK,
-            calls_end_reasoning=True,
-            section=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-            call=("<｜DSML｜invoke", "</｜DSML｜invoke>"),
-            notations=(
-                Xml(
-                    head=rf'\s*name="{NAME}">',
-                    head_begins="name=",
-                    key=r'<｜DSML｜parameter name="(?P<key>[^"\n]{1,128})" string="(?P<string>true|false)">',
-                    key_begins="<｜DSML｜parameter",
-                    value_ends="</｜DSML｜parameter>",
-                    style="deepseek_xml",
-                ),
-            ),
-            writes=Writes(
-                '<｜DSML｜invoke name="NAME">\n',
-                "</｜DSML｜invoke>\n",
-                "<｜DSML｜function_calls>\n",
-                "</｜DSML｜function_calls>",
-            ),
-        ),
-        Format(
             name="deepseek_v3",
             source=f"{_VLLM}/tool_chat_template_deepseekv3.jinja",
             found_by=("<｜tool▁calls▁begin｜>", "```json"),
@@ -225,58 +181,6 @@ FORMATS = {
                 "<｜tool▁calls▁begin｜>",
                 "<｜tool▁calls▁end｜>",
                 "\n",
-            ),
-        ),
-        Format(
-            name="deepseek_v31",
-            source=f"{_LLAMA_CPP}/deepseek-ai-DeepSeek-V3.1.jinja",
-            found_by=("<｜tool▁calls▁begin｜>",),
-            think=_THINK,
-            calls_end_reasoning=True,
-            section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-            call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-            notations=(Named(rf"\s*{NAME}\s*<｜tool▁sep｜>\s*"),),
-            text_arguments=True,
-            aliases=("deepseekv31", "deepseek-v3.1"),
-            writes=Writes(
-                "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
-                "<｜tool▁call▁end｜>",
-                "<｜tool▁calls▁begin｜>",
-                "<｜tool▁calls▁end｜>",
-            ),
-        ),
-        Format(
-            name="minimax_m2",
-            source=f"{_LLAMA_CPP}/unsloth-MiniMax-M2.jinja",
-            found_by=("<minimax:tool_call>", "<invoke"),
-            think=_THINK,
-            section=("<minimax:tool_call>", "</minimax:tool_call>"),
-            call=("<invoke", "</invoke>"),
-            notations=(
-                Xml(
-                    head=rf'\s*name="{NAME}">',
-                    head_begins="name=",
-                    key=r'<parameter name="(?P<key>[^"\n]{1,128})">',
-                    key_begins="<parameter",
-                    value_ends="</parameter>",
-                    style="minimax_xml",
-                ),
-            ),
-            aliases=("minimax-m2",),
-            writes=Writes(
-                '<invoke name="NAME">\n', "</invoke>\n", "<minimax:tool_call>\n", "</minimax:tool_call>"
-            ),
-        ),
-        Format(
-            name="seed_oss",
-            source=f"{_LLAMA_CPP}/ByteDance-Seed-OSS.jinja",
-            found_by=("<seed:tool_call>",),
-            think=("<seed:think>", "</seed:think>"),
-            call=("<seed:tool_call>", "</seed:tool_call>"),
-            fences=("</function>",),
-            notations=(_QWEN_XML,),
-            writes=Writes(
-                "<seed:tool_call>\n<function=NAME>\n", "\n</function>\n</seed:tool_call>", between="\n"
             ),
         ),
         Format(
@@ -299,24 +203,6 @@ FORMATS = {
             notations=(_QWEN_XML, Json()),
             aliases=("qwen3_xml", "nemotron_v3"),
             writes=Writes("<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", between="\n"),
-        ),
-        Format(
-            name="command_r",
-            source=f"{_LLAMA_CPP}/CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja",
-            found_by=("<|START_ACTION|>",),
-            think=("<|START_THINKING|>", "<|END_THINKING|>"),
-            calls_end_reasoning=True,
-            section=("<|START_ACTION|>", "<|END_ACTION|>"),
-            notations=(Json("tool_name"),),
-            shells=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-            aliases=("cohere_command3", "cohere_command4"),
-            writes=Writes(
-                '{"tool_call_id": "INDEX", "tool_name": "NAME", "parameters": ',
-                "}",
-                "<|START_ACTION|>[\n    ",
-                "\n]<|END_ACTION|>",
-                ",\n    ",
-            ),
         ),
         Format(
             name="gemma4",
@@ -357,14 +243,6 @@ FORMATS = {
             writes=Writes(_OBJECT, "}", "<|tool_call|>[", "]", ", "),
         ),
         Format(
-            name="granite_20b",
-            source=f"{_VLLM}/tool_chat_template_granite_20b_fc.jinja",
-            found_by=("<function_call>",),
-            call=("<function_call>", ""),
-            aliases=("granite-20b-fc",),
-            writes=Writes(f"<function_call> {_OBJECT}", "}", between="\n"),
-        ),
-        Format(
             name="mistral_v11",
             source="https://github.com/mistralai/mistral-common",
             found_by=("[TOOL_CALLS]", "[ARGS]"),
@@ -392,15 +270,6 @@ FORMATS = {
             writes=Writes(_OBJECT, "}", "[TOOL_CALLS][", "]", ", "),
         ),
         Format(
-            name="internlm2",
-            source=f"{_VLLM}/tool_chat_template_internlm2_tool.jinja",
-            found_by=("<|action_start|>",),
-            call=("<|action_start|><|plugin|>", "<|action_end|>"),
-            notations=(Json(),),
-            aliases=("internlm",),
-            writes=Writes('<|action_start|><|plugin|>\n{"name": "NAME", "parameters": ', "}<|action_end|>"),
-        ),
-        Format(
             name="nemotron",
             source=f"{_LLAMA_CPP}/NVIDIA-Nemotron-Nano-v2.jinja",
             found_by=("<TOOLCALL>",),
@@ -408,31 +277,6 @@ FORMATS = {
             section=("<TOOLCALL>", "</TOOLCALL>"),
             aliases=("nemotron_json", "nemotron_nano_v2"),
             writes=Writes(_OBJECT, "}", "<TOOLCALL>[", "]</TOOLCALL>", ", "),
-        ),
-        Format(
-            name="hunyuan",
-            source=f"{_VLLM}/tool_chat_template_hunyuan_a13b.jinja",
-            found_by=("<tool_calls>", "<think>"),
-            think=_THINK,
-            section=("<tool_calls>", "</tool_calls>"),
-            shells=("<answer>", "</answer>"),
-            aliases=("hunyuan_a13b",),
-            writes=Writes(_OBJECT, "}", "<tool_calls>[", "]</tool_calls>", ", "),
-        ),
-        Format(
-            name="jamba",
-            source=f"{_HF}/ai21labs/AI21-Jamba-Mini-1.6/blob/main/tokenizer_config.json",
-            found_by=("<tool_calls>",),
-            section=("<tool_calls>", "</tool_calls>"),
-            writes=Writes(_OBJECT, "}", "<tool_calls>[", "]</tool_calls>", ", "),
-        ),
-        Format(
-            name="lfm2",
-            source=f"{_HF}/LiquidAI/LFM2-1.2B#-tool-use",
-            found_by=("<|tool_call_start|>",),
-            think=_THINK,
-            call=("<|tool_call_start|>", "<|tool_call_end|>"),
-            notations=(Python(), Json()),
         ),
         Format(
             name="olmo3",

@@ -72,19 +72,9 @@ def after_reasoning(form: Format, rule: Rule, *, thinking: bool) -> Rule:
 
 
 def _call(writes: Writes, name: str, schema: Any, style: str) -> Rule:
-    content: Rule = {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": 1}
-    begin, index, rest = writes.before.partition("INDEX")
-    if index:
-        parts = [
-            {"type": "regex", "pattern": "[0-9]{1,2}"},
-            {"type": "const_string", "value": _named(rest, name)},
-        ]
-        content = {"type": "sequence", "elements": [*parts, content]}
-    return {"type": "tag", "begin": _named(begin, name), "content": content, "end": writes.after}
-
-
-def _named(text: str, name: str) -> str:
-    return text.replace("NAME", name)
+    content = {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": 1}
+    begin = writes.before.replace("NAME", name)
+    return {"type": "tag", "begin": begin, "content": content, "end": writes.after}
 
 
 def _trigger(form: Format, writes: Writes) -> str:

@@ -152,7 +152,7 @@ def json_calls(text: str) -> Calls | None:
     for call in found if isinstance(found, list) else [found]:
         if isinstance(call, dict) and isinstance(call.get("function"), dict):
             call = call["function"]  # OpenAI's own form
-        name = call.get("tool_name", call.get("name")) if isinstance(call, dict) else None
+        name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or not name:
             return None
         calls.append((name, arguments_of(call.get("arguments", call.get("parameters")))))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from shared.answer_formats.formats import NAME, Braces, Channels, Format, Json, Named, Python, Xml
@@ -53,12 +53,11 @@ _ENDS = (*_STARTS, "<|end|>", "<|return|>", "<|call|>")
 NoCall = Generator[None, None, str | None]
 
 
-@lru_cache
-def _head_of_object(name_key: str) -> re.Pattern[str]:
-    """A JSON object up to its arguments. Keys of one short value may precede the name."""
-    other = r'"(?!name"|arguments"|parameters")\w{1,32}"\s*:\s*(?:"[^"\\]{0,128}"|\d{1,9}|null)\s*,\s*'
-    name = rf'"(?:{name_key}|name)"\s*:\s*"(?P<name>[^"\\\x00-\x1f]{{1,128}})"\s*,\s*'
-    return re.compile(rf'\s*\{{\s*(?:{other})?{name}"(?:arguments|parameters)"\s*:\s*(?=\S)')
+# A JSON object up to its arguments. A key with one short value may precede the name.
+_HEAD_OF_OBJECT = re.compile(
+    r'\s*\{\s*(?:"(?!name"|arguments"|parameters")\w{1,32}"\s*:\s*(?:"[^"\\]{0,128}"|\d{1,9}|null)\s*,\s*)?'
+    r'"name"\s*:\s*"(?P<name>[^"\\\x00-\x1f]{1,128})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+)
 
 
 class AnswerParser:
@@ -121,13 +120,10 @@ class AnswerParser:
                 yield from self._section("")
         while True:
             opens = opens if reader.calls < self._most else ()
-            found = yield from reader.until((*opens, *form.shells), partial(reader.put, CONTENT))
+            found = yield from reader.until(opens, partial(reader.put, CONTENT))
             if not found:
                 return True
-            if found in opens:
-                yield from self._section(found)
-            else:
-                reader.turn()
+            yield from self._section(found)
 
     def _section(self, marker: str) -> Truth:
         """The calls from this marker on. Markers without a call are content."""
@@ -186,7 +182,7 @@ class AnswerParser:
             failed: str | None = ""
             match notation:
                 case Json() if first and first in "[{":
-                    failed = yield from self._json(notation)
+                    failed = yield from self._json()
                 case Named() | Xml() if first and first not in "[{":
                     failed = yield from self._headed(notation)
                 case Python() if first == "[" or first.isidentifier():
@@ -203,18 +199,18 @@ class AnswerParser:
             self._reader.emit(ARGUMENTS, arguments)
         return bool(found)
 
-    def _json(self, notation: Json) -> NoCall:
+    def _json(self) -> NoCall:
         """One object, or several in a list or one after the other."""
         reader = self._reader
         listed = yield from reader.literal("[")
-        failed = yield from self._object(notation)
+        failed = yield from self._object()
         if failed is not None:
             return listed + failed
         while reader.calls < self._most:
             found = yield from self._separated()
             if not found:
                 break
-            failed = yield from self._object(notation)
+            failed = yield from self._object()
             if failed is not None:
                 reader.put(CONTENT, failed)
                 return None
@@ -234,10 +230,10 @@ class AnswerParser:
             reader.at = before
         return False
 
-    def _object(self, notation: Json) -> NoCall:
-        reader, head = self._reader, _head_of_object(notation.name)
+    def _object(self) -> NoCall:
+        reader = self._reader
         while True:
-            found = head.match(reader.text, reader.at, reader.at + MAX_HEAD)
+            found = _HEAD_OF_OBJECT.match(reader.text, reader.at, reader.at + MAX_HEAD)
             if found:
                 reader.at = found.end()
                 reader.start(found["name"])
@@ -322,10 +318,7 @@ class AnswerParser:
             found = yield from reader.match(key_of)
             if found is None:
                 break
-            groups = found.groupdict()
             string = is_text(properties.get(found["key"]) if isinstance(properties, Mapping) else None)
-            if groups.get("string"):
-                string = groups["string"] == "true"
             reader.emit(ARGUMENTS, f"{separator}{value_of(found['key'], True)}: ")
             if not (yield from self._argument(notation, string)):
                 return False

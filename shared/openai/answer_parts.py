@@ -110,6 +110,6 @@ def reader_of(answer_format: str, functions: Functions | None, name: str) -> Ans
     if form is None:
         return None
     channels = isinstance(form.notations[0], Channels)
-    if functions is None and form.think is None and not form.shells and not channels:
+    if functions is None and form.think is None and not channels:
         return None
     return AnswerReader(form, thinking, functions, name)

@@ -18,20 +18,9 @@ import socket
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Protocol
 
 from shared.processes import bind, http_url
-from shared.telemetry.otel import (
-    GRPC,
-    GRPC_PACKAGE,
-    HTTP,
-    METRICS,
-    PROMETHEUS_PORT,
-    is_on,
-    log,
-    prometheus_address,
-    protocol_of,
-)
+from shared.telemetry.otel import PROMETHEUS_PORT, prometheus_address
 from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -193,33 +182,3 @@ def _response(
         f"{extra}Connection: close\r\n\r\n"
     )
     return head.encode() + (b"" if bare else body)
-
-
-class MeterSink(Protocol):
-    """Sends the newest metrics from its own thread, every OTEL_METRIC_EXPORT_INTERVAL."""
-
-    def put(self, readings: Metrics) -> None:
-        """Replace the newest metrics. Never blocks."""
-
-    def stop(self, timeout_s: float) -> None:
-        """Send the newest metrics within `timeout_s`."""
-
-
-def from_env(kind: str, actor: str) -> MeterSink | None:
-    """The sink of the process `kind.actor`, None if metrics are off or cannot be sent; the log then has the
-    remedy."""
-    if not is_on(os.environ, METRICS):
-        return None
-    protocol = protocol_of(os.environ, METRICS)
-    if protocol not in (HTTP, GRPC):
-        log.warning("metrics: off, unknown protocol %s: use %s or %s", protocol, HTTP, GRPC)
-        return None
-    try:
-        from shared.telemetry.otel_sdk import OtelMeterSink
-
-        return OtelMeterSink(kind, actor, protocol)
-    except ImportError as error:
-        log.warning("metrics: off, %s needs a package (%s): pip install %s", protocol, error, GRPC_PACKAGE)
-    except Exception as error:  # noqa: BLE001 - a bad OTEL_* value must not stop a service
-        log.warning("metrics: off, the OTEL_* variables cannot be used: %s", error)
-    return None

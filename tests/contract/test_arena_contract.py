@@ -1,5 +1,4 @@
-"""The arena's contract over both implementations: ranges, two-phase writes, readers in other processes,
-and what stays after the owner's end."""
+"""The arena's contract: ranges, two-phase writes, readers in other processes, what stays after its end."""
 
 from __future__ import annotations
 
@@ -14,14 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.kv_offload.backends.builtin import SHM, PlainArena, segment_name, sweep
-from services.kv_offload.backends.interface import Arena
-from services.kv_offload.backends.lmcache import LmcacheArena, SubAllocatedArena
+from services.kv_offload.backends.arena import SHM, Arena, segment_name, shared_arena, sweep
 from shared.errors import SetupError
 
 PAGE = 4096
 CAPACITY = 64 * PAGE
-ARENAS: list[type[PlainArena] | type[LmcacheArena]] = [PlainArena, LmcacheArena]
 _HOSTS = (f"test-{os.getpid()}-{i}" for i in itertools.count())
 
 
@@ -32,28 +28,16 @@ def host() -> Iterator[str]:
     sweep(name)
 
 
-def carved(host: str, generation: int, capacity_bytes: int) -> SubAllocatedArena:
-    """An arena in one range of another, as LMCache's is used."""
-    return SubAllocatedArena(PlainArena(host, generation, capacity_bytes))
-
-
-@pytest.fixture(scope="module", params=[*ARENAS, carved])
-def shared_arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
-    """One for the module: LMCache's takes two seconds to close."""
-    arena = request.param(next(_HOSTS), 1, CAPACITY)
-    yield arena
-    arena.close()
-
-
 @pytest.fixture
-def arena(shared_arena: Arena) -> Iterator[Arena]:
+def arena() -> Iterator[Arena]:
     """Empty, and again empty once every key a test can have used is discarded."""
-    assert shared_arena.free_bytes() == CAPACITY
-    yield shared_arena
+    made = shared_arena(next(_HOSTS), 1, CAPACITY)
+    yield made
     for i in range(1000):
         with contextlib.suppress(KeyError):
-            shared_arena.discard(key(i))
-    assert shared_arena.free_bytes() == CAPACITY
+            made.discard(key(i))
+    assert made.free_bytes() == CAPACITY
+    made.close()
 
 
 def key(i: int) -> bytes:
@@ -163,9 +147,8 @@ def test_ranges_never_overlap_and_nothing_leaks(arena: Arena) -> None:
     assert arena.allocate(key(0), CAPACITY) == 0
 
 
-@pytest.mark.parametrize("kind", ARENAS)
-def test_a_new_generation_is_a_segment_of_its_own(kind: type[Arena], host: str) -> None:
-    first = kind(host, 1, CAPACITY)  # type: ignore[call-arg]  # a protocol has no constructor
+def test_a_new_generation_is_a_segment_of_its_own(host: str) -> None:
+    first = shared_arena(host, 1, CAPACITY)
     assert first.name == segment_name(host, 1)
     first.allocate(key(1), 10)
     first.view(key(1))[:] = b"generation"
@@ -173,7 +156,7 @@ def test_a_new_generation_is_a_segment_of_its_own(kind: type[Arena], host: str) 
     first.close()
     first.close()
     assert not (SHM / first.name).exists()
-    second = kind(host, 2, CAPACITY)  # type: ignore[call-arg]  # a protocol has no constructor
+    second = shared_arena(host, 2, CAPACITY)
     assert second.allocate(key(1), 10) == 0
     second.view(key(1))[:] = b"the second"
     assert reader[:10] == b"generation"
@@ -183,8 +166,8 @@ def test_a_new_generation_is_a_segment_of_its_own(kind: type[Arena], host: str) 
 
 OWNER = """
 import signal, sys
-from services.kv_offload.backends.{module} import {name} as Arena
-arena = Arena(sys.argv[1], 1, 64 * 4096)
+from services.kv_offload.backends.arena import shared_arena
+arena = shared_arena(sys.argv[1], 1, 64 * 4096)
 arena.allocate(b"k", 5)
 arena.view(b"k")[:] = b"bytes"
 arena.seal(b"k")
@@ -193,18 +176,16 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("kind", ARENAS)
-def test_readers_survive_the_owners_kill(kind: type[Arena], host: str) -> None:
-    program = OWNER.format(module=kind.__module__.rsplit(".", 1)[1], name=kind.__name__)
-    command = [sys.executable, "-c", program, host]
+def test_readers_survive_the_owners_kill(host: str) -> None:
+    command = [sys.executable, "-c", OWNER, host]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
         assert owner.stdout
         assert owner.stdout.readline() == "ready\n"
         reader = mapped(segment_name(host, 1))
         owner.kill()
-    sweep(host)  # LMCache's tracker process may have been there first
+    sweep(host)
     assert not (SHM / segment_name(host, 1)).exists()
-    arena = kind(host, 2, CAPACITY)  # type: ignore[call-arg]  # a protocol has no constructor
+    arena = shared_arena(host, 2, CAPACITY)
     arena.allocate(key(1), PAGE)
     arena.view(key(1))[:] = b"x" * PAGE
     assert reader[:5] == b"bytes"
@@ -212,24 +193,23 @@ def test_readers_survive_the_owners_kill(kind: type[Arena], host: str) -> None:
 
 
 def test_sweep_takes_only_what_this_host_left(host: str) -> None:
-    mine, other = PlainArena(host, 7, PAGE), PlainArena(f"{host}-b", 7, PAGE)
+    mine, other = shared_arena(host, 7, PAGE), shared_arena(f"{host}-b", 7, PAGE)
     assert [name for name in sweep(host) if host in name] == [mine.name]
     assert (SHM / other.name).exists()
     mine.close()
     other.close()
 
 
-@pytest.mark.parametrize("kind", ARENAS)
-def test_an_arena_that_shared_memory_cannot_hold_is_refused(kind: type[Arena], host: str) -> None:
+def test_an_arena_that_shared_memory_cannot_hold_is_refused(host: str) -> None:
     with pytest.raises(SetupError, match="HEADRACE_SHM"):
-        kind(host, 1, 1 << 60)  # type: ignore[call-arg]  # a protocol has no constructor
+        shared_arena(host, 1, 1 << 60)
     assert not (SHM / segment_name(host, 1)).exists()
 
 
 def test_a_name_taken_is_refused_and_left_alone(host: str) -> None:
-    first = PlainArena(host, 1, PAGE)
+    first = shared_arena(host, 1, PAGE)
     with pytest.raises(FileExistsError):
-        PlainArena(host, 1, PAGE)
+        shared_arena(host, 1, PAGE)
     assert (SHM / first.name).exists()
     first.close()
     with pytest.raises(SetupError, match="cannot be part of a file name"):

@@ -1,4 +1,4 @@
-"""The remote store's contract over a dictionary, LMCache's file-system client and a real redis-server."""
+"""The remote store's contract: that of the tests, LMCache's file-system client and a real redis-server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.kv_offload.memory_remote import MemoryRemote
 from support.redis_process import RedisProcess
 
 from services.kv_offload.backends.interface import DamagedValue, Remote, RemoteError
@@ -33,8 +34,11 @@ def redis6() -> Iterator[RedisProcess]:
 
 @pytest.fixture(params=["memory", "file", "redis", "redis6"])
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Remote]:
-    urls = {"memory": lambda: "memory:", "file": lambda: f"file://{tmp_path}/kv"}
-    url = urls[request.param]() if request.param in urls else request.getfixturevalue("redis").url
+    if request.param == "memory":
+        yield MemoryRemote()
+        return
+    is_file = request.param == "file"
+    url = f"file://{tmp_path}/kv" if is_file else request.getfixturevalue(request.param).url
     opened = open_remote(url, DEADLINE_S)
     yield opened
     opened.close()
@@ -94,7 +98,7 @@ def test_presence_and_deletion(remote: Remote) -> None:
 
 
 def test_a_shorter_value_is_damaged_and_the_others_are_not(remote: Remote) -> None:
-    """LMCache's RESP client misreads every answer after such a value, on the same connection."""
+    """What a connection still has of such a value is no answer to the next call."""
     put(remote, 6, data(6))
     put(remote, 7, data(7, 4999))
     with pytest.raises(DamagedValue, match="delete it"):

@@ -44,9 +44,7 @@ ASKS = 20  # until L2 has answered a lookup within its 10 ms
 
 
 def test_the_real_model_is_paused_and_computes_nothing_twice(tmp_path: Path) -> None:
-    with running_up(
-        tmp_path, *ENGINE, "--kv-blocks", str(REAL_BLOCKS), HEADRACE_L1="64", HEADRACE_L1_STORE="lmcache"
-    ) as up:
+    with running_up(tmp_path, *ENGINE, "--kv-blocks", str(REAL_BLOCKS), HEADRACE_L1="64") as up:
         asyncio.run(crowded(up))
 
 
@@ -265,7 +263,7 @@ def counted(store: dict[str, dict[str, dict[str, int]]]) -> int:
 
 LONG_BLOCKS, LONG_BLOCK_TOKENS = 1_000, 8  # as many tokens as the context takes
 LONG_ENGINE = ("--kv-blocks", str(LONG_BLOCKS + 100), "--block-tokens", str(LONG_BLOCK_TOKENS))
-LONG = {"HEADRACE_SIM": "step=1000,token=50,block=4096", "HEADRACE_L1": "16", "HEADRACE_L1_STORE": "lmcache"}
+LONG = {"HEADRACE_SIM": "step=1000,token=50,block=4096", "HEADRACE_L1": "16"}
 
 
 def test_no_control_message_is_large_and_nobody_is_called(tmp_path: Path) -> None:

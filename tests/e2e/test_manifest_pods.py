@@ -25,7 +25,6 @@ QUICK = {
     "HEADRACE_SIM": "step=10000,token=0",
     "HEADRACE_HEARTBEAT_INTERVAL_MS": "400",
     "HEADRACE_L1": "32",
-    "HEADRACE_L1_STORE": "plain",
 }
 TOKENS = 100  # of an answer; a roll begins after the first
 StartKubelet = Callable[[str], Kubelet]

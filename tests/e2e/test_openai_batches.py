@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from openai import OpenAI
 from openai.types import Batch
 from openai.types.responses import Response
-from support.running_up import Up, running_up
+from support.running_up import HEADRACE, Up, running_up
 
 MODEL = "smollm2-135m-instruct"
 
@@ -221,7 +222,35 @@ def test_in_the_shell(up: Up, client: OpenAI, tmp_path: Path) -> None:
     assert [json.loads(raw)["custom_id"] for raw in out.read_text().splitlines()] == [
         f"r{i}" for i in range(20)
     ]
+    again = up.run("batch", "run", str(given), str(out))
+    assert (again.returncode, f"{out} exists" in again.stderr) == (1, True)
     late = up.run("batch", "cancel", batch)
     assert (late.returncode, "has ended: it is completed" in late.stderr) == (1, True)
     unknown = up.run("batch", "status", "batch_x")
     assert (unknown.returncode, "there is no batch" in unknown.stderr) == (1, True)
+
+
+def test_run_goes_on_after_a_kill(up: Up, client: OpenAI, tmp_path: Path) -> None:
+    given, out, note = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.batch"))
+    given.write_text("".join(json.dumps(line(i, max_tokens=100 * (i or 1))) + "\n" for i in range(3)))
+    command = [*HEADRACE, "batch", "run", str(given), str(out)]
+    with subprocess.Popen(command, env=up.env) as killed:
+        limit = time.monotonic() + 60
+        while not note.exists() or not note.read_text():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        killed.kill()
+    batch = note.read_text().split()[0]
+    given.write_text(given.read_text() + json.dumps(line(9)) + "\n")
+    other = up.run("batch", "run", str(given), str(out))
+    assert (other.returncode, "is of another input" in other.stderr) == (1, True)
+    given.write_text("".join(given.read_text().splitlines(keepends=True)[:-1]))
+    done = up.run("batch", "run", str(given), str(out))
+    assert (done.returncode, done.stdout) == (0, "completed: 3 of 3 requests\n"), done.stderr
+    assert [json.loads(raw)["custom_id"] for raw in out.read_text().splitlines()] == ["r0", "r1", "r2"]
+    assert not note.exists()
+    assert sum(each.id == batch for each in client.batches.list()) == 1
+    given.write_text(json.dumps(line(0)) + "\n{}\n")
+    wrong = up.run("batch", "run", str(given), str(tmp_path / "wrong.jsonl"))
+    assert (wrong.returncode, "line 2: " in wrong.stderr) == (1, True)
+    assert [each.name for each in tmp_path.glob("wrong*")] == [], "the next run is of another batch"

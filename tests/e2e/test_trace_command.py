@@ -16,11 +16,11 @@ LONG_PROMPT = list(range(300, 1000))  # 700 tokens: chunks of at most 256
 CHECK = """
 import sys
 from shared.config import load
-from shared.telemetry import tracer
+from shared.telemetry import export
 from services.launcher.serve import KINDS, builder
 for kind in KINDS:
     builder(kind)
-assert tracer.from_env("tokenizer", "a") is None
+assert export.tracer_from_env("tokenizer", "a") is None
 assert not [m for m in sys.modules if m.startswith("opentelemetry")], "imported"
 """
 

@@ -23,7 +23,7 @@ PATIENT_S = 60
 SIM: dict[str, Any] = {"sim": "step=1000,token=30", "l1": "64"}
 REAL: dict[str, Any] = {
     "backend": "torch", "dtype": "f32", "deterministic": True, "model_name": "tiny", "kv_blocks": 200,
-    "slots": 16, "max_context": 512, "step_tokens": 32, "l1": "64", "l1_store": "plain",
+    "slots": 16, "max_context": 512, "step_tokens": 32, "l1": "64",
 }  # fmt: skip
 LONG = [3 + 7 * at % (VOCAB - 3) for at in range(320)]
 ASKED: list[dict[str, Any]] = [

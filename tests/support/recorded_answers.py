@@ -44,12 +44,6 @@ _QWEN_XML = "".join(
     + "</function>\n</tool_call>\n"
     for name, of in (("get_weather", FIRST), ("get_time", SECOND))
 ).rstrip("\n")
-_SEED = "\n".join(
-    f"<seed:tool_call>\n<function={name}>\n"
-    + "".join(f"<parameter={k}>{v if isinstance(v, str) else _dumps(v)}</parameter>\n" for k, v in of.items())
-    + "</function>\n</seed:tool_call>"
-    for name, of in (("get_weather", FIRST), ("get_time", SECOND))
-)
 _GLM = "\n".join(
     f"<tool_call>{name}\n"
     + "\n".join(
@@ -59,18 +53,6 @@ _GLM = "\n".join(
     + "\n</tool_call>"
     for name, of in (("get_weather", FIRST), ("get_time", SECOND))
 )
-
-
-def _invokes(dsml: str) -> str:
-    def one(name: str, of: dict[str, Any]) -> str:
-        texts = []
-        for k, v in of.items():
-            kind = f' string="{str(isinstance(v, str)).lower()}"' if dsml else ""
-            value = v if isinstance(v, str) else _dumps(v)
-            texts.append(f'<{dsml}parameter name="{k}"{kind}>{value}</{dsml}parameter>\n')
-        return f'<{dsml}invoke name="{name}">\n{"".join(texts)}</{dsml}invoke>\n'
-
-    return one("get_weather", FIRST) + one("get_time", SECOND)
 
 
 def _gemma(value: Any) -> str:
@@ -105,11 +87,6 @@ class Answer:
 
 _DS = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
 _V3 = "function<｜tool▁sep｜>{}\n```json\n{}\n```"
-_KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
-_COMMAND = (
-    '[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {}}},\n'
-    '    {{"tool_call_id": "1", "tool_name": "get_time", "parameters": {}}}\n]'
-)
 _THINK = f"<think>\n{THOUGHT}\n</think>\n\n"
 ANSWERS = [
     Answer("hermes", f"{TEXT}\n<tool_call>\n{A}\n</tool_call>\n<tool_call>\n{B}\n</tool_call>"),
@@ -147,29 +124,6 @@ ANSWERS = [
         + "<｜tool▁calls▁end｜>",
         thinks=True,
     ),
-    Answer(
-        "deepseek_v31",
-        f"{THOUGHT}</think>{TEXT}<｜tool▁calls▁begin｜>"
-        + _DS.format(f"get_weather<｜tool▁sep｜>{_dumps(FIRST)}")
-        + _DS.format(f"get_time<｜tool▁sep｜>{_dumps(SECOND)}")
-        + "<｜tool▁calls▁end｜>",
-        thinks=True,
-        opened=True,
-    ),
-    Answer(
-        "deepseek_v32",
-        f"{THOUGHT}</think>{TEXT}\n\n<｜DSML｜function_calls>\n{_invokes('｜DSML｜')}</｜DSML｜function_calls>",
-        thinks=True,
-        opened=True,
-    ),
-    Answer(
-        "kimi_k2",
-        f"<think>{THOUGHT}</think>{TEXT}<|tool_calls_section_begin|>"
-        + _KIMI.format("get_weather", 0, _dumps(FIRST))
-        + _KIMI.format("get_time", 1, _dumps(SECOND))
-        + "<|tool_calls_section_end|>",
-        thinks=True,
-    ),
     Answer("glm45", f"\n<think>{THOUGHT}</think>\n{TEXT}\n{_GLM}", thinks=True),
     Answer(
         "harmony",
@@ -180,13 +134,6 @@ ANSWERS = [
         "<|start|>assistant to=functions.get_time<|channel|>commentary json<|message|>"
         f"{_dumps(SECOND)}<|call|>",
         thinks=True,
-    ),
-    Answer(
-        "command_r",
-        f"<|START_THINKING|>{THOUGHT}<|END_THINKING|><|START_ACTION|>"
-        f"{_COMMAND.format(_dumps(FIRST), _dumps(SECOND))}<|END_ACTION|>",
-        thinks=True,
-        says=False,
     ),
     Answer("granite", f"<|tool_call|>[{A}, {B}]", says=False),
     Answer("phi4", f"<|tool_call|>[{A}, {B}]<|/tool_call|>", says=False),
@@ -199,29 +146,16 @@ ANSWERS = [
         says=False,
     ),
     Answer(
-        "minimax_m2",
-        f"{THOUGHT}\n</think>\n\n{TEXT}\n<minimax:tool_call>\n{_invokes('')}</minimax:tool_call>",
-        thinks=True,
-        opened=True,
-    ),
-    Answer("seed_oss", f"<seed:think>{THOUGHT}</seed:think>\n{TEXT}\n{_SEED}", thinks=True),
-    Answer(
         "nemotron",
         f"{THOUGHT}\n</think>\n\n{TEXT}\n\n<TOOLCALL>[{A}, {B}]</TOOLCALL>",
         thinks=True,
         opened=True,
     ),
-    Answer(
-        "hunyuan",
-        f"<think>\n{THOUGHT}\n</think>\n<answer>\n{TEXT}<tool_calls>[{A}, {B}]</tool_calls>\n</answer>",
-        thinks=True,
-    ),
-    Answer("jamba", f"{TEXT}<tool_calls>[{A}, {B}]</tool_calls>"),
     Answer("xlam", f"[{A}, {B}]", says=False),
     Answer(
-        "lfm2",
-        f"<|tool_call_start|>[get_weather(city={FIRST['city']!r}, options={FIRST['options']!r}), "
-        f"get_time(zone='Europe/Berlin')]<|tool_call_end|>{TEXT}",
+        "llama4_pythonic",
+        f"<|python_start|>[get_weather(city={FIRST['city']!r}, options={FIRST['options']!r}), "
+        f"get_time(zone='Europe/Berlin')]<|python_end|>{TEXT}",
     ),
 ]
 

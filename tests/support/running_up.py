@@ -38,7 +38,6 @@ QUICK = {
     "HEADRACE_HTTP": "off",
     "HEADRACE_HEARTBEAT_INTERVAL_MS": "400",  # below, a process that a busy machine holds up seems dead
     "HEADRACE_L1": "32",  # MiB: to reserve the pages of more takes time
-    "HEADRACE_L1_STORE": "plain",
     "HEADRACE_TOKENIZERS": "1",  # two of each by default
     "HEADRACE_DETOKENIZERS": "1",
     "HEADRACE_DURABLE": "false",  # a keeper is a process more
@@ -47,7 +46,7 @@ BY_DEFAULT_DURABLE = {name: value for name, value in QUICK.items() if name != "H
 # A server that another test kills must come back before another `up` takes its port, as 4222 would be. Each
 # worker has ports of its own, below those that the kernel gives to connections.
 _PORTS = count(20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw")))
-SMALL_L1 = {"HEADRACE_L1": "64", "HEADRACE_L1_STORE": "plain"}  # many servers share this machine
+SMALL_L1 = {"HEADRACE_L1": "64"}  # many servers share this machine
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""The protocols of the storage below device memory: an arena in this host's shared memory (L1), and a remote
-store (L2). They only store bytes: index, leases, eviction, headers and checksums are in the core and in l2/.
+"""The protocol of a remote store (L2). It only stores bytes: index, leases, eviction, headers and checksums
+are in the core and in l2/.
 """
 
 from __future__ import annotations
@@ -23,36 +23,6 @@ class DamagedValue(RemoteError):
     """The remote store holds a value of another length than expected: delete it, and count a miss."""
 
     retryable = False
-
-
-class Arena(Protocol):
-    """L1: one shared-memory segment with a range for each key. Used from one thread.
-
-    A segment's name is never used twice: its generation is new at each start. A process that maps an older
-    segment keeps its bytes, also after the file is unlinked or its owner is killed."""
-
-    name: str  # of the file under /dev/shm
-    generation: int
-    capacity_bytes: int
-
-    def allocate(self, key: bytes, size_bytes: int) -> int | None:
-        """Reserve `size_bytes` for `key`. Returns the offset in the segment, a multiple of 4096; None if
-        there is no room. Raises ValueError if the key has a range already, or for a size below 1."""
-
-    def seal(self, key: bytes) -> None:
-        """Mark the reserved range of `key` as written. Raises KeyError if nothing is reserved."""
-
-    def discard(self, key: bytes) -> None:
-        """Free the range of `key`, reserved or sealed, even if it is being read. Raises KeyError."""
-
-    def view(self, key: bytes) -> memoryview:
-        """The bytes of `key`, reserved or sealed, writable. Release it before `close`. Raises KeyError."""
-
-    def free_bytes(self) -> int:
-        """Bytes in no range; a range takes whole pages of 4096 bytes."""
-
-    def close(self) -> None:
-        """Unmap and unlink; no effect the second time. Other processes keep their mapping."""
 
 
 class Remote(Protocol):

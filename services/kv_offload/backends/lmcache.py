@@ -1,8 +1,7 @@
-"""Both tiers on LMCache (==0.5.6): its StorageManager for L1, its native clients for L2.
+"""L2 on LMCache (==0.5.6): its native clients for Redis and for folders.
 
-L1 uses the StorageManager's segment, allocator and two-phase writes. Not used: its eviction (a loop of 1 s
-that drops bursts: the policy is "noop" and the core evicts), its read locks (the core has leases), and its
-store and prefetch controllers (they have no deadlines: LmcacheRemote calls L2).
+L1 is our own: of LMCache's StorageManager it would use the segment alone. A call of its allocator takes 30 to
+350 µs a range on the event loop, its eviction is a loop of 1 s, and its import and start take 2 to 5 s.
 """
 
 from __future__ import annotations
@@ -17,22 +16,11 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from services.kv_offload.backends.builtin import (
-    CountingArena,
-    MemoryRemote,
-    Segment,
-    check_room,
-    segment_name,
-)
-from services.kv_offload.backends.interface import Arena, DamagedValue, RefusedWrite, Remote, RemoteError
+from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, Remote, RemoteError
 from shared.errors import SetupError
 
 P = TypeVar("P")
 T = TypeVar("T")
-
-_FOREVER_S = 2**31 - 1  # the core handles expiry: an expired write lock would give a range to another writer
-
-_WHOLE = b"\xff" * 32
 
 REDIS_PORT = 6379
 
@@ -51,140 +39,9 @@ def load_lmcache() -> None:
         raise SetupError(f"no LMCache here ({error}): pip install 'headrace[kv]'") from error
 
 
-def _open_storage(name: str, capacity_bytes: int) -> Any:
-    load_lmcache()
-    from lmcache.v1.distributed.config import (
-        EvictionConfig,
-        L1ManagerConfig,
-        L1MemoryManagerConfig,
-        StorageManagerConfig,
-    )
-    from lmcache.v1.distributed.storage_manager import StorageManager
-
-    memory = L1MemoryManagerConfig(capacity_bytes, use_lazy=False, shm_name=name)
-    l1 = L1ManagerConfig(memory, write_ttl_seconds=_FOREVER_S, read_ttl_seconds=_FOREVER_S)
-    return StorageManager(StorageManagerConfig(l1, EvictionConfig("noop")))
-
-
-def _object_key(key: bytes) -> Any:
-    from lmcache.v1.distributed.api import ObjectKey
-
-    return ObjectKey(key, "headrace", 0)  # our keys include model, layout, rank and tenant
-
-
-def _layout(size_bytes: int) -> Any:
-    from lmcache.v1.distributed.api import MemoryLayoutDesc
-    from torch import Size, uint8
-
-    return MemoryLayoutDesc([Size([size_bytes])], [uint8])
-
-
-class LmcacheArena:
-    """See `interface.Arena`. `capacity_bytes` is a multiple of 4096. Import and start take 2–5 s and 330 MB;
-    a call takes 30–80 µs. `by_need`: pages are reserved by `reserve` alone."""
-
-    def __init__(self, host: str, generation: int, capacity_bytes: int, *, by_need: bool = False) -> None:
-        self.name = segment_name(host, generation)
-        self.generation = generation
-        self.capacity_bytes = capacity_bytes
-        check_room(capacity_bytes)
-        self._storage = _open_storage(self.name, capacity_bytes)
-        try:
-            self._segment = Segment(self.name, capacity_bytes, create=False, by_need=by_need)
-        except BaseException:
-            self._storage.close()
-            raise
-        self._ranges: dict[bytes, tuple[int, int]] = {}  # key -> (offset, bytes)
-        self._reserved: set[bytes] = set()
-
-    def allocate(self, key: bytes, size_bytes: int) -> int | None:
-        if key in self._ranges or size_bytes < 1:
-            raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
-        name = _object_key(key)
-        made = self._storage.reserve_write([name], _layout(size_bytes)).get(name)
-        if made is None:
-            return None
-        offset = int(made.shm_offset)
-        self._ranges[key] = (offset, size_bytes)
-        self._reserved.add(key)
-        return offset
-
-    def reserve(self, end: int) -> bool:
-        """See Segment."""
-        return self._segment.reserve(end)
-
-    def seal(self, key: bytes) -> None:
-        self._reserved.remove(key)
-        self._storage.finish_write([_object_key(key)])
-
-    def discard(self, key: bytes) -> None:
-        del self._ranges[key]
-        self._reserved.discard(key)
-        # force: a reservation is write-locked.
-        deleted, _ = self._storage.delete_l1_keys([_object_key(key)], force=True)
-        if deleted != 1:
-            raise RuntimeError(f"LMCache lost the range of {key.hex()}: the arena's index is wrong, restart")
-
-    def view(self, key: bytes) -> memoryview:
-        return self._segment.view(*self._ranges[key])
-
-    def free_bytes(self) -> int:
-        used, total = self._storage.get_l1_usage()
-        return int(total) - int(used)
-
-    def close(self) -> None:
-        """Close the storage; takes up to two seconds, until LMCache's threads wake up."""
-        storage, self._storage = self._storage, None
-        if storage is not None:
-            storage.close()
-        self._segment.close()
-
-
-class SubAllocatedArena:
-    """See `interface.Arena`. A sub-allocator: one range of another arena, divided here.
-
-    LMCache's own calls take 30 to 350 µs a range on the event loop: 0.4 s without answers for the 1,024
-    blocks of a long request. This class takes 3 µs. LMCache still owns the segment and its pages.
-    """
-
-    def __init__(self, arena: Arena, reserve: Callable[[int], bool] = lambda end: True) -> None:
-        """`reserve` makes the pages of `arena` up to an offset usable; see Segment."""
-        self.name = arena.name
-        self.generation = arena.generation
-        self.capacity_bytes = arena.capacity_bytes
-        self._arena, self._reserve = arena, reserve
-        base = arena.allocate(_WHOLE, arena.capacity_bytes)
-        if base is None:
-            raise RuntimeError(f"the arena {arena.name} is not empty: it cannot be taken whole")
-        arena.seal(_WHOLE)
-        self._base = base
-        self._counting = CountingArena(arena.capacity_bytes)
-
-    def allocate(self, key: bytes, size_bytes: int) -> int | None:
-        offset = self._counting.allocate(key, size_bytes, lambda end: self._reserve(self._base + end))
-        return None if offset is None else self._base + offset
-
-    def seal(self, key: bytes) -> None:
-        self._counting.seal(key)
-
-    def discard(self, key: bytes) -> None:
-        self._counting.discard(key)
-
-    def view(self, key: bytes) -> memoryview:
-        offset, size_bytes = self._counting.placed[key]
-        with self._arena.view(_WHOLE) as whole:
-            return whole[offset : offset + size_bytes]
-
-    def free_bytes(self) -> int:
-        return self._counting.free_bytes()
-
-    def close(self) -> None:
-        self._arena.close()
-
-
 def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
-    """The remote store at `url`: redis://[user[:password]@]host[:port], file:///folder or memory:. Imports
-    LMCache (2–5 s) and connects at the first call; each call ends within about `deadline_s`.
+    """The remote store at `url`: redis://[user[:password]@]host[:port] or file:///folder. Imports LMCache
+    (2–5 s) and connects at the first call; each call ends within about `deadline_s`.
 
     Raises SetupError for any other URL, and if LMCache is not installed."""
     parts = urlsplit(url)
@@ -199,11 +56,9 @@ def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         load_lmcache()
         return LmcacheRemote(lambda: _file_client(unquote(parts.path)), deadline_s)
-    if url == "memory:":
-        return MemoryRemote()
     raise SetupError(
         f"the remote store {parts.scheme}://{parts.hostname or ''}{parts.path} is unknown: "
-        "use redis://host:port (database 0), file:///folder or memory:"
+        "use redis://host:port (database 0) or file:///folder"
     )
 
 

@@ -1,1 +1,1 @@
-"""The `headrace` commands, one file each; chat.py also has `request`, status.py also `top` and `kv`."""
+"""The `headrace` commands; submit.py also has `result` and `attach`, status.py `top`, `kv` and `usage`."""

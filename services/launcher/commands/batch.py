@@ -1,238 +1,175 @@
-"""`headrace batch run IN OUT` answers a file of requests, in the format of OpenAI's Batch API.
+"""`headrace batch submit|status|cancel|fetch|run`: batches that a keeper answers, over NATS.
 
-shared/openai/batch_lines.py has the format of their lines. The whole of IN is checked before the first
-request. Requests have the class `batch` unless they name another: they use what other requests leave free.
-
-OUT survives any end: `--resume` drops a line that was cut off, and the lines of refused requests, and sends
-only the requests that have no answer yet. The file OUT.input has the checksum of IN until all are answered.
+`submit` uploads the file and prints the id of the batch; this command may then end, and the fleet, too. `run`
+submits, waits and fetches.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import os
 import sys
-import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from hashlib import sha256
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from hashlib import file_digest
 from pathlib import Path
 from typing import IO, Any
 
-from services.launcher import console
+from services.keeper.batch_core import CANCELLED, COMPLETED, EXPIRED, FAILED
+from services.launcher.console import StatusLine
 from services.launcher.session import Target, connected
+from shared.chunks import CHUNK_BYTES
 from shared.client import Client
-from shared.errors import BadRequest, HeadraceError, Overloaded, SetupError, Unavailable
-from shared.openai.batch_lines import BatchLine, InputCheck, answered, read_line, refused
-
-SYNC_S = 1.0  # at most so much work is done again after a loss of power
-FIRST_WAIT_S, LAST_WAIT_S = 1.0, 15.0  # before a request is sent again that found a full queue or no service
-REPORT_S = 10.0  # between two lines of progress where there is no terminal
+from shared.clock import SystemClock
+from shared.errors import SetupError, Unavailable, UnknownRequest
+from shared.file_client import FileClient, asked
+from shared.nats import subjects
+from shared.nats.interface import RequestTimeout
+from shared.nats.object_store import UnknownFile
+from shared.openai.batch_lines import read_line
 
 Body = dict[str, Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One request of the input file, by its place there."""
-
-    custom_id: str
-    start: int
-    size: int
+LOOK_S = 2.0  # between two looks of `run`
+ENDED = (COMPLETED, FAILED, CANCELLED, EXPIRED)
 
 
-@dataclass(slots=True)
-class Progress:
-    """What has been done."""
-
-    total: int
-    done: int = 0
-    refused: int = 0
-    tokens: int = 0
-    started_s: float = field(default_factory=time.monotonic)
-    before: int = 0  # done by an earlier run
-
-    def text(self) -> str:
-        """One line for people."""
-        elapsed_s = max(time.monotonic() - self.started_s, 1e-3)
-        here = self.done - self.before
-        still = self.total - self.done
-        left = f", {_duration(elapsed_s / here * still)} left" if here and still else ""
-        refused = f", {self.refused:,} refused" if self.refused else ""
-        rate = f"{self.tokens / elapsed_s:,.0f} tokens/s"
-        return f"{self.done:,} of {self.total:,} requests{refused}, {rate}{left}"
-
-
-async def run_batch(
-    target: Target, given: Path, out: Path, *, resume: bool, window: int, timeout_s: float
-) -> int:
-    """Answer the requests of `given` in `out`. Returns the number of refused requests. Raises BadRequest for
-    an input that is not right, SetupError for files that cannot be used."""
-    if window < 1:
-        raise BadRequest(f"--window takes a number of requests from 1 on, not {window}")
-    with _open(given, "rb") as source:
-        lines, checksum = read_input(source)
-        answered = _prepare(out, checksum, {line.custom_id for line in lines}, resume=resume)
-        progress = Progress(len(lines), done=len(answered), before=len(answered))
-        todo = iter([line for line in lines if line.custom_id not in answered])
-        async with connected(target.nats_url) as bus, _kept(out, progress) as sink:
-            client = await Client.open(bus, target.tenant)
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    for _ in range(min(window, len(lines))):
-                        work = _work(client, target.model, source, todo, sink, progress, timeout_s)
-                        tasks.create_task(work)
-            except* SetupError as errors:
-                raise errors.exceptions[0] from None
-    if not progress.refused:
-        _note(out).unlink(missing_ok=True)
-    print(progress.text(), file=sys.stderr)
-    return progress.refused
-
-
-def read_input(source: IO[bytes]) -> tuple[list[Line], str]:
-    """The requests of an input file, and its checksum. Raises BadRequest with the number of a wrong line."""
-    lines, check, digest, start = list[Line](), InputCheck(), sha256(), 0
-    for raw in source:
-        digest.update(raw)
-        if (line := check.read(raw)) is not None:
-            lines.append(Line(line.custom_id, start, len(raw)))
-        start += len(raw)
-    if not lines:
-        raise BadRequest("the input has no requests: each line is one JSON object")
-    return lines, digest.hexdigest()
-
-
-def _prepare(out: Path, checksum: str, known: set[str], *, resume: bool) -> set[str]:
-    """Make `out` ready to be appended to. Returns the ids that it has answers for."""
-    note = _note(out)
+async def submit(
+    target: Target,
+    given: Path,
+    endpoint: str | None = None,
+    window: str = "24h",
+    webhook: str | None = None,
+) -> str:
+    """Upload a file and make a batch of it. Returns its id. `endpoint` None: that of the first line. Raises
+    BadRequest, SetupError for a file that cannot be read, Unavailable without a keeper."""
     try:
-        if not out.exists():
-            note.write_text(checksum)
-            return set()
-        if not resume:
-            raise SetupError(f"{out} exists: continue it with --resume, or name another file")
-        if note.exists() and note.read_text() != checksum:
-            raise SetupError(f"{out} has answers to another input: the file or its content has changed")
-        answered = set[str]()
-        draft = out.with_name(f"{out.name}.draft")
-        with draft.open("wb") as kept:
-            for custom_id, raw in _answers(out):
-                if custom_id not in known:
-                    draft.unlink()
-                    raise SetupError(f"{out} has an answer to {custom_id!r:.80}, which is not in the input")
-                answered.add(custom_id)
-                kept.write(raw)
-            kept.flush()
-            os.fsync(kept.fileno())
-        note.write_text(checksum)
-        draft.replace(out)
+        with given.open("rb") as source:
+            if endpoint is None:
+                endpoint = read_line(next((raw for raw in source if raw.strip()), b"")).url
+                source.seek(0)
+            async with connected(target.nats_url) as bus:
+                client = await Client.open(bus, target.tenant)
+                files = FileClient(client, SystemClock())
+                described = {"filename": given.name[:255], "purpose": "batch"}
+                file = await files.upload(_pieces(source), lambda: described)
+                job = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": window}
+                job |= {"webhook": webhook} if webhook is not None else {}
+                made = await asked(client, subjects.batches(target.tenant, "create"), job)
     except OSError as error:
-        raise SetupError(f"{out} cannot be used: {error.strerror}") from None
-    return answered
+        raise SetupError(f"{given} cannot be read: {error.strerror}") from None
+    return str(made["id"])
 
 
-def _answers(out: Path) -> Iterator[tuple[str, bytes]]:
-    """The whole lines of successful requests, by their id; any other line is left out."""
-    with out.open("rb") as lines:
-        for raw in lines:
-            try:
-                fields = json.loads(raw)
-                if raw.endswith(b"\n") and fields["response"]["status_code"] == 200:
-                    yield str(fields["custom_id"]), raw
-            except (ValueError, KeyError, TypeError):
-                continue
+async def status(target: Target, batch: str, *, as_json: bool) -> int:
+    """Print the state of a batch. Returns the exit status, 1 for one that has failed. Raises UnknownFile."""
+    found = await _verb(target, "show", batch)
+    _show(found, as_json=as_json)
+    return 1 if found["status"] == FAILED else 0
 
 
-def _note(out: Path) -> Path:
-    return out.with_name(f"{out.name}.input")
+async def cancel(target: Target, batch: str) -> None:
+    """Cancel a batch; its answers so far are kept. Raises UnknownFile, BadRequest for one that has ended."""
+    _show(await _verb(target, "cancel", batch), as_json=False)
 
 
-def _open(path: Path, mode: str) -> IO[bytes]:
-    try:
-        return path.open(mode, buffering=0 if mode == "ab" else -1)  # appended lines are whole
-    except OSError as error:
-        raise SetupError(f"{path} cannot be opened: {error.strerror}") from None
-
-
-@asynccontextmanager
-async def _kept(out: Path, progress: Progress) -> AsyncGenerator[IO[bytes]]:
-    """The file to append to. During the block its lines reach the disk, and the progress is shown."""
-    with _open(out, "ab") as sink, console.StatusLine(sys.stderr) as status:
-        keeping = asyncio.get_running_loop().create_task(_keep(sink, progress, status))
+async def fetch(target: Target, batch: str, out: Path) -> int:
+    """Write the answers of a batch that has ended to `out`, then the errors of its refused requests. Returns
+    their number. Raises UnknownFile, UnknownRequest for one that goes on, SetupError."""
+    async with connected(target.nats_url) as bus:
+        client = await Client.open(bus, target.tenant)
+        found = await asked(client, subjects.batches(target.tenant, "show"), {"id": batch})
+        wanted = [found[name] for name in ("output_file_id", "error_file_id") if found[name] is not None]
+        if not wanted:
+            _show(found, as_json=False)
+            raise UnknownRequest(f"batch {batch} has no answers: it is {found['status']}")
+        files, draft = FileClient(client, SystemClock()), out.with_name(f"{out.name}.draft")
         try:
-            yield sink
-        except asyncio.CancelledError:
-            print(f"{progress.text()}; --resume continues", file=sys.stderr)
-            raise
-        finally:
-            keeping.cancel()
-            _put(sink)
+            with draft.open("wb") as sink:
+                for file in wanted:
+                    _, chunks = await files.read(file)
+                    async for chunk in chunks:
+                        sink.write(chunk)
+            draft.replace(out)
+        except OSError as error:
+            raise SetupError(f"{out} cannot be written: {error.strerror}") from None
+    _show(found, as_json=False)
+    return int(found["request_counts"]["failed"])
 
 
-async def _keep(sink: IO[bytes], progress: Progress, status: console.StatusLine) -> None:
-    quiet, told_s = not console.is_terminal(sys.stderr), time.monotonic()
-    while True:
-        await asyncio.sleep(SYNC_S)
-        _put(sink)
-        status.show(progress.text())
-        if quiet and time.monotonic() - told_s >= REPORT_S:
-            told_s = time.monotonic()
-            print(progress.text(), file=sys.stderr, flush=True)
-
-
-def _put(sink: IO[bytes], line: bytes | None = None) -> None:
-    """Append `line`; without one, have what was appended reach the disk. Raises SetupError."""
+async def run(target: Target, given: Path, out: Path) -> int:
+    """Submit a file, wait for the end of its batch and write its answers to `out`, which must not exist.
+    Returns the number of refused requests. Meanwhile the file OUT.batch has the id: after a kill the same
+    command goes on with that batch. Raises as `submit` and `fetch`, and SetupError for another input."""
+    note = out.with_name(f"{out.name}.batch")
     try:
-        if line is not None:
-            if sink.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return
-        os.fsync(sink.fileno())
+        batch, checksum = _begun(given, out, note)
+        if not batch:
+            batch = await submit(target, given)
+            note.write_text(f"{batch} {checksum}")
     except OSError as error:
-        raise SetupError(f"{sink.name} cannot be written: {error.strerror}; --resume continues") from None
+        raise SetupError(f"{error.filename} cannot be used: {error.strerror}") from None
+    try:
+        await _ended(target, batch)
+        refused = await fetch(target, batch, out)
+    except (UnknownFile, UnknownRequest):  # it is gone, or has no answers
+        note.unlink()
+        raise
+    note.unlink()
+    return refused
 
 
-async def _work(
-    client: Client,
-    model: str,
-    source: IO[bytes],
-    todo: Iterator[Line],
-    sink: IO[bytes],
-    progress: Progress,
-    timeout_s: float,
-) -> None:
-    """Answer one request after the other until none is left."""
-    for line in todo:
-        source.seek(line.start)
-        written = await _ask(client, model, read_line(source.read(line.size)), timeout_s)
-        _put(sink, json.dumps(written, ensure_ascii=False).encode() + b"\n")
-        response = written["response"]
-        progress.done += 1
-        progress.refused += response["status_code"] != 200
-        usage = response["body"].get("usage", {})
-        progress.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
+def _begun(given: Path, out: Path, note: Path) -> tuple[str, str]:
+    """The batch of an earlier run, "" for none, and the checksum of the input. Raises OSError, SetupError."""
+    if out.exists():
+        raise SetupError(f"{out} exists: name another file")
+    with given.open("rb") as source:
+        checksum = file_digest(source, "sha256").hexdigest()
+    batch, _, of = note.read_text().partition(" ") if note.exists() else ("", "", checksum)
+    if of != checksum:
+        raise SetupError(f"{note} is of another input: fetch its batch, and remove it")
+    return batch, checksum
 
 
-async def _ask(client: Client, model: str, line: BatchLine, timeout_s: float) -> Body:
-    """The output line of a request. While a queue is full, or a service is away, it is sent again."""
-    wait_s = FIRST_WAIT_S
-    while True:
-        call = line.call(os.urandom(12).hex(), {"model": model, "slo_class": "batch"})
-        try:
-            whole = [await client.complete(each, timeout_s=timeout_s) for each in call.bodies]
-            return answered(call, whole, line.custom_id)
-        except (Overloaded, Unavailable) as error:
-            await asyncio.sleep(max(wait_s, error.retry_after_ms / 1000))
-            wait_s = min(2 * wait_s, LAST_WAIT_S)
-        except HeadraceError as error:
-            return refused(error, call.request_id, line.custom_id)
+async def _ended(target: Target, batch: str) -> None:
+    """Return once a batch has ended, also after the fleet was away. Raises UnknownFile."""
+    async with connected(target.nats_url) as bus:
+        client, news = await Client.open(bus, target.tenant), asyncio.Event()
+        await bus.subscribe(subjects.done(target.tenant, batch), lambda _: news.set())
+        with StatusLine(sys.stderr) as line:
+            while True:
+                with suppress(Unavailable, RequestTimeout):
+                    found = await asked(client, subjects.batches(target.tenant, "show"), {"id": batch})
+                    if found["status"] in ENDED:
+                        return
+                    line.show(f"{batch}: {_progress(found)}")
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), LOOK_S)
+                news.clear()
 
 
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
+async def _verb(target: Target, verb: str, batch: str) -> Body:
+    async with connected(target.nats_url) as bus:
+        client = await Client.open(bus, target.tenant)
+        return await asked(client, subjects.batches(target.tenant, verb), {"id": batch})
+
+
+async def _pieces(source: IO[bytes]) -> AsyncGenerator[bytes]:
+    while piece := source.read(CHUNK_BYTES):
+        yield piece
+
+
+def _show(found: Body, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    print(_progress(found), file=sys.stdout if found["status"] == COMPLETED else sys.stderr)
+    for error in (found["errors"] or {"data": ()})["data"]:
+        print(error["message"], file=sys.stderr)
+
+
+def _progress(found: Body) -> str:
+    counts = found["request_counts"]
+    done, refused = counts["completed"], counts["failed"]
+    of = f"{done + refused:,} of {counts['total']:,} requests" if counts["total"] else "no requests yet"
+    return f"{found['status']}: {of}{f', {refused:,} refused' if refused else ''}"

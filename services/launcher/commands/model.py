@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.launcher.commands.policy import ask
 from services.launcher.commands.status import Facts, services_of
 from services.launcher.console import print_line
 from services.launcher.session import Target, connected
@@ -22,7 +23,6 @@ from shared.nats.interface import Bus, NoResponders, RequestTimeout
 
 WAIT_US = 10_000_000  # JetStream may be asked first, for a second each
 MOST_DIGITS = 12  # the tokenizer knows the highest weight
-WAIT_S = 5.0  # a step's result may be decided upon first: milliseconds
 ANSWER_S = 1.0  # for the answers of all hosts
 NONE = "no tokenizer answers: start a fleet with `headrace up`, or see `headrace status`"
 
@@ -106,7 +106,7 @@ async def sleep(target: Target, fleet: str, what: str, model: str) -> int:
     if not ids:
         raise Unavailable(f"no scheduler of {model} answers: see `headrace status`")
     async with connected(target.nats_url) as bus:
-        answers = await asyncio.gather(*(_ask(bus, scheduler, what) for scheduler in ids))
+        answers = await asyncio.gather(*(ask(bus, subjects.sleep(scheduler), what) for scheduler in ids))
     for scheduler, answer in zip(ids, answers, strict=True):
         if not answer:
             print_line(f"scheduler {scheduler}: no answer: `headrace status` shows whether it has changed")
@@ -131,15 +131,6 @@ async def load(target: Target, fleet: str, what: str, model: str) -> int:
         error = answer.get("error")
         print_line(f"{answer['host']}: {answer['state'] if error is None else error['message']}")
     return 1 if any("error" in answer for answer in answers) else 0
-
-
-async def _ask(bus: Bus, scheduler: str, what: str) -> Facts:
-    try:
-        reply = await bus.request(subjects.sleep(scheduler), what.encode(), timeout_us=int(WAIT_S * 1e6))
-    except (NoResponders, RequestTimeout):
-        return {}
-    answer: Facts = json.loads(reply.data)
-    return answer
 
 
 async def _ask_hosts(bus: Bus, model: str, what: str) -> list[Facts]:

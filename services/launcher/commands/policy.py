@@ -38,7 +38,8 @@ async def policy(target: Target, fleet: str, change: str | None, model: str) -> 
 
 async def set_policy(bus: Bus, schedulers: list[Facts], change: str) -> int:
     """Change the policy of these schedulers, print what each answers, and return 1 unless all have agreed."""
-    answers = await asyncio.gather(*(_ask(bus, str(scheduler["id"]), change) for scheduler in schedulers))
+    asked = (ask(bus, subjects.policy(str(scheduler["id"])), change) for scheduler in schedulers)
+    answers = await asyncio.gather(*asked)
     for scheduler, answer in zip(schedulers, answers, strict=True):
         if (error := answer.get("error")) is not None:
             print_line(f"{_named(scheduler)}: unchanged: {error['message']}")
@@ -50,11 +51,10 @@ async def set_policy(bus: Bus, schedulers: list[Facts], change: str) -> int:
     return 0 if all("after" in answer for answer in answers) else 1
 
 
-async def _ask(bus: Bus, scheduler: str, change: str) -> Facts:
+async def ask(bus: Bus, subject: str, body: str) -> Facts:
+    """The answer of a scheduler; empty without one."""
     try:
-        reply = await bus.request(
-            subjects.policy(scheduler), change.encode("utf-8", "replace"), timeout_us=int(WAIT_S * 1e6)
-        )
+        reply = await bus.request(subject, body.encode("utf-8", "replace"), timeout_us=int(WAIT_S * 1e6))
     except (NoResponders, RequestTimeout):
         return {}
     answer: Facts = json.loads(reply.data)

@@ -1,4 +1,4 @@
-"""`headrace status`, `top` and `kv` request the state of all services over NATS and print it.
+"""`headrace status`, `top`, `kv` and `usage` request the state of all services over NATS and print it.
 
 `status` and `top` print problems, one line for each service, or every fact of one. Rates, hits and
 preemptions cover the last ten seconds, counted by each service (`last_10_s` of its answer); all other figures
@@ -19,6 +19,7 @@ import sys
 import termios
 import textwrap
 import tty
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -196,7 +197,7 @@ def _store_lines(store: Facts) -> list[str]:
     where = f"{keys['hits_l1']:,} in L1, {keys['hits_l2']:,} in L2"
     where += f", {peers['hits']:,} in L1 of other hosts" if peers else ""
     return [
-        f"{head}  store {store.get('store', '')}",
+        head,
         f"  L1     {size(l1['used_bytes'])} of {size(l1['capacity_bytes'])}"
         f" ({percent(l1['used_bytes'], l1['capacity_bytes'])}) in {l1['entries']:,} blocks;"
         f" {l1['evictions']:,} evicted",
@@ -634,6 +635,48 @@ def _faults(fleet: Fleet) -> Iterator[str]:
             yield f"{name} has failed {_many(failed, 'step')} {_lately(recent)}: its log has the reason."
         if waiting := service.get("failover"):
             yield f"{name} has {_many(waiting, 'request')} without a scheduler: start a scheduler."
+
+
+# ---- usage --------------------------------------------------------------------------------------
+
+COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+_HEAD = ("tenant", "model", "requests", "prompt tokens", "of them cached", "completion tokens")
+
+Usage = dict[tuple[str, str], Counter[str]]  # by tenant and model
+
+
+async def usage(target: Target, fleet: str, *, as_json: bool) -> None:
+    """Print what each tenant has used of each model, from the counters of the schedulers, which start with
+    them. Raises Unavailable if no service answers."""
+    services = await services_of(target, fleet)
+    found = by_tenant(services)
+    if as_json:
+        rows = [{"tenant": tenant, "model": model, **used} for (tenant, model), used in found.items()]
+        print(json.dumps({"fleet": fleet, "usage": rows}, indent=2))
+        return
+    ages = [int(service.get("age_s", 0)) for service in services if service.get("kind") == "scheduler"]
+    print(f"ended requests of the last {max(ages, default=0) / 3600:.1f} h, since the schedulers started")
+    print("\n".join(table(found)))
+
+
+def by_tenant(services: list[Facts]) -> Usage:
+    """The counts by tenant and model: the sum over all schedulers."""
+    found: Usage = defaultdict(Counter)
+    for service in services:
+        for tenant, counts in service.get("usage", {}).items():
+            found[tenant, str(service.get("model", ""))].update(counts)
+    return dict(sorted(found.items()))
+
+
+def table(found: Usage) -> list[str]:
+    """Aligned lines, with a sum if there are several."""
+    counts = dict(found)
+    if len(found) > 1:
+        counts["all", ""] = sum(found.values(), Counter[str]())
+    rows = [_HEAD, *((*names, *(f"{used[name]:,}" for name in COLUMNS)) for names, used in counts.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [str.ljust, str.ljust, *[str.rjust] * len(COLUMNS)]
+    return ["  ".join(map(lambda align, *cell: align(*cell), aligned, row, widths)) for row in rows]
 
 
 # ---- figures ------------------------------------------------------------------------------------

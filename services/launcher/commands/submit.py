@@ -1,4 +1,7 @@
-"""`headrace submit` stores a durable request and prints its id; `headrace result` prints its answer."""
+"""`headrace submit` stores a durable request and prints its id; `headrace result` prints its answer.
+
+`headrace attach` prints the answer of a request while it is made, a durable one or any that runs.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
-from services.keeper.records import CANCELLED, COMPLETED, FAILED
+from services.launcher.commands.answer import AGAIN
+from services.launcher.console import dim
 from services.launcher.session import Target, connected
 from shared.client import Client
 from shared.errors import NO_TEMPLATE, BadRequest, Unavailable, UnknownModel, UnknownRequest
+from shared.follow import ENDED, text_of
 from shared.nats import subjects
 from shared.nats.interface import NoResponders, RequestTimeout
 
@@ -21,7 +26,6 @@ TRIES, AGAIN_S = 13, 0.25  # three seconds: the keeper is the last service that 
 NO_KEEPER = (
     "no keeper answers: is `headrace up` running, without `--no-durable`? `headrace status` shows what runs"
 )
-ENDED = (COMPLETED, FAILED, CANCELLED)
 
 Body = dict[str, Any]
 
@@ -77,15 +81,43 @@ def _shown(found: Body, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found, ensure_ascii=False, indent=2))
     elif "answer" in found:
-        print("\n".join(text_of(choice) for choice in found["answer"]["choices"]))
+        print("\n".join(_whole(choice) for choice in found["answer"]["choices"]))
     else:
         print(found["status"], file=sys.stderr)
     return 0 if "answer" in found else 1
 
 
-def text_of(choice: Mapping[str, Any]) -> str:
-    """The text of a choice of a chat or a completion; of one that calls functions, the message as JSON."""
-    if "text" in choice:
-        return str(choice["text"])
-    message = choice["message"]
-    return str(message["content"]) if message.get("content") else json.dumps(message, ensure_ascii=False)
+def _whole(choice: Mapping[str, Any]) -> str:
+    """The text of a choice; of one that calls functions, the message as JSON."""
+    message = choice.get("message")
+    return text_of(choice) or (json.dumps(message, ensure_ascii=False) if message else "")
+
+
+async def attach(target: Target, request_id: str) -> None:
+    """Print the first choice as it comes, the others at the end. A line on stderr marks a text that starts
+    over. Raises the error of the request, UnknownRequest, Moved for another reader."""
+    texts: dict[int, str] = {}
+    async with connected(target.nats_url) as bus:
+        client = await Client.open(bus, target.tenant)
+        try:
+            async with aclosing(client.follow(request_id)) as frames:
+                async for frame in frames:
+                    if frame["type"] == "accepted" and texts:
+                        _end(texts)
+                        print(dim(AGAIN), file=sys.stderr, flush=True)
+                        texts.clear()
+                    for choice in frame["choices"] if frame["type"] == "delta" else ():
+                        index, text = int(choice["index"]), text_of(choice)
+                        texts[index] = texts.get(index, "") + text
+                        if index == 0:
+                            print(text, end="", flush=True)
+        finally:
+            _end(texts)
+    for index in sorted(texts.keys() - {0}):
+        print(texts[index])
+
+
+def _end(texts: dict[int, str]) -> None:
+    """End the line of the first choice."""
+    if texts.get(0):
+        print(flush=True)

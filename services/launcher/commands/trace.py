@@ -6,7 +6,6 @@ steps for each place that works on them, or written as a timeline for a viewer. 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import sys
@@ -18,10 +17,11 @@ from typing import Any
 
 from services.launcher.console import bold, dim, paint, print_line
 from services.launcher.session import Target, connected
+from shared.client import request_all
 from shared.errors import BadRequest, Unavailable, UnknownRequest
 from shared.messages import SEGMENT_LANES
 from shared.nats import subjects
-from shared.nats.interface import Bus, Delivery
+from shared.nats.interface import Bus, NoResponders
 from shared.telemetry.traces import covered_us
 
 WAIT_S = 1.0  # for an answer from the scheduler that has the request
@@ -97,29 +97,23 @@ async def find(bus: Bus, request: str, *, steps: bool = False, wait_s: float = W
     Unavailable if no scheduler answers, and BadRequest for an invalid id."""
     if not 0 < len(request) <= subjects.MAX_NAME_CHARS:
         raise BadRequest(f"a request id has 1 to {subjects.MAX_NAME_CHARS} characters", param="request_id")
-    inbox, answers = bus.new_inbox(), asyncio.Queue[Delivery]()
-    subscription = await bus.subscribe(inbox, answers.put_nowait)
-    bus.publish(subjects.trace(request), subjects.TRACE_STEPS if steps else b"", reply=inbox)
-    answered = 0
+    wanted = subjects.TRACE_STEPS if steps else b""
     try:
-        async with asyncio.timeout(wait_s):
-            while True:
-                delivery = await answers.get()
-                if delivery.no_responders:
-                    raise Unavailable("no scheduler runs on this server: start one with `headrace up`")
-                body: Body = json.loads(delivery.data)
-                if body["state"] != "unknown":
-                    return body
-                answered += 1
-    except TimeoutError:
-        if not answered:
-            raise Unavailable("no scheduler answers: see `headrace status`") from None
-    finally:
-        await subscription.cancel()
+        answers = await request_all(bus, subjects.trace(request), wait_s, _is_known, body=wanted)
+    except NoResponders:
+        raise Unavailable("no scheduler runs on this server: start one with `headrace up`") from None
+    if not answers:
+        raise Unavailable("no scheduler answers: see `headrace status`")
+    for answer in filter(_is_known, answers):
+        return answer
     raise UnknownRequest(
         f"no request {request!r} is running or among the last 1000: the id is `request_id` in the frames and "
         "`id` in a plain answer; refused requests have no trace"
     )
+
+
+def _is_known(answer: Body) -> bool:
+    return bool(answer["state"] != "unknown")
 
 
 def _width() -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.kv_offload.backends.builtin import CountingArena
+from services.kv_offload.backends import arena
 from services.kv_offload.core import KvCore
 from services.kv_offload.events import (
     Abandon,
@@ -53,7 +53,7 @@ def keys(*numbers: int) -> bytes:
     return b"".join(map(key, numbers))
 
 
-class Arena(CountingArena):
+class Arena(arena.Arena):
     """Knows the offset of each slot."""
 
     def offset_of(self, slot: bytes) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.kv_offload.memory_remote import MemoryRemote
 from support.memory_bus import MemoryBroker, MemoryBus
 from support.pipeline.five_actors import Pipeline
 from support.pipeline.forced_pauses import Forced
@@ -21,7 +22,6 @@ from services.executor.actor import ExecutorActor, engine_builder
 from services.kv_offload import jobs
 from services.kv_offload.actor import KvOffloadActor
 from services.kv_offload.backends import arena
-from services.kv_offload.backends.builtin import MemoryRemote
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.kv_tiers import load as tier_load
 from services.scheduler.kv_tiers import lookups, store
@@ -99,7 +99,7 @@ class Tiered(Pipeline):
         async def connect() -> MemoryBus:
             return broker.connect()
 
-        usual = {"backend": "torch", "dtype": "f32", "l1": "64", "l1_store": "plain", "policy": COPY_ALL}
+        usual = {"backend": "torch", "dtype": "f32", "l1": "64", "policy": COPY_ALL}
         flags = {"fleet": f"tiered{next(_FLEETS)}", "model": str(model), **usual, **settings}
         pipeline = cls(connect, load(flags=flags).settings, remote=remote)
         try:
@@ -129,7 +129,7 @@ class Tiered(Pipeline):
             return ExecutorActor(recorded, self.settings.host_id)
         if kind == "kv_offload":
             settings, remote = self.settings, self.remote
-            plan = arena.plan(settings.l1, settings.l1_store, settings.fleet, settings.host_id)
+            plan = arena.plan(settings.l1, settings.fleet, settings.host_id)
             return KvOffloadActor(plan, None if remote is None else lambda: remote)
         return super().build(kind)
 

@@ -13,8 +13,8 @@ from support.virtual_loop import LoopClock
 
 from services.detokenizer.actor import DetokenizerActor
 from services.kv_offload.actor import KvOffloadActor
+from services.kv_offload.backends import arena as arenas
 from services.kv_offload.backends.arena import Plan
-from services.kv_offload.backends.builtin import CountingArena
 from services.kv_offload.core import KvCore
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.state.state import Limits
@@ -130,11 +130,11 @@ class CountedOffload(KvOffloadActor):
     """kv_offload on an arena without memory, and without threads."""
 
     def __init__(self) -> None:
-        super().__init__(Plan("", 0, "plain"))
+        super().__init__(Plan("", 0))
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        arena = CountingArena(L1_PAGES * 4_096, generation=mailbox.epoch)
+        arena = arenas.Arena(L1_PAGES * 4_096, generation=mailbox.epoch)
         arena.name = f"arena-{mailbox.epoch}"
         self._core = KvCore(arena)
         for actor in mailbox.peers.ready("executor"):

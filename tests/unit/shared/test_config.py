@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from shared import config
 from shared.config import PREFIX, Settings, load
 from shared.errors import SetupError
 
@@ -178,20 +177,3 @@ def test_overlap_is_of_rows_and_of_ranks(overlap: str, mode: str, comm: str) -> 
 def test_an_overlap_that_there_is_not_is_refused(overlap: str) -> None:
     with pytest.raises(SetupError, match="overlap: Input should be 'auto', 'single'"):
         load(flags={"overlap": overlap})
-
-
-def test_the_old_name_of_a_setting_is_accepted_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for old, new in (("steps_ahead", "window"), ("cards", "slots"), ("group", "fleet")):
-        monkeypatch.setitem(config.OLD_NAMES, old, new)
-    file = tmp_path / "headrace.toml"
-    file.write_text('steps_ahead = 4\ncards = 3\ngroup = "red"\n')
-    monkeypatch.setenv("HEADRACE_CARDS", "9")
-    loaded = load(file, {"group": "blue"})
-    s = loaded.settings
-    assert (s.window, s.slots, s.fleet, loaded.unknown_env) == (4, 9, "blue", ())
-    assert [loaded.origins[name] for name in ("window", "slots", "fleet")] == ["file", "env", "flag"]
-    assert "setting cards is named slots: the next release refuses the old name" in caplog.messages
-    monkeypatch.setenv("HEADRACE_SLOTS", "5")
-    assert load().settings.slots == 5, "the present name wins"

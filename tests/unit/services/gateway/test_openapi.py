@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.gateway.openai_request import fields_of
+from services.gateway.native_call import fields_of
 from services.gateway.openapi import COMPONENTS, document
 from services.tokenizer.prepare import read_request
 from shared.api import ChatRequest, CompletionRequest

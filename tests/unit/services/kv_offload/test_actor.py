@@ -12,19 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from support.kv_offload.memory_remote import MemoryRemote
 from support.memory_bus import MemoryBroker
 
 from services.kv_offload import actor
 from services.kv_offload.actor import KvOffloadActor, build
-from services.kv_offload.backends import arena, builtin
-from services.kv_offload.backends.arena import GIB, MIB, Plan, plan, size_bytes
-from services.kv_offload.backends.builtin import (
+from services.kv_offload.backends import arena
+from services.kv_offload.backends.arena import (
+    GIB,
+    MIB,
     SHM,
-    MemoryRemote,
-    PlainArena,
+    Plan,
     hold,
     let_go,
+    plan,
     segment_name,
+    shared_arena,
+    size_bytes,
     sweep,
 )
 from services.kv_offload.backends.interface import RemoteError
@@ -70,18 +74,14 @@ def test_the_size_of_l1() -> None:
 
 
 def test_the_plan_knows_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = plan("auto", "plain", "fleet", "a host")
-    assert found.store == "plain"
+    found = plan("auto", "fleet", "a host")
     assert found.bytes % PAGE == 0
     assert segment_name(found.host, 1)
     limit = tmp_path / "memory.max"
     limit.write_text(f"{2 * GIB}\n")
     monkeypatch.setattr(processes, "CGROUP_LIMIT", limit)
-    assert plan("auto", "plain", "fleet", "a host").bytes <= GIB // 2
-    assert plan("auto", "plain", "fleet", "b").host != found.host != plan("auto", "plain", "f", "a host").host
-    for installed, store in ((object(), "lmcache"), (None, "plain")):
-        monkeypatch.setattr(arena.importlib.util, "find_spec", lambda _, found=installed: found)
-        assert plan("off", "auto", "fleet", "h").store == store
+    assert plan("auto", "fleet", "a host").bytes <= GIB // 2
+    assert plan("auto", "fleet", "b").host != found.host != plan("auto", "f", "a host").host
 
 
 @pytest.fixture
@@ -92,10 +92,10 @@ def host() -> Iterator[str]:
 
 
 def test_what_dead_owners_left_is_removed_and_what_living_ones_hold_is_not(host: str) -> None:
-    dead, other = PlainArena(host, 1, PAGE), PlainArena(f"{host}-b", 1, PAGE)
-    living = arena.open_arena(Plan(host, PAGE, "plain"), 2)
+    dead, other = shared_arena(host, 1, PAGE), shared_arena(f"{host}-b", 1, PAGE)
+    living = arena.open_arena(Plan(host, PAGE), 2)
     assert not (SHM / dead.name).exists()
-    third = arena.open_arena(Plan(host, PAGE, "plain"), 3)
+    third = arena.open_arena(Plan(host, PAGE), 3)
     assert (SHM / living.arena.name).exists()
     assert (SHM / other.name).exists()
     with pytest.raises(BlockingIOError):
@@ -109,7 +109,7 @@ def test_what_dead_owners_left_is_removed_and_what_living_ones_hold_is_not(host:
 
 @pytest.fixture
 def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(builtin, "SHM", tmp_path)
+    monkeypatch.setattr(arena, "SHM", tmp_path)
     monkeypatch.setattr(arena, "SHM", tmp_path)
     return tmp_path
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_removed_stops_nobody(shm: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Path, "unlink", refused)
     descriptors = os.listdir("/proc/self/fd")
-    assert [plan(l1, "plain", "fleet", "a host").bytes for l1 in ("off", "16")] == [0, 16 * MIB]
+    assert [plan(l1, "fleet", "a host").bytes for l1 in ("off", "16")] == [0, 16 * MIB]
     assert sweep("fleet") == []
     assert os.listdir("/proc/self/fd") == descriptors
     assert len(list(shm.iterdir())) == 5
@@ -238,7 +238,7 @@ class House:
     async def start(self, *, blocks: int = 20, l2: bool = True) -> KvOffloadActor:
         """A new incarnation."""
         connect = self.l2.connect if l2 else None
-        self.kv = KvOffloadActor(Plan(self.host, blocks * PAGE, "plain"), connect)
+        self.kv = KvOffloadActor(Plan(self.host, blocks * PAGE), connect)
         await self.run(self.kv, "k")
         return self.kv
 
@@ -337,7 +337,7 @@ async def test_blocks_come_back_from_the_segment_that_the_beat_names(house: Hous
     assert facts.arena == segment_name(house.host, facts.arena_generation)
     assert dict(facts.load)["l1_used"] == 3 * PAGE
     await house.until(lambda: kv.status()["reads"] == 0)
-    assert (kv.status()["store"], kv.status()["stuck_calls"]) == ("plain", 0)
+    assert kv.status()["stuck_calls"] == 0
     path = house.file
     await house.stop()
     assert not path.exists()
@@ -523,11 +523,10 @@ async def test_a_shell_that_fails_between_messages_fails_the_actor(
     assert isinstance(await house.runtimes[-1].failed(), ZeroDivisionError)
 
 
-@pytest.mark.parametrize("store", ["plain", "lmcache"])
 async def test_an_l1_that_shared_memory_cannot_hold_costs_the_tiers_and_nothing_else(
-    host: str, store: str, caplog: pytest.LogCaptureFixture
+    host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    actor = KvOffloadActor(Plan(host, 1 << 50, store), Shared().connect)
+    actor = KvOffloadActor(Plan(host, 1 << 50), Shared().connect)
     runtime = Runtime(actor, MemoryBroker().connect(), "f", "k")
     await runtime.start()
     assert (runtime.state, actor.heartbeat_payload().tiers) == ("ready", ())
@@ -548,7 +547,7 @@ async def test_a_shared_memory_that_cannot_be_written_costs_the_tiers_alone(
         raise PermissionError(13, "Permission denied", f"/dev/shm/{name}")
 
     monkeypatch.setattr(arena, "hold", refuse)
-    actor = KvOffloadActor(Plan(host, PAGE, "plain"))
+    actor = KvOffloadActor(Plan(host, PAGE))
     runtime = Runtime(actor, MemoryBroker().connect(), "f", "k")
     await runtime.start()
     assert "let this user write there, or start without tiers" in str(actor.status()["why_off"])
@@ -564,7 +563,7 @@ def test_what_the_dead_left_is_removed_before_the_size_is_chosen_and_with_l1_off
     for l1 in ("auto", "off"):
         os.close(hold(left))
         (SHM / left).write_bytes(b"x")
-        plan(l1, "plain", "fleet", host)
+        plan(l1, "fleet", host)
         assert not (SHM / f"{left}.lock").exists()
     assert seen == [False, False]
 
@@ -581,7 +580,7 @@ async def test_a_start_that_is_broken_off_leaves_no_segment(
         return open_arena(what, generation)
 
     monkeypatch.setattr(arena, "open_arena", slow)
-    runtime = Runtime(KvOffloadActor(Plan(host, PAGE, "plain")), MemoryBroker().connect(), "f", "k")
+    runtime = Runtime(KvOffloadActor(Plan(host, PAGE)), MemoryBroker().connect(), "f", "k")
     starting = asyncio.create_task(runtime.start())
     await begun.wait()
     starting.cancel()
@@ -592,9 +591,9 @@ async def test_a_start_that_is_broken_off_leaves_no_segment(
 
 
 def test_what_the_settings_ask_for_is_built(caplog: pytest.LogCaptureFixture) -> None:
-    off = build(load(flags={"l1": "off", "l2": "memory:"}).settings)
+    off = build(load(flags={"l1": "off", "l2": "redis://h"}).settings)
     assert "l2 is not used" in caplog.text
     assert off.heartbeat_payload().tiers == ()
-    assert build(load(flags={"l1": "16", "l1_store": "plain"}).settings).status()["store"] == "plain"
+    assert build(load(flags={"l1": "16"}).settings).status()["l2_url"] == ""
     with pytest.raises(SetupError, match="auto or off"):
         build(load(flags={"l1": "much"}).settings)

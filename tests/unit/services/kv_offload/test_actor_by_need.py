@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from support.kv_offload.memory_remote import MemoryRemote
 from support.memory_bus import MemoryBroker
 
 from services.kv_offload.actor import KvOffloadActor
-from services.kv_offload.backends import builtin
-from services.kv_offload.backends.arena import Plan
-from services.kv_offload.backends.builtin import SHM, MemoryRemote, PlainArena, sweep
+from services.kv_offload.backends import arena as arenas
+from services.kv_offload.backends.arena import SHM, Plan, shared_arena, sweep
 from shared.actor.membership import ONLY_TIER
 from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
 from shared.nats.interface import Bus
@@ -49,7 +49,7 @@ class House:
 
     def __init__(self, host: str, **plan: bool) -> None:
         self._broker = MemoryBroker()
-        self._plan = replace(Plan(host, 8 * PAGE, "plain", by_need=True), **plan)
+        self._plan = replace(Plan(host, 8 * PAGE, by_need=True), **plan)
         self._runtimes: list[Runtime] = []
 
     async def start(self, *, l2: bool = False) -> KvOffloadActor:
@@ -130,9 +130,9 @@ async def test_it_opens_at_the_start_for_an_l2_and_for_a_given_size(host: str) -
 
 async def test_no_room_for_it_is_reported_as_at_the_start(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(size_bytes: int) -> None:
-        raise builtin.NoRoom("no room")
+        raise arenas.NoRoom("no room")
 
-    monkeypatch.setattr(builtin, "check_room", full)
+    monkeypatch.setattr(arenas, "check_room", full)
     house = House(host)
     kv = await house.start()
     await house.join(Executor(replace(ALONE, load=())), "e")
@@ -144,8 +144,8 @@ async def test_no_room_for_it_is_reported_as_at_the_start(host: str, monkeypatch
 
 
 def test_pages_are_reserved_as_ranges_are_taken(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin, "RESERVE_BYTES", 2 * PAGE)
-    arena = PlainArena(host, 1, 8 * PAGE, by_need=True)
+    monkeypatch.setattr(arenas, "RESERVE_BYTES", 2 * PAGE)
+    arena = shared_arena(host, 1, 8 * PAGE, by_need=True)
     file = SHM / arena.name
     found = [file.stat().st_blocks * 512]
     for size in (1, PAGE, PAGE, 4 * PAGE):
@@ -158,8 +158,8 @@ def test_pages_are_reserved_as_ranges_are_taken(host: str, monkeypatch: pytest.M
 
 
 def test_a_full_shared_memory_is_an_arena_without_room(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin, "RESERVE_BYTES", PAGE)
-    arena = PlainArena(host, 1, 4 * PAGE, by_need=True)
+    monkeypatch.setattr(arenas, "RESERVE_BYTES", PAGE)
+    arena = shared_arena(host, 1, 4 * PAGE, by_need=True)
     kept = os.urandom(32)
     assert arena.allocate(kept, PAGE) == 0
     with monkeypatch.context() as full:
@@ -176,7 +176,8 @@ def test_a_full_shared_memory_is_an_arena_without_room(host: str, monkeypatch: p
     arena.close()
 
 
-def test_a_kv_offload_that_waits_has_not_imported_lmcache() -> None:
+@pytest.mark.parametrize("by_need", [True, False])
+def test_without_an_l2_lmcache_is_not_imported(by_need: bool, host: str) -> None:
     program = """
 import asyncio, sys
 from services.kv_offload.actor import KvOffloadActor
@@ -185,7 +186,7 @@ from shared.actor.runtime import Runtime
 from support.memory_bus import MemoryBroker
 
 async def main():
-    actor = KvOffloadActor(Plan("h", 4096, "lmcache", by_need=True))
+    actor = KvOffloadActor(Plan(sys.argv[1], 4096, by_need=len(sys.argv) > 2))
     runtime = Runtime(actor, MemoryBroker().connect(), "f", "k")
     await runtime.start()
     print(runtime.state, {"lmcache", "torch"} & set(sys.modules))
@@ -195,6 +196,7 @@ asyncio.run(main())
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env
-    )
+        [sys.executable, "-c", program, host, *["by need"] * by_need],
+        capture_output=True, text=True, check=True, env=env,
+    )  # fmt: skip
     assert done.stdout == "ready set()\n"

@@ -7,7 +7,7 @@ import random
 import pytest
 from support.kv_offload.world import EPOCH, EXECUTOR, PAGE, PRINT, SCHEDULER, SECOND, World, key, keys
 
-from services.kv_offload.backends.builtin import CountingArena
+from services.kv_offload.backends.arena import Arena
 from services.kv_offload.events import PeerLost, PeerSeen, Restarted, Send
 from services.kv_offload.jobs import LIVE_US, QUARANTINE_US, REPEATED_COMMITS
 from shared.messages import (
@@ -379,7 +379,7 @@ def test_an_odd_tail_of_keys_is_left_out() -> None:
 
 
 def test_the_counting_arena_keeps_the_arenas_promises() -> None:
-    arena = CountingArena(4 * PAGE)
+    arena = Arena(4 * PAGE)
     assert arena.allocate(b"a", 1) == 0
     with pytest.raises(ValueError, match="one range"):
         arena.allocate(b"a", 1)

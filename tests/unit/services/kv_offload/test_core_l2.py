@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.kv_offload.world import EXECUTOR, PAGE, PRINT, SCHEDULER, SECOND, World, key, keys
 
 from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
-from services.kv_offload.backends.builtin import CountingArena
+from services.kv_offload.backends.arena import Arena
 from services.kv_offload.events import L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, PeerLost, Restarted
 from services.kv_offload.jobs import LOOKUP_US, MOST_LOOKUP_US
 from services.kv_offload.l2 import dispatch
@@ -469,7 +469,7 @@ def test_a_queue_drops_its_oldest() -> None:
 
 def test_the_virtual_tiers_move_bytes_at_their_rate() -> None:
     l2 = VirtualL2(bytes_per_s=PAGE * 1_000, call_us=100)  # 1 ms a block
-    first, second = (VirtualKv(CountingArena(100 * PAGE), l2) for _ in range(2))
+    first, second = (VirtualKv(Arena(100 * PAGE), l2) for _ in range(2))
     fields = {"owner": EXECUTOR, "lease_us": SECOND, "fingerprint": PRINT}
     first.arrive(SCHEDULER, 1, KvReserve(job=1, keys=keys(1, 2), value_bytes=PAGE, **fields), 0)
     first.arrive(SCHEDULER, 1, KvCommit(job=1, written=ints([1, 1])), 0)

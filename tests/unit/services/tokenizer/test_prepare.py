@@ -89,10 +89,10 @@ def test_the_answer_format_of_a_request(model: ServedModel, path: Path) -> None:
 
 
 def test_a_family_without_a_grammar_writes_required_calls_as_hermes(model: ServedModel) -> None:
-    python = dataclasses.replace(model, answer_format=FORMATS["lfm2"], max_context=1024)
+    python = dataclasses.replace(model, answer_format=FORMATS["llama4_pythonic"], max_context=1024)
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     free = prepared(python, {**CHAT, **tools})
-    assert (free.answer_format, free.grammar) == ("lfm2", "")
+    assert (free.answer_format, free.grammar) == ("llama4_pythonic", "")
     required = prepared(python, {**CHAT, **tools, "tool_choice": "required"})
     assert required.answer_format == "hermes"
     assert "<tool_call>" in required.grammar

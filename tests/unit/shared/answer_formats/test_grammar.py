@@ -72,10 +72,8 @@ def test_nothing_but_calls(name: str) -> None:
     assert rule is not None
     assert not accepts(rule, TEXT)
     text = form.writes.first + form.writes.between.join(
-        form.writes.before.replace("INDEX", str(i)).replace("NAME", function)
-        + arguments_in(name, of)
-        + form.writes.after
-        for i, (function, of) in enumerate((("get_weather", FIRST), ("get_time", SECOND)))
+        form.writes.before.replace("NAME", function) + arguments_in(name, of) + form.writes.after
+        for function, of in (("get_weather", FIRST), ("get_time", SECOND))
     )
     text += form.writes.last
     assert accepts(rule, text)
@@ -94,8 +92,6 @@ def arguments_in(name: str, arguments: dict[str, Any]) -> str:
         opening = {
             "qwen_xml": f"<parameter={key}>\n",
             "glm_xml": f"<arg_key>{key}</arg_key><arg_value>",
-            "minimax_xml": f'<parameter name="{key}">',
-            "deepseek_xml": f'<｜DSML｜parameter name="{key}" string="{str(string).lower()}">',
         }[first.style]
         ending = "\n" if first.style == "qwen_xml" else ""
         parts.append(f"{opening}{text}{ending}{first.value_ends}")

@@ -44,7 +44,7 @@ def test_without_functions_there_are_no_calls_and_no_text_is_lost(answer: Answer
 @pytest.mark.parametrize("answer", ANSWERS, ids=NAMES)
 def test_one_call_at_most(answer: Answer) -> None:
     found = read(answer.form, *answer.text, thinking=answer.opened, parallel=False)
-    if answer.form == "lfm2":  # a list of calls in Python is read as a whole
+    if answer.form == "llama4_pythonic":  # a list of calls in Python is read as a whole
         return
     assert [name for name, _ in found.calls] == ["get_weather"]
     assert "Europe/Berlin" in found.content
@@ -94,8 +94,8 @@ def test_what_is_held_back_has_a_bound() -> None:
 
 def test_reasoning_that_does_not_end_is_reasoning() -> None:
     assert read("qwen3", "<think>\nOn and on").reasoning == "On and on"
-    assert read("minimax_m2", *"On and on", thinking=True).reasoning == "On and on"
-    assert read("minimax_m2", *"On and on").content == "On and on"
+    assert read("nemotron", *"On and on", thinking=True).reasoning == "On and on"
+    assert read("nemotron", *"On and on").content == "On and on"
 
 
 def test_a_marker_within_the_answer_opens_no_reasoning() -> None:
@@ -108,7 +108,7 @@ def test_a_marker_within_the_answer_opens_no_reasoning() -> None:
     [
         ("hermes", '<tool_call>{"arguments": {"a": "'),
         ("gemma4", '<|tool_call>call:get_time{zone:<|"|>'),
-        ("lfm2", "<|tool_call_start|>[get_time(zone='"),
+        ("llama4_pythonic", "<|python_start|>[get_time(zone='"),
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=unknown>\n{"),
     ],
 )

@@ -24,9 +24,9 @@ REPORTS = [
     Report(
         "a missing end tag is no loss",
         f"{_GH}/ai-dynamo/dynamo/pull/8208",
-        "kimi_k2",
-        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
-        '<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"b": 2}',
+        "deepseek_v3",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'
+        '<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{"b": 2}',
         Read(calls=[("f", '{"a": 1}'), ("g", '{"b": 2}')]),
     ),
     Report(
@@ -96,8 +96,8 @@ REPORTS = [
     Report(
         "a comma in a Python string does not end it",
         f"{_GH}/ml-explore/mlx-lm/issues/1785",
-        "lfm2",
-        "<|tool_call_start|>[write(path='/tmp/hello.py', content='# Hello, \"world\"!')]<|tool_call_end|>",
+        "llama4_pythonic",
+        "<|python_start|>[write(path='/tmp/hello.py', content='# Hello, \"world\"!')]<|python_end|>",
         Read(calls=[("write", '{"path": "/tmp/hello.py", "content": "# Hello, \\"world\\"!"}')]),
     ),
     Report(
@@ -162,9 +162,9 @@ REPORTS = [
     Report(
         "control tokens of a call end the reasoning",
         f"{_GH}/vllm-project/vllm/pull/32216",
-        "kimi_k2",
-        "<think>I list it. <|tool_calls_section_begin|> <|tool_call_begin|> functions.ls:0 "
-        '<|tool_call_argument_begin|> {"path": "/"} <|tool_call_end|> <|tool_calls_section_end|></think>',
+        "deepseek_v3",
+        "<think>I list it. <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> function<｜tool▁sep｜>ls "
+        '```json {"path": "/"} ``` <｜tool▁call▁end｜> <｜tool▁calls▁end｜></think>',
         Read(reasoning="I list it.", content="</think>", calls=[("ls", '{"path": "/"}')]),
     ),
     Report(

@@ -16,7 +16,7 @@ from services.executor.arena import Arena, ArenaError
 from services.executor.engine import YieldDevice, no_yield
 from services.executor.kv_transfer import worker
 from services.executor.kv_transfer.worker import RECENT_US, CopyCallbacks, CopyRate, CopyWorker
-from services.kv_offload.backends.builtin import PlainArena
+from services.kv_offload.backends.arena import shared_arena
 from shared.messages import KvCopied, KvCopy, ints, longs
 
 WITHIN_S = 90
@@ -395,7 +395,7 @@ def test_the_rate_is_that_of_the_last_copies() -> None:
 def test_the_arena_of_kv_offload_is_mapped_by_what_its_beat_says(bench: Bench) -> None:
     """The one place where both sides of the segment meet without a process between them."""
     old = bench.file.generation
-    theirs = PlainArena("a-test.host", 1_700_000_000_000_123, 4 * 4_096)
+    theirs = shared_arena("a-test.host", 1_700_000_000_000_123, 4 * 4_096)
     try:
         offset = theirs.allocate(b"k" * 32, 4_096)
         assert offset is not None

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from support.kv_offload.memory_remote import MemoryRemote
 
-from services.kv_offload.backends.builtin import MemoryRemote
 from services.kv_offload.backends.interface import Remote, RemoteError
 from services.kv_offload.events import L2Command, L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, Name
 from services.kv_offload.l2 import worker

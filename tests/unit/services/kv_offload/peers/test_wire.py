@@ -14,8 +14,7 @@ from support.kv_offload.file_wire import FileWire
 from support.memory_bus import MemoryBroker
 
 from services.kv_offload.actor import KvOffloadActor, OpenWire, metric_points
-from services.kv_offload.backends.arena import Plan
-from services.kv_offload.backends.builtin import SHM, sweep
+from services.kv_offload.backends.arena import SHM, Plan, sweep
 from services.kv_offload.backends.interface import RemoteError
 from services.kv_offload.l2.worker import verify_payload
 from shared.actor.mailbox import Mailbox
@@ -79,7 +78,7 @@ class Hosts:
             return self.wires[name]
 
         self.plans.append(next(_NAMES))
-        actor = KvOffloadActor(Plan(self.plans[-1], 20 * PAGE, "plain"), open_wire=open_wire or opened)
+        actor = KvOffloadActor(Plan(self.plans[-1], 20 * PAGE), open_wire=open_wire or opened)
         self.actors[name] = actor
         await self.run(name, actor, host or name)
         return actor

@@ -9,8 +9,10 @@ from support.actor_fleet import Fleet, watched_fleet
 
 from services.launcher.cli import main
 from services.launcher.commands import model
+from services.launcher.commands.policy import ask
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.state.state import Limits
+from shared.nats import subjects
 
 
 @pytest.fixture
@@ -21,8 +23,8 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 async def test_a_scheduler_answers_with_the_states(fleet: Fleet) -> None:
     await fleet.started(SchedulerActor(Limits(), "m"), "s1")
-    assert await model._ask(fleet.outside, "s1", "sleep") == {"executors": {}}
-    assert await model._ask(fleet.outside, "gone", "sleep") == {}
+    assert await ask(fleet.outside, subjects.sleep("s1"), "sleep") == {"executors": {}}
+    assert await ask(fleet.outside, subjects.sleep("gone"), "sleep") == {}
     assert await model._ask_hosts(fleet.outside, "m", "load") == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
 from services.kv_offload import actor
 from services.kv_offload.actor import build
-from services.kv_offload.backends.builtin import CountingArena
+from services.kv_offload.backends.arena import Arena
 from services.launcher.commands import status
 from services.launcher.commands.status import Fleet, every_fact, size
 from services.launcher.session import Target
@@ -30,7 +30,7 @@ def joined(*numbers: int) -> bytes:
 
 def used(l2: VirtualL2 | None = None) -> VirtualKv:
     """Eight blocks of room: three stored, one reserved, two of the three being read."""
-    tiers = VirtualKv(CountingArena(8 * MIB), l2)
+    tiers = VirtualKv(Arena(8 * MIB), l2)
     tiers.arrive(SCHEDULER, 1, KvReserve(
         job=1, owner="executor.e", keys=joined(0, 1, 2), value_bytes=MIB, lease_us=10**6, fingerprint="f",
     ), 0)  # fmt: skip
@@ -47,13 +47,13 @@ def used(l2: VirtualL2 | None = None) -> VirtualKv:
 
 
 def store(tiers: VirtualKv, **more: Any) -> dict[str, Any]:
-    about = {"kind": "kv_offload", "id": "k", "state": "ready", "epoch": 1, "fleet": "f", "store": "plain"}
+    about = {"kind": "kv_offload", "id": "k", "state": "ready", "epoch": 1, "fleet": "f"}
     return {**about, **actor.status(tiers.core.state), **more}
 
 
 def test_what_a_tier_holds() -> None:
     assert status.draw([store(used())], []) == [
-        "kv_offload.k  ready  store plain",
+        "kv_offload.k  ready",
         "  L1     4.19 MB of 8.39 MB (50.0 %) in 3 blocks; 0 evicted",
         "  leases 1 reads of 2.1 MB, 1 writes of 1.05 MB",
         "  L2     none: what leaves L1 is gone. --l2 redis://host:port or file:///folder adds one",
@@ -106,7 +106,7 @@ def test_peers_are_shown_once_there_are_some() -> None:
 
 def test_words_where_there_is_no_tier() -> None:
     assert status.draw([], []) == list(status.NOBODY)
-    off = store(VirtualKv(CountingArena(0)))
+    off = store(VirtualKv(Arena(0)))
     assert status.draw([off], []) == [f"kv_offload.k  ready  {status.OFF}"]
     assert status.draw([{**off, "not_shared": True}], []) == [f"kv_offload.k  ready  {status.NOT_SHARED}"]
     assert status.draw([{**off, "why_off": "no room"}], []) == ["kv_offload.k  ready  off: no room"]
@@ -150,7 +150,7 @@ async def test_json_has_everything(
     assert (body["fleet"], body["kv_offloads"]) == ("f", [answers[0]])
     assert body["schedulers"] == [{"id": "s", "state": "ready", "tiers": None, "measured": {}}]
     await status.kv(Target("nats://h", "m"), "f", as_json=False)
-    assert capsys.readouterr().out.splitlines()[0] == "kv_offload.k  ready  store plain"
+    assert capsys.readouterr().out.splitlines()[0] == "kv_offload.k  ready"
 
 
 def test_status_and_metrics_agree() -> None:

@@ -19,7 +19,7 @@ from services.scheduler.reports import status
 from services.scheduler.state.counters import Counters, Histogram
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.state import Limits
-from shared.telemetry import metrics
+from shared.telemetry.export import meter_sink_from_env
 from shared.telemetry.readings import HistogramPoint, MetricPoint
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -198,13 +198,13 @@ def receiver() -> Iterator[Receiver]:
 def test_metrics_are_off_unless_asked_for(env: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         env.setenv(name, value)
-    assert metrics.from_env("scheduler", "s") is None
+    assert meter_sink_from_env("scheduler", "s") is None
 
 
 def test_a_collector_gets_counters_gauges_and_histograms(env: pytest.MonkeyPatch, receiver: Receiver) -> None:
     env.setenv(ENDPOINT, receiver.url)
     env.setenv("OTEL_METRIC_EXPORT_INTERVAL", "3600000")
-    sink = metrics.from_env("scheduler", "s")
+    sink = meter_sink_from_env("scheduler", "s")
     assert sink is not None
     sink.put([MetricPoint("n", 1, "1", is_counter=True)])
     state = MetricPoint("blocks", 7, "{block}", (("state", "free"),))
@@ -232,7 +232,7 @@ def test_a_collector_that_is_away_is_told_once(
     env.setenv(ENDPOINT, "http://127.0.0.1:9")
     env.setenv("OTEL_METRIC_EXPORT_INTERVAL", "3600000")
     env.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    sink = metrics.from_env("scheduler", "s")
+    sink = meter_sink_from_env("scheduler", "s")
     assert sink is not None
     sink.put([MetricPoint("n", 1, "1", is_counter=True)])
     sink.stop(20)

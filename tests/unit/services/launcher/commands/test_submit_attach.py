@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.launcher.commands import attach as command
+from services.launcher.commands import submit as command
 from services.launcher.session import Target
 from shared.client import Client
 from shared.errors import EngineError

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from services.launcher.commands.status import Facts
-from services.launcher.commands.usage import by_tenant, table
+from services.launcher.commands.status import Facts, by_tenant, table
 
 NAMES = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 

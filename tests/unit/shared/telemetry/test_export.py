@@ -12,8 +12,8 @@ import pytest
 
 from loadtest.otlp_receiver import Receiver
 from shared.telemetry import otel_sdk, traces
-from shared.telemetry import tracer as tracing
-from shared.telemetry.tracer import Tracer
+from shared.telemetry.export import Tracer, tracer_from_env
+from shared.telemetry.otel import is_on
 from shared.telemetry.traces import SpanEvent, SpanRecord
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -38,7 +38,7 @@ def receiver() -> Iterator[Receiver]:
 def started(env: pytest.MonkeyPatch, receiver: Receiver, **more: str) -> Tracer:
     for name, value in {ENDPOINT: receiver.url, **more}.items():
         env.setenv(name, value)
-    tracer = tracing.from_env("detokenizer", "d1")
+    tracer = tracer_from_env("detokenizer", "d1")
     assert tracer is not None
     return tracer
 
@@ -58,7 +58,7 @@ def started(env: pytest.MonkeyPatch, receiver: Receiver, **more: str) -> Tracer:
     ],
 )
 def test_which_variables_turn_it_on(env: dict[str, str], on: bool) -> None:
-    assert tracing.is_on(env) is on
+    assert is_on(env) is on
 
 
 def test_a_request_without_a_trace_gets_one(otel_env: pytest.MonkeyPatch, receiver: Receiver) -> None:
@@ -172,7 +172,7 @@ def test_grpc_without_its_package_says_the_mend(
     otel_env.setenv(ENDPOINT, "http://127.0.0.1:4317")
     otel_env.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     otel_env.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    assert tracing.from_env("scheduler", "s") is None
+    assert tracer_from_env("scheduler", "s") is None
     (line,) = [r.getMessage() for r in caplog.records]
     assert "pip install opentelemetry-exporter-otlp-proto-grpc" in line
     assert "\n" not in line
@@ -181,7 +181,7 @@ def test_grpc_without_its_package_says_the_mend(
 def test_another_protocol_is_refused(otel_env: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     otel_env.setenv(ENDPOINT, "http://127.0.0.1:4318")
     otel_env.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
-    assert tracing.from_env("scheduler", "s") is None
+    assert tracer_from_env("scheduler", "s") is None
     assert "use http/protobuf or grpc" in caplog.text
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.gateway.errors import Unprocessable
-from services.gateway.openai_request import fields_of, model_of
+from services.gateway.native_call import fields_of, model_of
 from shared.api import REQUEST_ID
 from shared.errors import BadRequest
 from shared.openai.call import MAX_PROMPTS, Call, read_call

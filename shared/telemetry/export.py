@@ -1,0 +1,90 @@
+"""What a process sends its spans and its metrics with, if its environment turns them on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from shared.telemetry.otel import (
+    GRPC,
+    GRPC_PACKAGE,
+    HTTP,
+    METRICS,
+    PROTOCOLS,
+    TRACES,
+    is_on,
+    log,
+    protocol_of,
+)
+from shared.telemetry.readings import Metrics
+from shared.telemetry.traces import SpanRecord
+
+T = TypeVar("T")
+
+
+class Tracer(Protocol):
+    """Decides which requests are traced, and sends their spans from its own thread."""
+
+    def begin(self, given: str) -> tuple[str, str]:
+        """For a request with the traceparent `given` ("" for none): the traceparent of its root span, and the
+        id of that span's parent."""
+
+    def export(self, trace: str, parent_span: str, spans: Sequence[SpanRecord]) -> None:
+        """Send one tree: the traceparent `trace` identifies its root, below `parent_span`. Never blocks."""
+
+    def test(self) -> None:
+        """Send a span, and log whether it arrived. Returns at once."""
+
+    def stop(self, timeout_s: float) -> None:
+        """Send the waiting spans within `timeout_s`."""
+
+
+class MeterSink(Protocol):
+    """Sends the newest metrics from its own thread, every OTEL_METRIC_EXPORT_INTERVAL."""
+
+    def put(self, readings: Metrics) -> None:
+        """Replace the newest metrics. Never blocks."""
+
+    def stop(self, timeout_s: float) -> None:
+        """Send the newest metrics within `timeout_s`."""
+
+
+def tracer_from_env(kind: str, actor: str) -> Tracer | None:
+    """The tracer of the process `kind.actor`, None if traces are off or cannot be sent."""
+
+    def make(protocol: str) -> Tracer:
+        from shared.telemetry.otel_sdk import OtelTracer
+
+        return OtelTracer(kind, actor, protocol)
+
+    return _made(TRACES, make)
+
+
+def meter_sink_from_env(kind: str, actor: str) -> MeterSink | None:
+    """The sink of the process `kind.actor`, None if metrics are off or cannot be sent."""
+
+    def make(protocol: str) -> MeterSink:
+        from shared.telemetry.otel_sdk import OtelMeterSink
+
+        return OtelMeterSink(kind, actor, protocol)
+
+    return _made(METRICS, make)
+
+
+def _made(signal: str, make: Callable[[str], T]) -> T | None:
+    """What sends a signal, None if that is off or cannot be made; the log then has the remedy."""
+    if not is_on(os.environ, signal):
+        return None
+    protocol = protocol_of(os.environ, signal)
+    if protocol not in (HTTP, GRPC):
+        log.warning("%s: off, unknown %s=%s: use %s or %s", signal, PROTOCOLS[1], protocol, HTTP, GRPC)
+        return None
+    try:
+        return make(protocol)
+    except ImportError as error:
+        mend = f"pip install {GRPC_PACKAGE}, or set {PROTOCOLS[1]}={HTTP}"
+        log.warning("%s: off, the protocol %s needs a package (%s): %s", signal, protocol, error, mend)
+    except Exception as error:  # noqa: BLE001 - a bad OTEL_* value must not stop a service
+        log.warning("%s: off, the OTEL_* variables cannot be used: %s", signal, error)
+    return None
