@@ -42,7 +42,7 @@ from kernels.cpu_jit.llvm_intrinsics import (
 )
 from kernels.cpu_jit.microkernel import microkernel
 from kernels.cpu_jit.thread_team import Call, Kernel, Number, team_size
-from kernels.cpu_jit.vectors import LANES, highest, transpose, weigh
+from kernels.cpu_jit.vectors import LANES, highest, prefetch, transpose, weigh
 
 ROWS = 192  # of a piece of a prompt, about: they share the transposition of the keys
 PANEL = 128  # tokens of the context at once
@@ -146,6 +146,14 @@ def _by_tiles(onto: bool) -> Any:
                 one(offset_by(x, row * apart), apart, width, of, line, at, columns)
 
     return multiply
+
+
+@fast
+def _fetch(source: Any, offsets: Any, tokens: int, dim: int, line: int) -> None:
+    """Start to read a panel's keys or values. `line`: numbers in a line of the cache."""
+    for token in range(tokens):
+        for i in range(0, dim, line):
+            prefetch(offset_by(source, offsets[token] + i))
 
 
 @fast
@@ -378,6 +386,9 @@ def _attention(
                 here = min(PANEL, before + tokens - at)
                 padded = (here + group - 1) // group * group
                 _find(table, at, here, padded, block_tokens, block_stride, line, memory.offsets)
+                if tokens == 1:  # rows of a prompt compute for longer than they read
+                    _fetch(keys, memory.offsets, here, dim, LANES * of_a_lane)
+                    _fetch(values, memory.offsets, here, dim, LANES * of_a_lane)
                 _pack_keys(keys, memory.offsets, padded, dim, memory.keys, of_a_lane)
                 first = max(0, at - before)  # no token before sees this panel
                 rows, skip = (tokens - first) * shared, first * shared

@@ -106,6 +106,19 @@ def rotate_lanes(typing: Any, x: Any, half: Any, cos: Any, sin: Any, out: Any) -
 
 
 @intrinsic
+def prefetch(typing: Any, pointer: Any) -> Any:
+    """Start to read the cache line at `pointer`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        at = builder.bitcast(args[0], ir.IntType(8).as_pointer())
+        read, keep, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
+        call(builder, "llvm.prefetch.p0i8", ir.VoidType(), at, read, keep, data)
+        return context.get_dummy_value()
+
+    return types.void(pointer), generate
+
+
+@intrinsic
 def copy_lanes(typing: Any, source: Any, out: Any) -> Any:
     """Store LANES float32 numbers of `source` to `out`, float32 or rounded to bfloat16."""
 
