@@ -35,7 +35,7 @@ PANEL = 32  # rows of the matrix packed together: a panel stays in the first cac
 GROUP = 4  # panels at once: they share a read of `x`
 WIDTH = 512  # columns at once: two tiles of `x` stay in the first cache
 ROWS = 16  # of a tile of `x`, and rows of the matrix in a part of a panel
-_TILES = 8
+_TILES, _X = 8, 4  # _X: the first one of `x`, after the sums
 CONFIG_BYTES = 64
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # Linux gives a process the tiles when it asks
 
@@ -59,6 +59,7 @@ def product() -> Any:
     two, one, two_onto, one_onto = (
         tiles(number, PANEL // ROWS, onto=onto) for onto in (False, True) for number in (2, 1)
     )
+    pair, pair_onto = (tiles(1, PANEL // ROWS, panels=2, onto=onto) for onto in (False, True))
     sums, config = on_stack(4 * 2 * ROWS * PANEL * GROUP), on_stack(CONFIG_BYTES)
 
     @fast
@@ -85,17 +86,25 @@ def product() -> Any:
                 here = ROWS
             for column in range(0, width, most):
                 of, columns = offset_by(x, row * width + column), min(most, width - column)
-                for number in range(first, end):
+                number = first
+                while number < end:
                     panel = offset_by(panels, (number * width + column) * PANEL)
                     found = offset_by(all_found, (number - first) * 2 * ROWS * PANEL)
                     if here == 2 * ROWS and column == 0:
                         two(of, width, columns, panel, PANEL, found, PANEL)
                     elif here == 2 * ROWS:
                         two_onto(of, width, columns, panel, PANEL, found, PANEL)
+                    elif number + 1 < end and column == 0:
+                        pair(of, width, columns, panel, PANEL, found, PANEL)
+                        number += 1
+                    elif number + 1 < end:
+                        pair_onto(of, width, columns, panel, PANEL, found, PANEL)
+                        number += 1
                     elif column == 0:
                         one(of, width, columns, panel, PANEL, found, PANEL)
                     else:
                         one_onto(of, width, columns, panel, PANEL, found, PANEL)
+                    number += 1
             for number in range(first, end):
                 to = row * height + min(number * PANEL, height - PANEL)
                 found = offset_by(all_found, (number - first) * 2 * ROWS * PANEL)
@@ -119,7 +128,7 @@ def configure(typing: Any, config: Any, rows: Any) -> Any:
             numbers[16 + 2 * tile] = 4 * ROWS  # bytes of a row
             numbers[48 + tile] = ROWS
         builder.store(ir.Constant(setting, numbers), builder.bitcast(config, setting.as_pointer()), align=1)
-        for tile in range(PANEL // ROWS + 1):  # with fewer rows `tiles` has one tile of `x`
+        for tile in range(_X + 1):
             builder.store(builder.trunc(rows, _I8), _byte(builder, config, 48 + tile))
         call(builder, "llvm.x86.ldtilecfg", _VOID, config)
         return context.get_dummy_value()
@@ -138,11 +147,12 @@ def release(typing: Any) -> Any:
     return types.void(), generate
 
 
-def tiles(number: int, parts: int, *, onto: bool = False) -> Any:
-    """See the function in it. `onto`: the product is added to what is at `out`."""
-    of_all = number * parts  # tiles: sums, then of x, then of the matrix
-    first = of_all + number
-    assert first < _TILES
+def tiles(number: int, parts: int, *, panels: int = 1, onto: bool = False) -> Any:
+    """See the function in it. `onto`: the product is added to what is at `out`. `panels`: neighbours of whole
+    rows of the matrix, whose sums are 2 * ROWS * PANEL apart: with few sums a product waits for the one
+    before, 52 cycles."""
+    first = _X + number  # of the matrix
+    assert number * parts * panels <= _X
 
     @intrinsic
     def multiply(
@@ -156,8 +166,9 @@ def tiles(number: int, parts: int, *, onto: bool = False) -> Any:
             x_bytes = builder.mul(x_apart, _index(2))
             panel_bytes, out_bytes = (builder.mul(each, _index(4)) for each in (line, apart))
             places = [
-                (builder.mul(apart, _index(tile * ROWS)), 4 * ROWS * part)
+                (builder.mul(apart, _index(tile * ROWS)), 4 * ROWS * part + 4 * 2 * ROWS * PANEL * own)
                 for tile in range(number)
+                for own in range(panels)
                 for part in range(parts)
             ]
             targets = [_byte(builder, builder.gep(out, [row]), offset) for row, offset in places]
@@ -173,12 +184,14 @@ def tiles(number: int, parts: int, *, onto: bool = False) -> Any:
                 for tile in range(number):
                     at = builder.add(builder.mul(x_apart, _index(tile * ROWS)), column)
                     of_x = _byte(builder, builder.gep(x, [at]), 0)
-                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(of_all + tile), of_x, x_bytes)
-                for part in range(parts):
-                    matrix, own = _byte(builder, chunk, 4 * ROWS * part), first + part % (_TILES - first)
+                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(_X + tile), of_x, x_bytes)
+                for place in range(panels * parts):
+                    away = builder.mul(x_apart, _index(place // parts * PANEL))
+                    matrix = _byte(builder, builder.gep(chunk, [away]), 4 * ROWS * (place % parts))
+                    own = first + place % (_TILES - first)
                     call(builder, "llvm.x86.tileloadd64", _VOID, _number(own), matrix, panel_bytes)
                     for tile in range(number):
-                        names = (_number(each) for each in (tile * parts + part, of_all + tile, own))
+                        names = (_number(each) for each in (tile * parts * panels + place, _X + tile, own))
                         call(builder, "llvm.x86.tdpbf16ps", _VOID, *names)
                 return sums
 

@@ -148,7 +148,7 @@ class PackedWeights:
         kernel = _IN_TILES[out.dtype] if in_tiles else _KERNELS[x.dtype, out.dtype]
         if not in_tiles:
             return (Call(kernel, len(self.data), numbers),)
-        together = max(1, min(amx.GROUP, len(self.data) // (4 * team_size()))) if len(x) > amx.ROWS else 1
+        together = max(1, min(amx.GROUP, len(self.data) // (4 * team_size()))) if len(x) > 2 * amx.ROWS else 2
         return (Call(kernel, -(-len(self.data) // together), (*numbers, together)),)
 
 
