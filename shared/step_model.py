@@ -18,9 +18,10 @@ from shared.messages import StepPlan
 _PS_PER_NS, _PS_PER_US = 1_000, 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: setting the fields would take three times as long
 class StepShape:
-    """The properties of a step that its time depends on. Built by `shape_of` and `shape_of_rows`."""
+    """The properties of a step that its time depends on. Built by `shape_of` and `shape_of_rows`, and not
+    changed after that."""
 
     rows: int  # forward rows
     tokens: int  # of all rows

@@ -16,6 +16,7 @@ if it comes back, its requests are acquitted. One such silence during a trial co
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from services.scheduler import (
@@ -71,7 +72,7 @@ def admit(state: State) -> None:
     if not waiting.groups:
         return
     waiting.promote_aged(state.now_us)
-    for model in sorted({e.hello.model for e in state.executors.values()}):
+    for model in sorted(state.fleets):
         while (group := _next(state, model)) is not None:
             if state.blocked_on and state.blocked_on == _blocking_state(state, group):
                 break
@@ -94,18 +95,16 @@ def _next(state: State, model: str) -> SequenceGroup | None:
         and state.now_us - head.held_since_us >= OVERTAKEN_US
         and not any(
             head.client[0] in preemption.over_share(e, len(e.running_by_tenant))
-            for e in state.executors.values()
-            if e.hello.model == model
+            for e in state.fleets[model].executors
         )
     ):
         return head
     return state.waiting.first(model, _running(state, model))
 
 
-def _running(state: State, model: str) -> set[str]:
+def _running(state: State, model: str) -> Container[str]:
     """The tenants with a running sequence."""
-    here = [e.running_by_tenant for e in state.executors.values() if e.hello.model == model]
-    return set().union(*here)
+    return state.fleets[model].running_by_tenant
 
 
 def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
@@ -126,19 +125,18 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
         finish.fail(state, group.request, Unavailable.code, why, RETRY_AFTER_MS)
         return True
 
-    def able(e: Executor) -> bool:
-        fits = model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)
-        return fits and (not e.role or _suits(state, e, group))
-
-    if not any(able(e) for e in executors):
+    fitting = [e for e in executors if model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)]
+    able = [e for e in fitting if not e.role or _suits(state, e, group)]
+    if not able:
         state.waiting.park(group)  # accepted for a larger executor that is gone or drains
         return True
     if first and preemption.preempt_for(state, group, (e for e in executors if _may_join(state, e, group))):
         return True
     if first:
         lookups.refresh(state, group)
-    kept = [e for e in free if e.source == group.held_executor and able(e)]
-    _hold_executor(state, group, kept or [e for e in free if able(e)], held)
+    able = [e for e in able if e.source not in held.sources]
+    kept = [e for e in able if e.source == group.held_executor]
+    _hold_executor(state, group, kept or able, held)
     return False
 
 
@@ -156,7 +154,8 @@ def _hold_executor(state: State, group: SequenceGroup, able: list[Executor], hel
 def _least_short(state: State, able: list[Executor], group: SequenceGroup) -> str:
     """The executor that lacks least for the group. Looks at blocks only where few enough slots are short."""
     least, count = (1 << 62, ""), len(group.sequences)
-    slots = sorted((max(count - e.pool.free_slots - e.pool.fenced_slots, 0), e.source, e) for e in able)
+    # each row has a slot: the others are free, or will be after the steps in flight
+    slots = sorted([(max(count + len(e.running) - e.pool.slots, 0), e.source, e) for e in able])
     for short, source, executor in slots:
         if (short, source) > least:
             break
@@ -172,7 +171,7 @@ def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> No
     """Start groups after the first, which waits, on executors that it does not hold. Then remember what must
     change before another attempt, unless a tier is about to answer."""
     model = first.request.tokenized.model
-    free = [e for e in state.executors.values() if e.hello.model == model and e.pool.free_slots]
+    free = [e for e in state.fleets[model].executors if e.pool.free_slots]
     there = [e for e in free if e.source not in held.sources]
 
     def fits(group: SequenceGroup) -> bool:
@@ -222,10 +221,8 @@ def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
 def _others_above(state: State, first: SequenceGroup) -> tuple[int, int]:
     """The lowest class that runs, and how many groups other than the first wait in classes above it."""
     model, lowest, count = first.request.tokenized.model, 0, 0
-    for e in state.executors.values():  # at each event while a group waits: fast
-        if e.hello.model == model:
-            while any(e.running_by_class[lowest + 1 :]):
-                lowest += 1
+    while any(state.fleets[model].running_by_class[lowest + 1 :]):
+        lowest += 1
     for level in range(lowest):
         if (queue := state.waiting.queues.get((model, level))) is not None:
             count += queue.groups
@@ -234,13 +231,13 @@ def _others_above(state: State, first: SequenceGroup) -> tuple[int, int]:
 
 def _blocking_state(state: State, group: SequenceGroup) -> tuple[int, ...]:
     """A waiting group, or one after it, can start only after one of these numbers has changed."""
-    seen, executors = [group.number, group.level], state.executors.values()
-    seen.append(state.next_seq if len(executors) > 1 else 0)
-    seen += (others := _others_above(state, group))
+    executors = state.executors.values()
+    seen = [group.number, group.level, *(others := _others_above(state, group))]
     full = not any(e.pool.free_slots for e in executors)
     if full and not (others[1] or state.tiers.by_host or any(preemption.victims_by(state, group))):
-        # Only a free slot helps, not another step of any executor.
+        # Only a free slot helps, not another step of any executor, and no request that arrives.
         return *seen, *[e.draining for e in executors]
+    seen.append(state.next_seq if len(executors) > 1 else 0)
     for e in executors:
         seen += e.step, e.draining, *e.pool.room
     return tuple(seen)

@@ -29,7 +29,6 @@ from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.preemption import requeue
 from services.scheduler.state import requests
-from services.scheduler.state.block_pool import BlockPool
 from services.scheduler.state.requests import (
     Arrived,
     DrainRequested,
@@ -254,9 +253,7 @@ def _executor_hello(state: State, source: str, message: ExecHello) -> None:
             state.send(source, ExecWelcome(exec_epoch=epoch))
             return
         state.asleep.pop(message.executor, None)
-        pool = BlockPool(blocks=message.blocks, slots=message.slots, block_tokens=message.block_tokens)
-        state.executors[message.executor] = executor = Executor(message, epoch, pool)
-        tiers.joined(state, executor)
+        tiers.joined(state, state.add_executor(message))
         state.waiting.unpark(state.now_us)
         state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
         arrival.executors_changed(state)
@@ -311,7 +308,7 @@ def _executor_leaves(state: State, executor_id: str) -> None:
 def _drop_executor(state: State, executor_id: str, why: str, *, died: bool = False) -> None:
     """The executor's memory is gone: queue its sequences again, with all their tokens. `died`: it crashed,
     and one of its requests may be the cause."""
-    executor = state.executors.pop(executor_id, None)
+    executor = state.pop_executor(executor_id)
     if executor is None:
         return
     tiers.executor_gone(state, executor)

@@ -122,7 +122,7 @@ def no_executor(tokenized: Tokenized) -> Refusal:
 
 def unfit(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
     """Why none of the executors, of which there is one, can ever serve a request; None if one can."""
-    executors = serving(state, tokenized.model)
+    executors = _unlike(state, tokenized.model)
     if unknown := _unknown(executors, tokenized):
         return 400, unknown, 0
     if prompt + tokenized.max_tokens > _most_tokens(executors, tokenized.n, prompt):
@@ -203,14 +203,21 @@ def with_possible_max_tokens(state: State, tokenized: Tokenized) -> Tokenized:
     if not tokenized.open_end:
         return tokenized
     prompt = prompt_length(tokenized)
-    room = _most_tokens(serving(state, tokenized.model), tokenized.n, prompt) - prompt
+    room = _most_tokens(_unlike(state, tokenized.model), tokenized.n, prompt) - prompt
     room = max(room, *tokenized.generated) if tokenized.generated else room
     return dataclasses.replace(tokenized, max_tokens=room) if 0 < room < tokenized.max_tokens else tokenized
 
 
 def serving(state: State, model: str) -> list[Executor]:
     """The executors on which requests for a model may start."""
-    return [e for e in state.executors.values() if e.hello.model == model and not e.draining]
+    fleet = state.fleets.get(model)
+    return [e for e in fleet.executors if not e.draining] if fleet is not None else []
+
+
+def _unlike(state: State, model: str) -> list[Executor]:
+    """As `serving`, but only one of executors that can serve the same requests."""
+    fleet = state.fleets.get(model)
+    return serving(state, model) if fleet is None or state.some_leave else fleet.unlike
 
 
 def _most_tokens(executors: list[Executor], n: int, prompt: int) -> int:
@@ -248,15 +255,17 @@ def ttft_us(state: State, tokenized: Tokenized, level: int, limit_us: int = 0) -
     """
     executors = serving(state, tokenized.model)
     executors = [e for e in executors if e.role != DECODE] or executors
-    if not executors or any(e.cost_model.seen < max(MIN_STEPS_SEEN, MIN_SEEN) for e in executors):
+    if not executors or min([e.cost_model.seen for e in executors]) < max(MIN_STEPS_SEEN, MIN_SEEN):
         return 0
     groups, tokens = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
     ahead = sum([prompt_tokens(executor, level) for executor in executors]) + tokens + len(tokenized.tokens)
-    speed = sum([_speed(executor) for executor in executors])
-    us = ahead * 1_000_000_000 // max(speed, 1) + min([e.cost_model.loop_us for e in executors])
     slots, tokens = groups // len(executors) + 1, tokens // len(executors) + len(tokenized.tokens)
-    if (most_us := us + _most_wait_us(state, executors[0], slots, tokens)) <= limit_us:
-        return most_us  # the others may be sooner
+    most_wait_us, us = _most_wait_us(state, executors[0], slots, tokens), 0
+    for some in (executors[:1], executors):  # the first one alone takes longer
+        us = ahead * 1_000_000_000 // max(sum([_speed(e) for e in some]), 1)
+        us += min([e.cost_model.loop_us for e in some])
+        if us + most_wait_us <= limit_us:
+            return us + most_wait_us  # the others may be sooner
     return us + min(_slot_wait_us(state, e, level, slots, tokens) for e in executors)
 
 

@@ -86,11 +86,12 @@ def preempt_for(state: State, group: SequenceGroup, open_to: Iterable[Executor])
 
 def victims_by(state: State, group: SequenceGroup) -> tuple[bool, bool]:
     """Whether the group may have victims by their lower class, and by its tenant, of which nothing runs."""
-    tenant, executors = group.client[0], state.executors.values()
-    lower = range(group.level + 1, len(CLASS_NAMES))
-    serving = (e for e in executors if model_kinds.serves(e, group.request))
-    comes = not (group.resumes or not lower or any(tenant in e.running_by_tenant for e in serving))
-    return any(e.running_by_class[level] for level in lower for e in executors), comes
+    tenant, fleet = group.client[0], state.fleets.get(group.request.tokenized.model)
+    comes = not group.resumes and group.level + 1 < len(CLASS_NAMES)
+    if comes and fleet is not None and tenant in fleet.running_by_tenant:
+        there = (e for e in fleet.executors if tenant in e.running_by_tenant)
+        comes = not any(model_kinds.serves(e, group.request) for e in there)
+    return any(any(f.running_by_class[group.level + 1 :]) for f in state.fleets.values()), comes
 
 
 def preempt_for_next(

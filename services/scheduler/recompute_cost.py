@@ -22,7 +22,7 @@ PROTECTED_US = 2_000_000  # at least: a sequence that is preempted again at once
 PROTECTED_TIMES = 4  # times its recompute cost
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: setting the fields would take three times as long
 class RecomputeCost:
     """Predicts the device time of prompt chunks in steps with the present decodes."""
 
@@ -102,8 +102,10 @@ def backlog_us(executor: Executor, sequence: Sequence | None, costs: RecomputeCo
 def decode_shape(executor: Executor) -> StepShape:
     """The shape of a step of the rows that decode now."""
     sums = executor.row_sums()
-    rows, cached = sums.decodes, sums.decode_tokens
-    return StepShape(rows, rows, cached + rows, cached)
+    if sums.base is None:
+        rows, cached = sums.decodes, sums.decode_tokens
+        sums.base = StepShape(rows, rows, cached + rows, cached)
+    return sums.base
 
 
 def on_resume(state: State, executor: Executor, sequence: Sequence, group: SequenceGroup) -> None:

@@ -67,7 +67,10 @@ def plan_next(state: State, executor: Executor) -> bool:
     if executor.awaits_copies or copies_end_soon(state, executor, short_rows):
         return False
     if mode != "two_batch":
-        return _plan_step(state, executor, mode, None)
+        planned = _plan_step(state, executor, mode, None)
+        if not executor.running:
+            executor.settled = executor.changes  # else each event of another executor would try again
+        return planned
     other = 1 - executor.pace.micro_batch
     order = (other, 1 - other, other)  # rows may move to the other one if those that stay lack blocks
     return any(_plan_step(state, executor, mode, micro_batch) for micro_batch in order)

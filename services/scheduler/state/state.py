@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from services.scheduler.state import requests
 from services.scheduler.state.block_pool import BlockPool
@@ -28,6 +29,9 @@ from shared.step_model import StepShape
 
 MAX_DROPPED = 10_000  # lost executors that are not back: most never come back
 MAX_MOVED = 100_000  # sequences of lost detokenizers
+
+# what decides which requests an executor can ever serve
+CAPACITY = attrgetter("vocab", "max_stop_ids", "slots", "blocks", "block_tokens", "max_context")
 
 PREFILL, DECODE = "prefill", "decode"  # roles of executors
 
@@ -84,8 +88,29 @@ class RowSums:
     backlog_tokens: int = 0  # of all levels, without tokens that are loaded
     backlog_prompts: int = 0  # sequences that have some
     speed: int = 0  # see ../load_shedding.py; 0: not derived yet
-    base_us: int = -1  # of a step of the decodes alone, see ../recompute_cost.py; -1: not derived yet
+    base: StepShape | None = None  # of a step of the decodes alone; None: not derived yet
+    base_us: int = -1  # its time, see ../recompute_cost.py; -1: not derived yet
     ends: dict[int, tuple[int, list[tuple[int, int]], int]] = field(default_factory=dict)  # likewise
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The executors of one model, and sums over them: so decisions at each event need no loop over them."""
+
+    executors: list[Executor] = field(default_factory=list)  # in order of joining, as in `State`
+    unlike: list[Executor] = field(default_factory=list)  # one for each CAPACITY
+    running_by_class: list[int] = field(default_factory=lambda: [0] * len(requests.CLASS_NAMES))
+    running_by_tenant: dict[str, int] = field(default_factory=dict)  # only tenants with a running sequence
+
+    def review(self) -> None:
+        """An executor has joined or left."""
+        self.unlike = list({CAPACITY(e.hello): e for e in self.executors}.values())
+
+    def count(self, sequence: Sequence, one: int) -> None:
+        """A sequence runs on one of the executors, or runs there no longer."""
+        self.running_by_class[sequence.request.level] += one
+        if count := self.running_by_tenant.pop(sequence.tenant, 0) + one:
+            self.running_by_tenant[sequence.tenant] = count
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +120,7 @@ class Executor:
     hello: ExecHello
     epoch: int
     pool: BlockPool
+    fleet: Fleet
     step: int = 0  # last step planned
     in_flight: deque[InFlight] = field(default_factory=deque)
     early_results: dict[int, StepResult] = field(default_factory=dict)  # results before an older one
@@ -159,7 +185,8 @@ class Executor:
         sums = self.sums
         if sums.row_changes == self.row_changes:
             if sums.changes != self.changes:
-                sums.changes, sums.speed, sums.base_us, sums.ends = self.changes, 0, -1, {}
+                sums.changes, sums.speed, sums.ends = self.changes, 0, {}
+                sums.base, sums.base_us = None, -1
             return sums
         sums, block_tokens = RowSums(self.row_changes, self.changes), self.hello.block_tokens
         for s in self.running:
@@ -188,6 +215,7 @@ class Executor:
         self.fixed_lengths += one if sequence.fixed_length else 0
         self.running_by_class[sequence.request.level] += one
         self.micro_batch_rows[sequence.micro_batch] += one
+        self.fleet.count(sequence, one)
         if count := self.running_by_tenant.pop(sequence.tenant, 0) + one:
             self.running_by_tenant[sequence.tenant] = count
 
@@ -247,6 +275,7 @@ class State:
     prefix_reuse_pm: int = 500  # share of a prompt that was found in a cache: a moving average, per mille
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
+    fleets: dict[str, Fleet] = field(default_factory=dict)  # by model: those with an executor
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     roles: dict[str, Roles] = field(default_factory=dict)  # by model
     roles_due_us: int = 0  # the next review
@@ -269,6 +298,28 @@ class State:
 
     def __post_init__(self) -> None:
         self.waiting = WaitingQueue(self.limits.policy, tuple(c.age_us for c in self.limits.classes))
+
+    def add_executor(self, hello: ExecHello) -> Executor:
+        """An executor joins, with empty slots."""
+        pool = BlockPool(blocks=hello.blocks, slots=hello.slots, block_tokens=hello.block_tokens)
+        fleet = self.fleets.setdefault(hello.model, Fleet())
+        self.executors[hello.executor] = executor = Executor(hello, hello.exec_epoch, pool, fleet)
+        fleet.executors.append(executor)
+        fleet.review()
+        return executor
+
+    def pop_executor(self, executor_id: str) -> Executor | None:
+        """An executor is gone, with all that runs there."""
+        executor = self.executors.pop(executor_id, None)
+        if executor is not None:
+            fleet = executor.fleet
+            fleet.executors.remove(executor)
+            fleet.review()
+            for sequence in executor.running:
+                fleet.count(sequence, -1)
+            if not fleet.executors:
+                del self.fleets[executor.hello.model]
+        return executor
 
     def watch(self, at_us: int, seq: int) -> None:
         """Look at a sequence at `at_us`."""

@@ -261,6 +261,9 @@ class WaitingQueue:
         been preempted for that one.
         """
         queues = self._queues(model)
+        if len(queues) == 1 and len(queues[0].clients) == 1 and not queues[0].preempted:
+            (groups,) = queues[0].clients.values()  # of one client: no rank to compare
+            return next(iter(groups.values()))
         firsts = (
             queue.preempted[0] if queue.preempted else self._head(queue, queue.heads) for queue in queues
         )
@@ -336,7 +339,7 @@ class WaitingQueue:
 
     def _queues(self, model: str) -> list[ClassQueue]:
         """The queues of a model that are not empty, the highest class first."""
-        queues = (self.queues.get((model, level)) for level in range(len(self.age_us)))
+        queues = [self.queues.get((model, level)) for level in range(len(self.age_us))]
         return [queue for queue in queues if queue is not None and queue.groups]
 
     def _put(self, group: SequenceGroup, level: int, now_us: int) -> None:

@@ -14,9 +14,11 @@ from support.scheduler.world import World
 from services.scheduler import load_shedding, step_planner
 from services.scheduler.headroom import fits_alone, headroom_blocks, headroom_bound, rows_without_block
 from services.scheduler.overlap import mode_of
+from services.scheduler.recompute_cost import decode_shape
 from services.scheduler.state.requests import Phase, Sequence
 from services.scheduler.state.state import Executor, InFlight
 from services.scheduler.step_planner import ready_rows
+from shared.step_model import shape_of_rows
 
 
 def memory(world: World) -> None:
@@ -139,6 +141,7 @@ def sums(world: World) -> None:
         prompts = [s for s in running if s.prefilling and s.parent is None]
         left = [sum(s.opened_length - s.computed for s in prompts if s.level == at) for at in range(3)]
         assert (found.decodes, found.decode_tokens, found.prompt_tokens) == (len(cached), sum(cached), left)
+        assert decode_shape(executor) == shape_of_rows((at, 1) for at in cached)
         for level in range(3):
             stay = [s for s in running if s.level <= level or s.pinned]
             ends = sorted((rules._left(state, s), len(s.table)) for s in stay)
@@ -155,13 +158,26 @@ def sums(world: World) -> None:
             assert not forked or bound == executor.pool.blocks or spare <= bound
         if executor.settled == executor.changes:
             pace = replace(executor.pace)
-            assert len(executor.in_flight) >= mode_of(state, executor)[1]
+            depth = mode_of(state, executor)[1]
+            assert not executor.running or len(executor.in_flight) >= depth
             assert executor.pace == pace
     suspects = {key for key, request in state.requests.items() if request.executor_deaths}
     assert suspects <= state.suspects <= state.requests.keys()
 
 
-ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten, sums]
+def fleets(world: World) -> None:
+    """The sums over the executors of a model are those of a loop over them."""
+    state = world.scheduler.state
+    assert state.fleets.keys() == {e.hello.model for e in state.executors.values()}
+    for model, fleet in state.fleets.items():
+        there = [e for e in state.executors.values() if e.hello.model == model]
+        assert fleet.executors == there
+        assert all(e.pool.slots == e.pool.free_slots + e.pool.fenced_slots + len(e.running) for e in there)
+        assert fleet.running_by_class == [sum(e.running_by_class[level] for e in there) for level in range(3)]
+        assert fleet.running_by_tenant == sum((Counter(e.running_by_tenant) for e in there), Counter())
+
+
+ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten, sums, fleets]
 
 
 class Turns:
