@@ -220,16 +220,18 @@ def _in_place(pack: Any, add_product: Any) -> Any:
         rows: int, tile: int,
     ) -> None:  # fmt: skip
         """The same; the values of few rows are read where they are, a run of tokens at a time."""
-        if rows > _FEW:
-            pack(values, memory.offsets, padded, dim, memory.values)
-            add_product(weights, padded, padded, memory.values, dim, sums, rows, dim, tile)
-            return
         first, offsets = 0, memory.offsets
-        for token in range(1, tokens + 1):
-            if token == tokens or offsets[token] != offsets[token - 1] + line:
-                of, own = offset_by(weights, first), offset_by(values, offsets[first])
-                add_product(of, padded, token - first, own, line, sums, rows, dim, tile)
-                first = token
+        if rows > _FEW:
+            pack(values, offsets, padded, dim, memory.values)
+        while first < tokens:  # one call of the product, whose code is long
+            end, own, apart = padded, memory.values, dim
+            if rows <= _FEW:
+                end, own, apart = first + 1, offset_by(values, offsets[first]), line
+                while end < tokens and offsets[end] == offsets[end - 1] + line:
+                    end += 1
+            of = offset_by(weights, first)
+            add_product(of, padded, end - first, own, apart, sums, rows, dim, tile)
+            first = end
 
     return add
 
