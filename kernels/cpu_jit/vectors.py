@@ -12,6 +12,8 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
+import kernels.cpu_jit
+
 LANES = 16
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
@@ -28,6 +30,7 @@ class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
 
 
 NARROW = ir.VectorType(BFloat(), LANES)
+_ROUNDS = kernels.cpu_jit.has("avx512bf16")  # the CPU has an instruction that rounds to bfloat16
 
 
 @intrinsic
@@ -236,8 +239,25 @@ def _store_lanes(builder: ir.IRBuilder, lanes: Any, out: Any) -> None:
     """Store LANES float32 numbers, as they are or rounded to bfloat16."""
     if out.type.pointee == ir.FloatType():
         builder.store(lanes, builder.bitcast(out, _FLOATS.as_pointer()), align=4)
-    else:
+    elif _ROUNDS:
         builder.store(builder.fptrunc(lanes, NARROW), builder.bitcast(out, NARROW.as_pointer()), align=2)
+    else:
+        halves = _rounded(builder, builder.bitcast(lanes, _WORDS))
+        builder.store(halves, builder.bitcast(out, _HALVES.as_pointer()), align=2)
+
+
+def _rounded(builder: ir.IRBuilder, bits: Any) -> Any:
+    """The bits of float32 as those of bfloat16, as llvm_intrinsics.narrow: where a CPU has no instruction for
+    it, LLVM would call a function that is not there."""
+
+    def words(value: int) -> Any:
+        return ir.Constant(_WORDS, [value] * LANES)
+
+    odd = builder.and_(builder.lshr(bits, words(16)), words(1))
+    rounded = builder.add(bits, builder.add(odd, words(0x7FFF)))
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, words(0x7FFFFFFF)), words(0x7F800000))
+    upper = builder.lshr(builder.select(is_nan, words(0x7FC00000), rounded), words(16))
+    return builder.trunc(upper, _HALVES)
 
 
 def read_lanes(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:

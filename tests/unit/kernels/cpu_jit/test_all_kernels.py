@@ -151,6 +151,24 @@ def test_the_softmax_of_scores_far_apart() -> None:
         assert found.unique().tolist() == [token]
 
 
+@pytest.mark.parametrize("more", ["", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd"])
+def test_kernels_of_cpus_without_bfloat16(more: str) -> None:
+    """A kernel must not use an instruction, or a function of LLVM's, that is not there: that ends the
+    process."""
+    needs = [each.lstrip("+") for each in more.split(",") if each]
+    if not kernels.cpu_jit.has("avx2", *needs):
+        pytest.skip(f"this CPU lacks {more or 'AVX2'}")
+    env = {
+        **os.environ,
+        "NUMBA_CPU_NAME": "skylake-avx512" if more else "haswell",
+        "NUMBA_CPU_FEATURES": f"+sse4.2,+avx,+avx2,+fma,+f16c,{more}".rstrip(","),
+    }
+    chosen = "rotation or any_length and 9-3-64 or norm_after or test_gate"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, __file__]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+
+
 def test_what_attention_has_kernels_for() -> None:
     def kv(dim: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(1, 1, 2, 4, 1, dim, dtype=dtype)
