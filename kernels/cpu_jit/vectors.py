@@ -12,8 +12,6 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-import kernels.cpu_jit
-
 LANES = 16
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
@@ -30,7 +28,6 @@ class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
 
 
 NARROW = ir.VectorType(BFloat(), LANES)
-_ROUNDS = kernels.cpu_jit.has("avx512bf16")  # the CPU has an instruction that rounds to bfloat16
 
 
 @intrinsic
@@ -100,9 +97,11 @@ def rotate_lanes(typing: Any, x: Any, half: Any, cos: Any, sin: Any, out: Any) -
         low, high = read_lanes(builder, x, 0), read_lanes(builder, builder.gep(x, [half]), 0)
         cos, sin = _lanes_at(builder, cos, _index(0)), _lanes_at(builder, sin, _index(0))
         minus = builder.fneg(builder.fmul(high, sin))
-        _store_lanes(builder, call(builder, _FMA, _FLOATS, low, cos, minus), out)
+        turned = call(builder, _FMA, _FLOATS, low, cos, minus)
+        _store_lanes(builder, turned, out, any_cpu=True)
         plus = builder.fmul(low, sin)
-        _store_lanes(builder, call(builder, _FMA, _FLOATS, high, cos, plus), builder.gep(out, [half]))
+        turned = call(builder, _FMA, _FLOATS, high, cos, plus)
+        _store_lanes(builder, turned, builder.gep(out, [half]), any_cpu=True)
         return context.get_dummy_value()
 
     return types.void(x, types.int64, cos, sin, out), generate
@@ -235,20 +234,20 @@ def _lanes_at(builder: ir.IRBuilder, pointer: Any, offset: Any) -> Any:
     return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
 
 
-def _store_lanes(builder: ir.IRBuilder, lanes: Any, out: Any) -> None:
-    """Store LANES float32 numbers, as they are or rounded to bfloat16."""
+def _store_lanes(builder: ir.IRBuilder, lanes: Any, out: Any, *, any_cpu: bool = False) -> None:
+    """Store LANES float32 numbers, as they are or rounded to bfloat16: by the instruction of AVX512-BF16, or
+    on any CPU, where LLVM would call a function that is not there."""
     if out.type.pointee == ir.FloatType():
         builder.store(lanes, builder.bitcast(out, _FLOATS.as_pointer()), align=4)
-    elif _ROUNDS:
-        builder.store(builder.fptrunc(lanes, NARROW), builder.bitcast(out, NARROW.as_pointer()), align=2)
-    else:
+    elif any_cpu:
         halves = _rounded(builder, builder.bitcast(lanes, _WORDS))
         builder.store(halves, builder.bitcast(out, _HALVES.as_pointer()), align=2)
+    else:
+        builder.store(builder.fptrunc(lanes, NARROW), builder.bitcast(out, NARROW.as_pointer()), align=2)
 
 
 def _rounded(builder: ir.IRBuilder, bits: Any) -> Any:
-    """The bits of float32 as those of bfloat16, as llvm_intrinsics.narrow: where a CPU has no instruction for
-    it, LLVM would call a function that is not there."""
+    """The bits of float32 as those of bfloat16, as llvm_intrinsics.narrow."""
 
     def words(value: int) -> Any:
         return ir.Constant(_WORDS, [value] * LANES)
