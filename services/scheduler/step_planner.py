@@ -21,6 +21,7 @@ from services.scheduler import headroom, overlap, preemption, prefix_cache
 from services.scheduler.kv_tiers import store
 from services.scheduler.kv_tiers.lookups import executor_of
 from services.scheduler.overlap import MIN_SEEN, balance
+from services.scheduler.state import late_plans
 from services.scheduler.state.cost_model import chunk_tokens
 from services.scheduler.state.policies import BatchingView, StepShare
 from services.scheduler.state.requests import ChunkRecord, Sequence
@@ -60,11 +61,15 @@ def plan_next(state: State, executor: Executor) -> bool:
     if len(executor.in_flight) >= depth:
         executor.settled = executor.changes
         return False
+    if executor.in_flight and executor.due_us > state.now_us:
+        return False
     if mode == "run_ahead" and room_comes_soon(state, executor):
         return False
     short_rows = preemption.make_room(state, executor)
     executor.awaits_copies = short_rows > 0 and worth_waiting(state, executor, short_rows)
     if executor.awaits_copies or copies_end_soon(state, executor, short_rows):
+        return False
+    if mode == "run_ahead" and not short_rows and executor.in_flight and late_plans.can_wait(state, executor):
         return False
     if mode != "two_batch":
         planned = _plan_step(state, executor, mode, None)
@@ -299,6 +304,7 @@ def _send(state: State, executor: Executor, columns: StepColumns) -> None:
         executor.cost_model.predict_us(shape) if executor.cost_model.seen >= overlap.MIN_SEEN else 0
     )
     flight = InFlight(executor.step, columns.sampled, state.now_us, plan, shape, predicted_us, columns.chunks)
+    flight.lead_us, executor.due_us = late_plans.lead_us(state, executor), 0
     if not executor.in_flight:
         executor.pace.planned(state.now_us)
     executor.in_flight.append(flight)
