@@ -37,6 +37,7 @@ STRETCH_PM = (
 BACKLOG_US = 1_000_000  # prompt time that waits, for which that step may take as long again as decodes
 EASY_PM = 2_000  # longest step with a chunk, relative to decodes alone, while few prompts wait: see _bound_us
 EASY_STEPS = 4  # a chunk may exceed EASY_PM if more prompt waits than so many steps compute
+URGENT_PM = 2_500  # longest step, relative to its target, while prompts wait that take longer: see _bound_us
 ALONE_US = 500_000  # bound of a step without decodes: a new request waits for its end
 TILE_ROWS = 64
 GRAIN_TOKENS = 8  # a chunk is a multiple of this, or of a smaller block
@@ -361,15 +362,23 @@ def _bound_us(state: State, executor: Executor, columns: StepColumns, left: int,
     If decodes are much faster than the bound, the step takes at most twice as long as decodes alone, or
     longer if more prompt tokens wait than EASY_STEPS steps compute. So the time between tokens is short under
     light load; under heavy load steps are long, which takes the least time per token.
+
+    On a slow engine, prompts of that class may wait that take longer than the bound. Then a step may take
+    URGENT_PM of it: many small chunks would cost the first tokens more than they save between tokens. Class
+    interactive keeps its bound.
     """
     if not columns.sampled:
         return ALONE_US
     running = zip(state.limits.classes, executor.running_by_class, strict=True)
-    tbt_us = min(slo.tbt_us for slo, count in running if count)
+    tbt_us, level = min((slo.tbt_us, level) for level, (slo, count) in enumerate(running) if count)
+    tbt_us = tbt_us if columns.micro_batch is None else tbt_us // 2
     predict_us, shape = executor.cost_model.predict_us, columns.shape
     alone_us = predict_us(shape)
-    waiting_us = (predict_us(shape.with_chunk(0, room)) - alone_us) * left // room
-    return step_bound_us(alone_us, tbt_us if columns.micro_batch is None else tbt_us // 2, waiting_us)
+    chunk_us = predict_us(shape.with_chunk(0, room)) - alone_us
+    bound_us = step_bound_us(alone_us, tbt_us, chunk_us * left // room)
+    if level and chunk_us * min(left, executor.row_sums().prompt_tokens[level]) > tbt_us * room:
+        return max(bound_us, URGENT_PM * tbt_us // 1_000)
+    return bound_us
 
 
 def step_bound_us(alone_us: int, bound_us: int, waiting_us: int) -> int:
