@@ -7,8 +7,8 @@ arrives meanwhile is in it, and waits for the rest of one step instead of two.
 
 The lead is learned from each plan: how long before the predicted end it had to come for the executor not to
 wait. Its mean and four mean deviations count, as in TCP's timeout: they cover the way of the message, a late
-timer and steps that end early, and a plan that came too late raises both. Steps that are short against the
-lead, or not foreseeable, are planned ahead at once.
+timer and steps that end early, and a plan that came too late raises both. PREPARE_US comes on top. Steps that
+are short against the lead, or not foreseeable, are planned ahead at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from services.scheduler.state.state import Executor, InFlight, State
 from shared.messages import StepResult
 
 SHORT_US = 15_000  # of a step: a timer of the event loop may be late by 1 ms
-WORTH = 2  # leads: a shorter wait gains little
+PREPARE_US = (
+    4_000  # of a step: a GPU's launches are queued behind the step that runs, no result has their time
+)
 DEVIATIONS = 4
 ERRORS = 3  # mean errors of the cost model by which a step may end early
 
@@ -31,10 +33,10 @@ def can_wait(state: State, executor: Executor) -> bool:
     if costs.seen < SETTLED or running.predicted_us < SHORT_US or not costs.knows(running.shape):
         return False
     lead_us = pace.lead_us + DEVIATIONS * pace.lead_spread_us
-    lead_us = max(lead_us, ERRORS * costs.error_pm * running.predicted_us // 1_000)
+    lead_us = PREPARE_US + max(lead_us, ERRORS * costs.error_pm * running.predicted_us // 1_000)
     due_us = _end_us(executor) - lead_us
-    if due_us - state.now_us < WORTH * lead_us:
-        return False
+    if due_us - state.now_us < lead_us:
+        return False  # little would be gained
     executor.due_us, executor.due_lead_us = due_us, lead_us
     return True
 
