@@ -49,8 +49,12 @@ class TierSide:
 
     def engine_gone(self, name: str) -> None:
         """An engine has died, or is a new incarnation: what it was copying is not answered."""
-        pending = self.copies.pop(name, ())
-        self.orphans |= {one.copy.job for one in pending if one.copy.to_arena}
+        self.engine_dropped(name)
+        self.copies.pop(name, None)
+
+    def engine_dropped(self, name: str) -> None:
+        """The scheduler has dropped an engine: it ignores the end of a store; the lease ends by itself."""
+        self.orphans |= {one.copy.job for one in self.copies.get(name, ()) if one.copy.to_arena}
 
     def take(self, message: Message, now_us: int) -> None:
         """A command of the scheduler for kv_offload. To a dead one it is lost."""

@@ -371,6 +371,7 @@ class World:
                 hello, asleep = self.engines[name].hello, isinstance(command.message, ExecSleep)
                 assert (hello.exec_epoch, hello.asleep) == (epoch, not asleep), "it was told before"
                 self.naps.append(f"{'sleep' if asleep else 'wake'} {name}")
+                self.side.engine_dropped(name)  # a long copy may still run
                 self.hellos.append(dataclasses.replace(hello, exec_epoch=epoch + 1, asleep=asleep))
             case ExecReset():
                 self.resets.append(name)
