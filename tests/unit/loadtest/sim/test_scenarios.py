@@ -36,11 +36,11 @@ def test_no_mode_that_auto_takes_is_a_loss(point: grid.Point) -> None:
 
 
 def test_a_batch_does_not_delay_a_burst() -> None:
-    """The bound of one request: it waits for the two steps in flight, or for one, and then for its own."""
+    """The bound of one request: the step that runs, and its own; more if it comes just before the end."""
     one, two = arm_of("beside_batch", "window 1"), arm_of("beside_batch", "window 2")
     assert max(one["burst_p99_ratio"], two["burst_p99_ratio"]) < 1.05
     assert one["one_p99_ratio"] < 2.05
-    assert two["one_p99_ratio"] < 2.9
+    assert two["one_p99_ratio"] < 2.25
     assert two["tok_s_beside"] > 1.04 * one["tok_s_beside"]
 
 
