@@ -18,9 +18,7 @@ from services.scheduler.state.state import Executor, InFlight, State
 from shared.messages import StepResult
 
 SHORT_US = 15_000  # of a step: a timer of the event loop may be late by 1 ms
-PREPARE_US = (
-    4_000  # of a step: a GPU's launches are queued behind the step that runs, no result has their time
-)
+PREPARE_US = 4_000  # of a step: the time that a GPU takes to launch it is in no result
 DEVIATIONS = 4
 ERRORS = 3  # mean errors of the cost model by which a step may end early
 
