@@ -216,12 +216,18 @@ def _structural(form: Format, rule: dict[str, Any], **more: bool) -> str:
 def read_tools(request: GenerateRequest) -> Tools | None:
     """The tools of a request; None without tools or with `tool_choice` none. Raises BadRequest."""
     given, choice = request.tools or [], request.tool_choice
+    if not isinstance(choice, str) and choice["type"] == "allowed_tools":
+        allowed, choice = choice["allowed_tools"]["tools"], choice["allowed_tools"]["mode"]
+        names = {tool["function"]["name"] for tool in allowed}
+        given = [tool for tool in given if tool["function"]["name"] in names]
+        if len(given) < len(names):
+            raise BadRequest("`tool_choice`: `tools` has not all of these functions", param="tool_choice")
     functions = [tool["function"] for tool in given]
     schemas = {each["name"]: resolved(each.get("parameters") or ANY_OBJECT, "tools") for each in functions}
     if len(schemas) < len(given):
         raise BadRequest("`tools`: two functions have the same name", param="tools")
-    named = isinstance(choice, dict)
-    if isinstance(choice, dict):
+    named = not isinstance(choice, str)
+    if not isinstance(choice, str):
         schemas = {name: schema for name, schema in schemas.items() if name == choice["function"]["name"]}
         choice = "required"
     if choice == "required" and not schemas:
