@@ -41,6 +41,7 @@ TENANTS = ("public", "acme", "bob")
 SIM = ("--backend", "sim")
 OPEN = 64  # submits at a time
 LOST_S = 600  # far above what any request takes: a guard against hanging
+ACKED_S = 60  # likewise, for acks: a delivery without one comes again after 10 s
 NOT_ENDED = ("queued", "running", "away")
 ROWS = {
     "type": "object",
@@ -148,17 +149,26 @@ async def messages(bus: NatsBus) -> Counter[str]:
     return counts
 
 
+async def acked(bus: NatsBus) -> Counter[str]:
+    """The messages of the two streams once no work is left, or after the time in which an ack that a death
+    lost has come again."""
+    until = time.monotonic() + ACKED_S
+    while (counts := await messages(bus))[subjects.WORK_STREAM] and time.monotonic() < until:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    return counts
+
+
 async def all_records(
     url: str, numbered: Numbered, replies: dict[int, Body], resumed: Resumed | None = None
 ) -> tuple[list[Body], Counter[str]]:
-    """Submit the rest; the record of each request, and the messages of the streams at the end."""
+    """Submit the rest; the record of each request, and the messages of the streams at the end (`acked`)."""
     bus = await NatsBus.connect(url, timeout_s=5)
     if resumed is not None:
         await resumed.listen(bus)
     client = await Client.open(bus)
     await submit_all(client, numbered, replies)
     records = [await record_of(client, tenant, body["request_id"]) for tenant, body in numbered]
-    counts = await messages(bus)
+    counts = await acked(bus)
     await bus.drain()
     return records, counts
 

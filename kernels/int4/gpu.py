@@ -1,4 +1,4 @@
-"""Products with matrices in 4 or 8 bits on a GPU, by the kernels of humming-kernels.
+"""Products with matrices in 4 or 8 bits on a GPU, also of experts, by the kernels of humming-kernels.
 
 The library has its own order of a matrix's numbers, and builds a kernel for each shape and range of rows,
 by NVRTC or nvcc, once for a machine (`$HUMMING_CACHE_DIR`, else `~/.humming/cache`). `prepare` does both, so
@@ -27,13 +27,14 @@ from kernels.int4.ref import Int4Groups, pack
 _LOCKS = 2048  # the library's own count: over those that 132 processors need
 # The library's choice for these numbers of rows serves those below, too: it has 92 choices, many alike.
 _ROWS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048)
+_ROWS_OF_EXPERTS = (8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)  # of all together
 _MOST_ROWS = 1 << 30  # the last choice is for all longer steps
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """A matrix of `shape` in the library's order. `kernels`: its kernels by the number of rows, on the
-    host."""
+    """A matrix of `shape` in the library's order, or one for each of `experts`. `kernels`: its kernels by the
+    number of rows, on the host."""
 
     numbers: Tensor
     scales: Tensor
@@ -41,9 +42,10 @@ class Int4Weight:
     locks: Tensor
     kernels: Tensor
     shape: tuple[int, int]
+    experts: int = 0
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return self.experts or self.shape[0]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -73,12 +75,14 @@ def _library() -> Any:
     return humming
 
 
-def prepare(matrix: Int4Groups) -> Int4Weight:
-    """For products. Both sizes are multiples of 128, groups of 16, 32, 64, 128 columns or a row. Builds
-    kernels for a shape that this machine has not seen, in some seconds. Raises ImportError without the
-    library, and RuntimeError, OSError, ValueError or AssertionError if it cannot build."""
+def prepare(matrix: Int4Groups, experts: int = 0) -> Int4Weight:
+    """For products; with `experts` those of so many matrices of one size below each other. Both sizes are
+    multiples of 128, groups of 16, 32, 64, 128 columns or a row. Builds kernels for a shape that this
+    machine has not seen, in some seconds. Raises ImportError without the library, and RuntimeError, OSError,
+    ValueError or AssertionError if it cannot build."""
     library = _library()
     rows, columns = matrix.shape
+    rows //= experts or 1
     scales, zeros = matrix.scales.bfloat16(), matrix.zeros
     fractions = zeros is not None and zeros.is_floating_point()
     kinds = (f"uint{matrix.bits}", "bfloat16")
@@ -96,36 +100,46 @@ def prepare(matrix: Int4Groups) -> Int4Weight:
     tensors = {"weight": matrix.numbers, "weight_scale": scales}
     if zeros is not None:
         tensors["zero_point"] = zeros.bfloat16() if fractions else pack(zeros.T).T.contiguous()
-    device = matrix.numbers.device
+    if experts:
+        tensors = {name: each.unflatten(0, (experts, -1)) for name, each in tensors.items()}
+    device, kind = matrix.numbers.device, "grouped_contiguous" if experts else "dense"
     with torch.cuda.device(device):
         config, found = library.transform.prepare_and_transform_humming_tensors(
-            tensors, rows, columns, schema, torch_dtype=torch.bfloat16, device=device
+            tensors, rows, columns, schema, num_experts=experts, torch_dtype=torch.bfloat16, device=device
         )
         kernels = library.kernel.humming.HummingKernel.prepare_kernels(
-            config.to_str(), None, json.dumps(_choices(config, device)), device
+            config.to_str(),
+            json.dumps({"gemm_type": kind}),
+            json.dumps(_choices(config, kind, device)),
+            device,
         )
     locks = torch.zeros(_LOCKS, dtype=torch.int32, device=device)
     return Int4Weight(
-        found["weight"], found["weight_scale"], found.get("zero_point"), locks, kernels, (rows, columns)
-    )
+        found["weight"], found["weight_scale"], found.get("zero_point"), locks, kernels, (rows, columns),
+        experts,
+    )  # fmt: skip
 
 
-def _choices(config: Any, device: torch.device) -> list[tuple[int, int, dict[str, Any]]]:
+def _choices(config: Any, kind: str, device: torch.device) -> list[tuple[int, int, dict[str, Any]]]:
     """Layouts of a matrix, each for rows from over the first number to the second."""
     found: list[tuple[int, int, dict[str, Any]]] = []
-    for rows in _ROWS:
-        layout = _library().tune.get_heuristics_config(config, rows, device=device)
+    counts = _ROWS_OF_EXPERTS if config.num_experts else _ROWS
+    for rows in counts:
+        layout = _library().tune.get_heuristics_config(config, rows, gemm_type=kind, device=device)
         begin = found[-1][1] if found else 0
         if found and found[-1][2] == layout:
             begin = found.pop()[0]
-        found.append((begin, _MOST_ROWS if rows == _ROWS[-1] else rows, layout))
+        found.append((begin, _MOST_ROWS if rows == counts[-1] else rows, layout))
     return found
 
 
-def product(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` of `x` `[rows, inner]` bfloat16, contiguous: `[rows, width]` bfloat16."""
+def product(
+    x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, bounds: Tensor | None = None
+) -> Tensor:
+    """`x @ weight.T + bias` of `x` `[rows, inner]` bfloat16, contiguous: `[rows, width]` bfloat16. Experts
+    multiply the rows within their `bounds` (kernels.moe.Permutation); rows after the last are undefined."""
     found: Tensor = _library().ops.launch_kernel(
         configs=weight.kernels, inputs=x, weight=weight.numbers, weight_scale=weight.scales,
-        zero_point=weight.zeros, locks=weight.locks,
+        zero_point=weight.zeros, locks=weight.locks, expert_layout=bounds,
     )  # fmt: skip
     return found if bias is None else found.add_(bias)

@@ -1,4 +1,5 @@
-"""A mixture of experts on a GPU, in Triton and with torch's grouped product. See kernels.moe.ref.
+"""A mixture of experts on a GPU, in Triton and with torch's grouped product, or that of kernels.int4. See
+kernels.moe.ref.
 
 Only the device has the number of rows of an expert: buffers have room for every pair, and the kernels read
 the number. So nothing waits for the host, and a graph can hold the ops.
@@ -11,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.int4 import gpu as int4
+from kernels.int4.gpu import Int4Weight
 from kernels.moe.ref import Permutation
 
 _ROUTED = 8  # rows of logits in a program
@@ -76,13 +79,13 @@ def _count(
 @triton.jit
 def _begin(
     counts: tl.tensor,
-    ends: tl.tensor,
+    bounds: tl.tensor,
     here: tl.tensor,
     parts: tl.tensor,
     PAD: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Turn counts by span and expert into first rows, and store the experts' ends."""
+    """Turn counts by span and expert into first rows, and store the experts' bounds."""
     span, each = tl.arange(0, PARTS), tl.arange(0, PAD)
     at = counts + span[:, None] * PAD + each[None, :]
     inside = (span < parts)[:, None] & (each < here)[None, :]
@@ -90,7 +93,8 @@ def _begin(
     total = tl.sum(found, 0)
     until = tl.cumsum(total, 0)
     tl.store(at, tl.cumsum(found, 0) - found + (until - total)[None, :], mask=inside)
-    tl.store(ends + each, until, mask=each < here)
+    tl.store(bounds + each, until - total, mask=each < here)
+    tl.store(bounds + 1 + each, until, mask=each + 1 == here)
 
 
 @triton.jit
@@ -138,7 +142,7 @@ def _dispatch(
 def _swiglu(
     gate_up: tl.tensor,
     out: tl.tensor,
-    ends: tl.tensor,
+    bounds: tl.tensor,
     LAST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -146,7 +150,7 @@ def _swiglu(
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
     stride = tl.full([BLOCK], WIDTH, tl.int64)
-    for row in range(tl.program_id(0), tl.load(ends + LAST), tl.num_programs(0)):
+    for row in range(tl.program_id(0), tl.load(bounds + LAST), tl.num_programs(0)):
         gate = tl.load(gate_up + 2 * row * stride + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up + (2 * row + 1) * stride + at, mask=inside, other=0.0).to(tl.float32)
         silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)  # rounded as F.silu rounds
@@ -191,12 +195,12 @@ def permute(experts: Tensor, first: int, count: int) -> Permutation:
     span = triton.cdiv(triton.cdiv(pairs, _PARTS), _SUB) * _SUB
     parts, pad = triton.cdiv(pairs, span), triton.next_power_of_2(count)
     begins = torch.empty(parts, pad, dtype=torch.int32, device=device)
-    ends = torch.empty(count, dtype=torch.int32, device=device)
+    bounds = torch.empty(count + 1, dtype=torch.int32, device=device)
     rows = torch.empty(experts.shape, dtype=torch.int32, device=device)
     _count[(parts,)](experts, begins, pairs, first, span, PAD=pad, SUB=_SUB, num_warps=4)
-    _begin[(1,)](begins, ends, count, parts, PAD=pad, PARTS=_PARTS, num_warps=16)
+    _begin[(1,)](begins, bounds, count, parts, PAD=pad, PARTS=_PARTS, num_warps=16)
     _permute[(parts,)](experts, begins, rows, pairs, first, count, span, PAD=pad, SUB=_SUB, num_warps=4)
-    return Permutation(ends, rows)
+    return Permutation(bounds, rows)
 
 
 def dispatch(x: Tensor, permutation: Permutation) -> Tensor:
@@ -220,17 +224,28 @@ def combine(y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor:
     return out
 
 
-def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
-    """See kernels.moe.ref; all arguments have one dtype."""
-    gated = torch._grouped_mm(x, gate_up.mT, offs=ends)
-    return torch._grouped_mm(_gate(gated, ends), down.mT, offs=ends)
+def experts_mlp(x: Tensor, gate_up: Tensor | Int4Weight, down: Tensor | Int4Weight, bounds: Tensor) -> Tensor:
+    """See kernels.moe.ref; plain arguments have one dtype."""
+    return _product(_gate(_product(x, gate_up, bounds), bounds), down, bounds)
 
 
-def _gate(gate_up: Tensor, ends: Tensor) -> Tensor:
-    """SwiGLU of the rows up to the last end."""
+def _product(x: Tensor, weight: Tensor | Int4Weight, bounds: Tensor) -> Tensor:
+    if isinstance(weight, Int4Weight):
+        return int4.product(x, weight, bounds=bounds)
+    return torch._grouped_mm(x, weight.mT, offs=bounds[1:])
+
+
+def _gate(gate_up: Tensor, bounds: Tensor) -> Tensor:
+    """SwiGLU of the rows up to the last bound."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     _swiglu[(min(rows, _LOOPS),)](
-        gate_up, out, ends, LAST=len(ends) - 1, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4
+        gate_up,
+        out,
+        bounds,
+        LAST=len(bounds) - 1,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4,
     )
     return out

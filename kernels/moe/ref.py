@@ -7,6 +7,7 @@ x [tokens] ─ dispatch ─▶ [pairs] ─ products, one group of rows an expert
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +21,11 @@ from kernels.activation.ref import swiglu
 class Permutation:
     """The rows of pairs sorted by expert, and within an expert by token.
 
-    `ends` `[experts here]` int32: one after each expert's last row. `rows` `[tokens, k]` int32: the row of
-    each pair, -1 for an expert of another rank.
+    `bounds` `[experts here + 1]` int32: the first row of each expert, and one after the last row of all.
+    `rows` `[tokens, k]` int32: the row of each pair, -1 for an expert of another rank.
     """
 
-    ends: Tensor
+    bounds: Tensor
     rows: Tensor
 
 
@@ -43,14 +44,14 @@ def permute(experts: Tensor, first: int, count: int) -> Permutation:
     flat = torch.where((flat >= 0) & (flat < count), flat, count)
     order = flat.argsort(stable=True)
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    ends = F.one_hot(flat, count + 1).sum(0)[:count].cumsum(0)
+    bounds = F.pad(F.one_hot(flat, count + 1).sum(0)[:count].cumsum(0), (1, 0))
     rows = torch.where(flat < count, rows, -1)
-    return Permutation(ends.int(), rows.view(experts.shape).int())
+    return Permutation(bounds.int(), rows.view(experts.shape).int())
 
 
 def dispatch(x: Tensor, permutation: Permutation) -> Tensor:
     """The rows of `x` `[tokens, width]` in the order of their pairs: `[tokens * k, width]`; rows after the
-    last end are undefined."""
+    last bound are undefined."""
     tokens, k = permutation.rows.shape
     out = x.new_empty(tokens * k, x.shape[1])
     token, slot = (permutation.rows >= 0).nonzero(as_tuple=True)
@@ -67,13 +68,12 @@ def combine(y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor:
     return (rows * weights[..., None]).sum(1).to(y.dtype)
 
 
-def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's MLP of its rows of `x` `[pairs, hidden]`, in the dtype of `x`; rows after the last end
+def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, bounds: Tensor) -> Tensor:
+    """Each expert's MLP of its rows of `x` `[pairs, hidden]`, in the dtype of `x`; rows after the last bound
     are undefined. `gate_up` is `[experts, 2 * width, hidden]`, `down` `[experts, hidden, width]`."""
-    out, begin = torch.empty_like(x), 0
-    for expert, end in enumerate(ends.tolist()):
+    out = torch.empty_like(x)
+    for expert, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
         if end > begin:
             gated = swiglu(F.linear(x[begin:end], gate_up[expert].to(x.dtype)))
             out[begin:end] = F.linear(gated, down[expert].to(x.dtype))
-        begin = end
     return out

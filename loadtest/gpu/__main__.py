@@ -9,14 +9,15 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-# Apart: fp8_weights, fp8_exact, int4_products, int4_weights, int4_kinds, int4_exact, long_prompts,
-# long_prompts_fp8.
+# Apart: fp8_weights, fp8_exact, int4_products, int4_weights, int4_kinds, int4_exact, int4_experts_mlp,
+# int4_experts, long_prompts, long_prompts_fp8.
 # Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4,
 # formats2, steps2
 ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
@@ -54,6 +55,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         exact,
         fp8,
         fp8_weights,
+        int4_experts,
         int4_weights,
         kernels,
         limits,
@@ -76,16 +78,13 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return kernels.kernels(found["limits"])
     if name == "chunks":
         return chunks.chunks()
-    if name == "fp8_exact":
-        return fp8_weights.fp8_exact()
-    if name == "int4_exact":
-        return int4_weights.int4_exact()
-    if name == "int4_products":
-        return int4_weights.int4_products()
-    if name == "draw":
-        return draw.draw()
-    if name == "products":
-        return products.products()
+    without_engines: dict[str, Callable[[], Any]] = {
+        "fp8_exact": fp8_weights.fp8_exact, "int4_exact": int4_weights.int4_exact,
+        "int4_products": int4_weights.int4_products, "int4_experts_mlp": int4_experts.int4_experts_mlp,
+        "draw": draw.draw, "products": products.products,
+    }  # fmt: skip
+    if name in without_engines:
+        return without_engines[name]()
     if name in ("formats2", "steps2"):
         return rank_formats.part(name, found["limits"], step_tokens)
     if name.startswith("tp"):
@@ -101,7 +100,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
     parts = {
         "deterministic": deterministic.deterministic, "fp8": fp8.fp8, "fp8_weights": fp8_weights.fp8_weights,
         "int4_weights": int4_weights.int4_weights,
-        "int4_kinds": int4_weights.int4_kinds,
+        "int4_kinds": int4_weights.int4_kinds, "int4_experts": int4_experts.int4_experts,
         "long_prompts": long_prompts.long_prompts,
         "long_prompts_fp8": functools.partial(long_prompts.long_prompts, kv_dtype="fp8"),
     }  # fmt: skip

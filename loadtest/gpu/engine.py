@@ -58,26 +58,31 @@ def prefill(
     """Prompts as steps of `step_tokens`; the floor is the library's products and cuDNN's attention."""
     rows = []
     for prompts, length in prefills:
-        times = []
-        for _ in range(2):
-            driver = Driver(built.backend)
-            tables = dict(driver.open(slot, length, length + 1) for slot in range(prompts))
-            each = max(1, step_tokens // length)
-            plans = []
-            for first in range(0, prompts, each):
-                slots = range(first, min(first + each, prompts))
-                wanted = [(slot, 0, length, False) for slot in slots]
-                plans.append(driver.plan(wanted, {slot: tables[slot] for slot in slots}))
-            times.append(driver.run(plans)[-1])
-            driver.close()
-        tokens = prompts * length
+        seconds, tokens = prefill_s(built, step_tokens, prompts, length), prompts * length
         floor_s = tokens / min(tokens, step_tokens) * _floor_s(built, min(tokens, step_tokens), length)
         rows.append({
-            "prompts": prompts, "length": length, "seconds": min(times), "tok_s": tokens / min(times),
-            "floor_s": floor_s, "of_floor": floor_s / min(times),
+            "prompts": prompts, "length": length, "seconds": seconds, "tok_s": tokens / seconds,
+            "floor_s": floor_s, "of_floor": floor_s / seconds,
         })  # fmt: skip
         print("prefill", {k: round(v, 3) for k, v in rows[-1].items()}, flush=True)
     return rows
+
+
+def prefill_s(built: Built, step_tokens: int, prompts: int, length: int) -> float:
+    """The shorter time of two."""
+    times = []
+    for _ in range(2):
+        driver = Driver(built.backend)
+        tables = dict(driver.open(slot, length, length + 1) for slot in range(prompts))
+        each = max(1, step_tokens // length)
+        plans = []
+        for first in range(0, prompts, each):
+            slots = range(first, min(first + each, prompts))
+            wanted = [(slot, 0, length, False) for slot in slots]
+            plans.append(driver.plan(wanted, {slot: tables[slot] for slot in slots}))
+        times.append(driver.run(plans)[-1])
+        driver.close()
+    return min(times)
 
 
 def mixed(built: Built) -> dict[str, float]:

@@ -32,7 +32,7 @@ class Kernels(Protocol):
 
     def combine(self, y: Tensor, permutation: Permutation, weights: Tensor) -> Tensor: ...
 
-    def experts_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor) -> Tensor: ...
+    def experts_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor, bounds: Tensor) -> Tensor: ...
 
 
 class Group(Protocol):
@@ -76,7 +76,7 @@ class Gathered:
         all_weights = all_routes[:, 0].contiguous().view(torch.float32).flatten(0, 1)
         permutation = kernels.permute(all_routes[:, 1].flatten(0, 1).contiguous(), group.rank * here, here)
         rows = kernels.dispatch(tokens.flatten(0, 1), permutation)
-        found = kernels.experts_mlp(rows, layer.gate_up, layer.down, permutation.ends)
+        found = kernels.experts_mlp(rows, layer.gate_up, layer.down, permutation.bounds)
         share, out = kernels.combine(found, permutation, all_weights), torch.empty_like(x)
         yield lambda: group.reduce_scatter_into(out, share.view_as(tokens))
         return out

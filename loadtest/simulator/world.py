@@ -18,6 +18,7 @@ from loadtest.simulator.requests import SimRequest, Workload, tokenized
 from loadtest.simulator.tier_side import TierSide, ToTier
 from loadtest.simulator.tiers import Tier
 from services.scheduler.core import Scheduler
+from services.scheduler.state import late_plans
 from services.scheduler.state.requests import Arrived, Event, PeerReady, PolicySet, Send, Ticked
 from services.scheduler.state.state import Limits
 from shared.messages import (
@@ -40,6 +41,7 @@ TIER_HOP_US = 200  # scheduler -> kv_offload, and back
 TICK_US = 10_000  # while nothing is in flight
 SLOW_TICK_US = 100_000  # while steps are: each result is an event, too
 MOST_IDLE_TICKS = 1_000_000  # 10,000 s in which nothing happens
+PLAN_DUE = Ticked()  # the one for a step that is planned late
 FIRST_US = 1_000_000  # arrival 0: the clock of a process is never at 0
 
 
@@ -75,6 +77,7 @@ class World:
         self._heap: list[tuple[int, int, Event | SimRequest | ToTier]] = []
         self._number = 0
         self._ticking = False
+        self._due_us = 0
         self._idle_ticks = 0
         self._live: dict[str, tuple[SimRequest, int, int]] = {}  # asked, arrival, choices left
         self._queue: deque[SimRequest] = deque()
@@ -153,7 +156,7 @@ class World:
                     engine.work_since_us = self.now_us
             self._live[event.request] = (event, self.now_us, event.n)
             return Arrived("tokenizer.t", tokenized(event, self.now_us))
-        if isinstance(event, Ticked):
+        if isinstance(event, Ticked) and event is not PLAN_DUE:
             self._ticking = False
             self._idle_ticks += 1
             if self._idle_ticks > MOST_IDLE_TICKS:
@@ -169,6 +172,10 @@ class World:
         for command in self.scheduler.handle(event, self.now_us):
             self._carry_out(command)
         self.scheduler.state.step_log.unsent.clear()
+        due_us = late_plans.next_due_us(self.scheduler.state)
+        if due_us not in (0, self._due_us):
+            self._push(due_us, PLAN_DUE)
+        self._due_us = due_us
         if not self._ticking and not self.scheduler.idle:
             self._ticking = True
             busy = any(engine.in_flight for engine in self.engines.values())

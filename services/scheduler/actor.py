@@ -17,7 +17,7 @@ from services.scheduler.fleet.division import Division, Drain
 from services.scheduler.kv_tiers import store
 from services.scheduler.reports import scale, status
 from services.scheduler.reports.event_log import Recorder, attach
-from services.scheduler.state import policies, requests
+from services.scheduler.state import late_plans, policies, requests
 from services.scheduler.state.quotas import Quota, read_quotas
 from services.scheduler.state.requests import (
     Arrived,
@@ -78,6 +78,8 @@ class SchedulerActor(Actor):
         self._recorder: Recorder | None = None
         self._division = Division()
         self._ticking: asyncio.Task[None] | None = None
+        self._due_us = 0  # of the timer for the next step that is planned late
+        self._due: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -162,6 +164,8 @@ class SchedulerActor(Actor):
             self._handle(DrainTimedOut())
         if self._ticking is not None:
             self._ticking.cancel()
+        if self._due is not None:
+            self._due.cancel()
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None  # messages until the process ends are not part of the log
@@ -172,12 +176,28 @@ class SchedulerActor(Actor):
             self._mailbox.send(command.to, command.message, command.trace)
         if unsent := self._core.state.step_log.unsent:
             send_spans(unsent, self._mailbox.tracer)
+        self._set_timer(late_plans.next_due_us(self._core.state))
         if self._core.idle:
             self._idle.set()
             return
         self._idle.clear()
         if self._ticking is None:
             self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    def _set_timer(self, due_us: int) -> None:
+        if due_us == self._due_us:
+            return
+        if self._due is not None:
+            self._due.cancel()
+        self._due_us = due_us
+        if due_us:
+            wait_s = max(due_us - self._mailbox.clock.now_us(), 0) / 1e6
+            on_due = self._mailbox.guarded(self._on_due)
+            self._due = asyncio.get_running_loop().call_later(wait_s, on_due)
+
+    def _on_due(self) -> None:
+        self._due_us = 0
+        self._handle(Ticked())
 
     def _divide(self) -> None:
         """Move an executor to another scheduler, if this one has too many."""

@@ -11,6 +11,7 @@ from itertools import accumulate
 from services.scheduler import finish, headroom, recompute_cost
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.preemption import requeue, withdraw
+from services.scheduler.state import late_plans
 from services.scheduler.state.requests import MAX_IDS, Sequence, add_scores
 from services.scheduler.state.state import Executor, InFlight, State
 from services.scheduler.state.step_log import StepRecord
@@ -189,6 +190,7 @@ def _learn(state: State, executor: Executor, flight: InFlight, result: StepResul
         return  # the engine does not measure
     costs, pace = executor.cost_model, executor.pace
     recompute_cost.on_step(state, executor, flight, took_us)
+    late_plans.learn(executor, flight, result)
     costs.observe(flight.shape, took_us)
     costs.observe_loop(max(0, state.now_us - flight.planned_us - result.queued_us - lived_us))
     if result.host_us:

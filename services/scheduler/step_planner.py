@@ -21,6 +21,7 @@ from services.scheduler import headroom, overlap, preemption, prefix_cache
 from services.scheduler.kv_tiers import store
 from services.scheduler.kv_tiers.lookups import executor_of
 from services.scheduler.overlap import MIN_SEEN, balance
+from services.scheduler.state import late_plans
 from services.scheduler.state.cost_model import chunk_tokens
 from services.scheduler.state.policies import BatchingView, StepShare
 from services.scheduler.state.requests import ChunkRecord, Sequence
@@ -36,6 +37,7 @@ STRETCH_PM = (
 BACKLOG_US = 1_000_000  # prompt time that waits, for which that step may take as long again as decodes
 EASY_PM = 2_000  # longest step with a chunk, relative to decodes alone, while few prompts wait: see _bound_us
 EASY_STEPS = 4  # a chunk may exceed EASY_PM if more prompt waits than so many steps compute
+URGENT_PM = 2_500  # longest step, relative to its target, while prompts wait that take longer: see _bound_us
 ALONE_US = 500_000  # bound of a step without decodes: a new request waits for its end
 TILE_ROWS = 64
 GRAIN_TOKENS = 8  # a chunk is a multiple of this, or of a smaller block
@@ -60,11 +62,15 @@ def plan_next(state: State, executor: Executor) -> bool:
     if len(executor.in_flight) >= depth:
         executor.settled = executor.changes
         return False
+    if executor.in_flight and executor.due_us > state.now_us:
+        return False
     if mode == "run_ahead" and room_comes_soon(state, executor):
         return False
     short_rows = preemption.make_room(state, executor)
     executor.awaits_copies = short_rows > 0 and worth_waiting(state, executor, short_rows)
     if executor.awaits_copies or copies_end_soon(state, executor, short_rows):
+        return False
+    if mode == "run_ahead" and not short_rows and executor.in_flight and late_plans.can_wait(state, executor):
         return False
     if mode != "two_batch":
         planned = _plan_step(state, executor, mode, None)
@@ -299,6 +305,7 @@ def _send(state: State, executor: Executor, columns: StepColumns) -> None:
         executor.cost_model.predict_us(shape) if executor.cost_model.seen >= overlap.MIN_SEEN else 0
     )
     flight = InFlight(executor.step, columns.sampled, state.now_us, plan, shape, predicted_us, columns.chunks)
+    flight.lead_us, executor.due_us = late_plans.lead_us(state, executor), 0
     if not executor.in_flight:
         executor.pace.planned(state.now_us)
     executor.in_flight.append(flight)
@@ -355,15 +362,23 @@ def _bound_us(state: State, executor: Executor, columns: StepColumns, left: int,
     If decodes are much faster than the bound, the step takes at most twice as long as decodes alone, or
     longer if more prompt tokens wait than EASY_STEPS steps compute. So the time between tokens is short under
     light load; under heavy load steps are long, which takes the least time per token.
+
+    On a slow engine, prompts of that class may wait that take longer than the bound. Then a step may take
+    URGENT_PM of it: many small chunks would cost the first tokens more than they save between tokens. Class
+    interactive keeps its bound.
     """
     if not columns.sampled:
         return ALONE_US
     running = zip(state.limits.classes, executor.running_by_class, strict=True)
-    tbt_us = min(slo.tbt_us for slo, count in running if count)
+    tbt_us, level = min((slo.tbt_us, level) for level, (slo, count) in enumerate(running) if count)
+    tbt_us = tbt_us if columns.micro_batch is None else tbt_us // 2
     predict_us, shape = executor.cost_model.predict_us, columns.shape
     alone_us = predict_us(shape)
-    waiting_us = (predict_us(shape.with_chunk(0, room)) - alone_us) * left // room
-    return step_bound_us(alone_us, tbt_us if columns.micro_batch is None else tbt_us // 2, waiting_us)
+    chunk_us = predict_us(shape.with_chunk(0, room)) - alone_us
+    bound_us = step_bound_us(alone_us, tbt_us, chunk_us * left // room)
+    if level and chunk_us * min(left, executor.row_sums().prompt_tokens[level]) > tbt_us * room:
+        return max(bound_us, URGENT_PM * tbt_us // 1_000)
+    return bound_us
 
 
 def step_bound_us(alone_us: int, bound_us: int, waiting_us: int) -> int:

@@ -71,6 +71,8 @@ _VIOLATION = "authorization violation"
 _DENIED = "permissions violation"
 _DENIED_READING = "permissions violation for subscription"
 _CUTS = (OSError, nats_errors.UnexpectedEOF, nats_errors.StaleConnectionError)
+_CLOSED_AT_ONCE = (ConnectionResetError, BrokenPipeError, nats_errors.UnexpectedEOF)
+_PERHAPS_FULL = "the server closes each connection at once: perhaps its account has as many as it may"
 
 
 class _Client(NatsClient):
@@ -405,6 +407,7 @@ class Faults:
     def __init__(self) -> None:
         self.handlers: list[FaultHandler] = []
         self.cause = "end of connection"  # of the next "disconnected"
+        self.told = False  # why there is no first connection, by the server itself
         self.opened = False  # since the first connection
         self.online = False
         self.silent = False
@@ -425,8 +428,11 @@ class Faults:
             self.report("refused", text(error))  # other credentials since
         elif _DENIED in words:
             self.report("refused" if _DENIED_READING in words else "permission", str(error))
-        elif not self.opened or isinstance(error, _CUTS):  # perhaps an account has all of its connections
-            self.cause = text(error)
+        elif not self.opened and isinstance(error, _CLOSED_AT_ONCE):
+            if not self.told:  # its reset may overtake its words, or follow them in the next attempt
+                self.cause = f"{text(error)}; {_PERHAPS_FULL}"
+        elif not self.opened or isinstance(error, _CUTS):
+            self.cause, self.told = text(error), not isinstance(error, _CUTS)
         elif self.online:  # a failed attempt to reconnect follows "disconnected" anyway
             self.report("error", text(error))
 

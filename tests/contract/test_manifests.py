@@ -12,6 +12,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from jsonschema import validators
 from kubernetes_validate import SchemaNotFoundError, ValidationError
 from support.kubernetes.manifests import FOLDER, OVERLAYS, Body, containers, one, pods, resources
 from support.prometheus_process import program
@@ -44,12 +45,8 @@ def test_every_resource_is_valid(overlay: str) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda d: d["spec"].pop("selector"),
-        lambda d: d["spec"].pop("template"),
         lambda d: d["spec"].update(replicas="two"),
-        lambda d: d["spec"]["template"]["spec"]["containers"][0].pop("name"),
         lambda d: d["spec"]["template"]["spec"]["containers"][0].update(readynessProbe={}),
-        lambda d: d["spec"]["template"]["spec"]["volumes"][0].pop("name"),
     ],
 )
 def test_a_damaged_resource_is_not(damage: Callable[[Body], object]) -> None:
@@ -57,6 +54,28 @@ def test_a_damaged_resource_is_not(damage: Callable[[Body], object]) -> None:
     damage(deployment)
     with pytest.raises(ValidationError):
         check(deployment)
+
+
+def test_no_required_field_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each field that a schema requires of the resources is taken out, one at a time."""
+    found: dict[tuple[str, str], Body] = {}  # (schema, field): an object that has the field
+
+    def note(validator: object, fields: list[str], instance: Body, schema: Body) -> None:
+        found.update({(schema["description"], name): instance for name in fields})
+
+    noting = validators.extend(validators.Draft202012Validator, {"required": note})
+    taken = set()
+    for resource in (r for r in resources("keda") if r["kind"] not in CUSTOM):
+        with monkeypatch.context() as patch:
+            patch.setattr(validators, "Draft202012Validator", noting)
+            check(resource)
+        for field in found.keys() - taken:
+            value = found[field].pop(field[1])
+            with pytest.raises(ValidationError):
+                check(resource)
+            found[field][field[1]] = value
+        taken |= found.keys()
+    assert len(taken) > 20
 
 
 def test_custom_resources_are_those_that_were_checked() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlparse
 
 import pytest
+from nats import errors as nats_errors
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer
 from shared.errors import SetupError, Unavailable
+from shared.nats import bus as nats_bus
 from shared.nats.bus import OUTBOX_LIMIT_BYTES, NatsBus
 from shared.nats.interface import BusFault, Delivery
 
@@ -96,6 +99,34 @@ async def test_a_server_that_is_not_there_is_a_setup_error() -> None:
         SetupError, match=r"no connection to the nats-server at nats://127\.0\.0\.1:.*headrace up"
     ):
         await NatsBus.connect(probe.url, timeout_s=0.2)
+
+
+async def test_a_server_that_resets_each_connection_is_told_from_one_that_is_not_there() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"max_payload": 1048576}\r\n')
+        await reader.readline()
+        without_a_time_to_linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, without_a_time_to_linger
+        )
+        writer.transport.abort()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(SetupError, match="closes each connection at once: perhaps its account has as many"):
+        await NatsBus.connect(f"nats://127.0.0.1:{port}", timeout_s=1)
+    server.close()
+
+
+async def test_the_words_of_the_server_outlive_its_resets() -> None:
+    """Which of the two an attempt meets is chance."""
+    faults = nats_bus.Faults()
+    full = nats_errors.Error("nats: 'maximum account active connections exceeded'")
+    for error in (ConnectionResetError(), full, ConnectionResetError(), nats_errors.UnexpectedEOF()):
+        await faults.on_error(error)
+    assert "maximum account active connections exceeded" in faults.cause
+    await faults.on_error(ConnectionRefusedError())  # the server has ended
+    assert faults.cause == "ConnectionRefusedError"
 
 
 async def test_a_slow_handler_loses_nothing(nats_server: NatsServer, fleet: str) -> None:

@@ -9,19 +9,28 @@ import random
 import resource
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running_up import BY_DEFAULT_DURABLE, StartUp, Up, end, starter, wait_until_gone
+from support.running_up import (
+    BY_DEFAULT_DURABLE,
+    StartUp,
+    Up,
+    end,
+    running_up,
+    starter,
+    wait_until_gone,
+)
 from support.source_tree import ROOT
 
 from loadtest import faults
 from loadtest.durable import (
     MODEL,
+    acked,
     all_records,
     kill_all,
-    messages,
     plain,
     record_of,
     simulated,
@@ -91,8 +100,38 @@ def test_every_request_has_one_record_after_the_loss_of_every_process(
     assert texts == plain, f"killed after {moment} records"
 
 
-def test_a_session_in_the_shell(start_up: StartUp) -> None:
-    up = start_up("--durable")
+@pytest.fixture(scope="module")
+def durable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One fleet for tests after which it works as before."""
+    with running_up(tmp_path_factory.mktemp("durable"), "--durable") as up:
+        yield up
+
+
+def test_the_same_request_again_after_the_server_was_killed_is_not_computed_again(durable: Up) -> None:
+    up = durable  # without a record yet
+    tenant, body = simulated(1)
+
+    async def hundred_times() -> tuple[set[str], Counter[str]]:
+        bus = await NatsBus.connect(up.nats_url, timeout_s=20)
+        client = await Client.open(bus)
+        tries = [asyncio.create_task(submit_all(client, [(tenant, body)], {})) for _ in range(100)]
+        await asyncio.gather(*tries)
+        await record_of(client, tenant, body["request_id"])
+        answered = await client.request(subjects.submit(tenant, MODEL), body)
+        counts = await acked(bus)
+        await bus.drain()
+        return {answered["status"]}, counts
+
+    once = {"completed"}, Counter({subjects.RECORD_STREAM: 1})
+    assert asyncio.run(hundred_times()) == once
+    before = generated(up)
+    faults.kill(up.child("nats-server"))
+    assert asyncio.run(hundred_times()) == once
+    assert generated(up) == before
+
+
+def test_a_session_in_the_shell(durable: Up) -> None:
+    up = durable
     submit = ("submit", "Hi", "--id", "first", "--max-tokens", "5", "--seed", "7", "--checkpoints")
     said = up.run(*submit)
     assert (said.returncode, said.stdout, said.stderr) == (0, "first\n", "")
@@ -188,31 +227,6 @@ def test_a_request_that_kills_executors_fails_alone(start_up: StartUp, tmp_path:
     others = {i: record for i, record in enumerate(records) if record["status"] != "completed"}
     assert others == {20: {"status": "failed", "code": 500}}
     assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: 40}
-
-
-def test_the_same_request_again_after_the_server_was_killed_is_not_computed_again(
-    start_up: StartUp,
-) -> None:
-    up = start_up("--durable")
-    tenant, body = simulated(1)
-
-    async def hundred_times() -> tuple[set[str], Counter[str]]:
-        bus = await NatsBus.connect(up.nats_url, timeout_s=20)
-        client = await Client.open(bus)
-        tries = [asyncio.create_task(submit_all(client, [(tenant, body)], {})) for _ in range(100)]
-        await asyncio.gather(*tries)
-        await record_of(client, tenant, body["request_id"])
-        answered = await client.request(subjects.submit(tenant, MODEL), body)
-        counts = await messages(bus)
-        await bus.drain()
-        return {answered["status"]}, counts
-
-    once = {"completed"}, Counter({subjects.RECORD_STREAM: 1})
-    assert asyncio.run(hundred_times()) == once
-    before = generated(up)
-    faults.kill(up.child("nats-server"))
-    assert asyncio.run(hundred_times()) == once
-    assert generated(up) == before
 
 
 def test_a_disk_that_is_full_for_a_while_loses_nothing(start_up: StartUp) -> None:

@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
-from support.running_up import HEADRACE, StartUp, Up, wait_until_gone
+from support.running_up import HEADRACE, StartUp, Up, running_up, wait_until_gone
 from support.text_models import write_bpe_gguf
 
 from loadtest import faults
@@ -89,14 +90,32 @@ def ask(http: httpx.Client, model: str, prompt: str = "Hello") -> httpx.Response
     return http.post("/completions", json=body)
 
 
+@dataclass
+class TwoModels:
+    """A fleet of two models, and the file of the second, tiny."""
+
+    up: Up
+    second: Path
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoModels]:
+    folder = tmp_path_factory.mktemp("both")
+    second = write_bpe_gguf(folder / "tiny.gguf")
+    with running_up(folder, "--model", MODEL, "--model", str(second), HEADRACE_HTTP="127.0.0.1:0") as up:
+        yield TwoModels(up, second)
+        children = up.children()
+        assert up.stop(signal.SIGTERM) == 0
+        wait_until_gone(children)
+
+
 @pytest.mark.timeout(180)
-def test_two_models_in_one_fleet(start_up: StartUp, tmp_path: Path) -> None:
-    second = write_bpe_gguf(tmp_path / "tiny.gguf")
-    alone = start_up("--model", str(second), HEADRACE_HTTP="127.0.0.1:0")
+def test_two_models_in_one_fleet(start_up: StartUp, both: TwoModels) -> None:
+    alone = start_up("--model", str(both.second), HEADRACE_HTTP="127.0.0.1:0")
     with httpx.Client(base_url=alone.http_url, timeout=60) as http:
         wanted = {prompt: ask(http, "tiny", prompt).json()["choices"][0]["text"] for prompt in "abcdefgh"}
     alone.stop(signal.SIGTERM)
-    up = start_up("--model", MODEL, "--model", str(second), HEADRACE_HTTP="127.0.0.1:0")
+    up = both.up
     children = up.children()
     assert len(children) == 1 + 2 + 2 * 4  # the server; gateway, kv_offload; four services a model
     assert [line.split()[-1] for line in up.printed if "model:" in line] == [MODEL, "tiny"]
@@ -111,8 +130,6 @@ def test_two_models_in_one_fleet(start_up: StartUp, tmp_path: Path) -> None:
         assert http.get(health).json() == {"status": "ok"}
         unknown = ask(http, "nobody")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
-    assert up.stop(signal.SIGTERM) == 0
-    wait_until_gone(children)
 
 
 @pytest.mark.timeout(180)
@@ -140,11 +157,10 @@ def tokenizer_of(up: Up, model: Path) -> int:
 
 
 @pytest.mark.timeout(180)
-def test_what_only_the_other_model_lacks_is_told_of_that_one(start_up: StartUp, tmp_path: Path) -> None:
+def test_what_only_the_other_model_lacks_is_told_of_that_one(both: TwoModels) -> None:
     """Its one tokenizer is gone: 503 at once and not 404, nor silence; the gateway goes on. A request that
     the tokenizer took with it, and one that runs, get their answers after it has been started again."""
-    second = write_bpe_gguf(tmp_path / "tiny.gguf")
-    up = start_up("--model", MODEL, "--model", str(second), HEADRACE_HTTP="127.0.0.1:0")
+    up, second = both.up, both.second
     victim = tokenizer_of(up, second)
     with httpx.Client(base_url=up.http_url, timeout=60) as http:
         os.kill(victim, signal.SIGKILL)

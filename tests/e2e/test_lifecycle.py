@@ -35,20 +35,6 @@ def start_up(tmp_path: Path) -> Iterator[StartUp]:
     end(running)
 
 
-def test_sigterm_drains_and_ends_with_0(start_up: StartUp) -> None:
-    up = start_up(**SLOW)
-    children = up.children()
-    assert len(children) == 7
-    asking = streaming(up, 50)
-    assert up.stop(signal.SIGTERM) == 0
-    frames = [json.loads(line) for line in asking.communicate(timeout=120)[0].splitlines()]
-    assert frames[-1]["type"] == "done"
-    assert frames[-1]["usage"]["completion_tokens"] == 50
-    assert up.printed[-1] == "stopped"
-    wait_until_gone(children)
-    assert list(Path(up.env["XDG_RUNTIME_DIR"]).glob("headrace/*.json")) == []  # its note
-
-
 def streaming(up: Up, tokens: int) -> subprocess.Popen[str]:
     """A client of an answer of so many tokens, whose request has been accepted."""
     asking = subprocess.Popen(
@@ -176,14 +162,6 @@ def requests(up: Up) -> int:
     return int(scheduler["requests"])
 
 
-def test_a_hang_up_does_not_end_what_was_started_to_ignore_it(start_up: StartUp) -> None:
-    up = start_up(ignored=(signal.SIGHUP, signal.SIGINT))
-    up.process.send_signal(signal.SIGHUP)  # as nohup has it
-    assert up.run("request", '{"prompt": "Hello", "max_tokens": 2}').returncode == 0
-    assert up.stop(signal.SIGINT) == 130
-    assert up.printed[-1] == "stopped"
-
-
 def test_nobody_who_reads_what_it_prints_is_no_reason_to_cut_a_stream(start_up: StartUp) -> None:
     """`headrace up | tee log`, Ctrl-C: tee has gone first."""
     up = start_up(**SLOW)
@@ -198,8 +176,11 @@ def test_nobody_who_reads_what_it_prints_is_no_reason_to_cut_a_stream(start_up: 
     wait_until_gone(children)
 
 
-def test_what_http_refuses_while_it_drains_nats_refuses_too(start_up: StartUp) -> None:
+def test_sigterm_drains_and_what_http_refuses_then_nats_refuses_too(start_up: StartUp) -> None:
     up = start_up(HEADRACE_SIM="step=50000", HEADRACE_HTTP="127.0.0.1:0")
+    children = up.children()
+    assert len(children) == 8
+    asking = streaming(up, 100)
     body = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
     with (
         httpx.Client(base_url=up.http_url, timeout=60) as http,
@@ -220,7 +201,11 @@ def test_what_http_refuses_while_it_drains_nats_refuses_too(start_up: StartUp) -
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
     assert up.stop() == 0
+    frames = [json.loads(line) for line in asking.communicate(timeout=120)[0].splitlines()]
+    assert (frames[-1]["type"], frames[-1]["usage"]["completion_tokens"]) == ("done", 100)
     assert up.printed[-1] == "stopped"
+    wait_until_gone(children)
+    assert list(Path(up.env["XDG_RUNTIME_DIR"]).glob("headrace/*.json")) == []  # its note
 
 
 def test_a_second_ctrl_c_kills(start_up: StartUp) -> None:
@@ -250,7 +235,9 @@ def test_ctrl_c_before_it_is_ready(start_up: StartUp) -> None:
 
 
 def test_a_dead_service_comes_back_and_ctrl_c_ends_with_130(start_up: StartUp) -> None:
-    up = start_up()
+    """As nohup starts it: a hang-up does not end what was started to ignore it."""
+    up = start_up(ignored=(signal.SIGHUP, signal.SIGINT))
+    up.process.send_signal(signal.SIGHUP)
     tokenizer = up.child("tokenizer")
     os.kill(tokenizer, signal.SIGKILL)
     wait_until_gone([tokenizer])

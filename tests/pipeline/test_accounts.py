@@ -235,7 +235,8 @@ async def test_a_tenant_at_its_limits_disturbs_no_other(pipeline: Guarded) -> No
     ):
         both = {"acme": acme, "bob": bob}
         streams = [await started(nc, name, f"of-{name}", max_tokens=400) for name, nc in both.items()]
-        with pytest.raises(SetupError, match="maximum account active connections exceeded"):
+        said = "maximum account active connections exceeded|its account has as many as it may"
+        with pytest.raises(SetupError, match=said):  # a reset may overtake the server's words each time
             url = auth.url_of(pipeline.users, "bob", pipeline.url)
             await NatsBus.connect(url, timeout_s=1)
         await big.publish(f"headrace.v1.generate.bob.{MODEL}", body(prompt="x" * 70_000))

@@ -43,7 +43,7 @@ async def greedy(
 
 
 async def assert_reference(
-    pipeline: Pipeline, tap: Tap, round_name: str, together: bool, tokens: int = 64
+    pipeline: Pipeline, tap: Tap, round_name: str, together: bool, tokens: int = 24
 ) -> None:
     requests = [f"{round_name}-{i}" for i in range(len(CASES))]
     work = [greedy(pipeline, case, name, tokens) for case, name in zip(CASES, requests, strict=True)]
@@ -79,7 +79,7 @@ async def in_memory(**settings: Any) -> tuple[Pipeline, Tap]:
 async def test_greedy_ids_equal_the_reference(mode: str) -> None:
     """The second round finds its prompts in the prefix cache; too few blocks make sequences pause."""
     pipeline, tap = await in_memory(**MODES[mode])
-    await assert_reference(pipeline, tap, "together", together=True, tokens=24)
+    await assert_reference(pipeline, tap, "together", together=True)
     await assert_reference(pipeline, tap, "again", together=True, tokens=12)
     meter = pipeline.runtimes["scheduler-1"].actor._core.state.counters  # type: ignore[attr-defined]  # white box
     assert meter.prefix_hit_tokens > 0
@@ -134,9 +134,9 @@ async def over_nats(nats_server: Any, fleet: str) -> AsyncIterator[tuple[Pipelin
 
 async def test_over_nats_alone_and_together_twice(over_nats: tuple[Pipeline, Tap]) -> None:
     pipeline, tap = over_nats
-    await assert_reference(pipeline, tap, "alone", together=False, tokens=24)
+    await assert_reference(pipeline, tap, "alone", together=False)
     await assert_reference(pipeline, tap, "together", together=True)
-    await assert_reference(pipeline, tap, "alone-again", together=False, tokens=24)
+    await assert_reference(pipeline, tap, "alone-again", together=False, tokens=12)
     await pipeline.assert_idle()
 
 

@@ -1,9 +1,14 @@
 """Sequences move while they run: from executors that are rolled, and from those that only prefill. Nothing is
-lost, and every answer stays the same."""
+lost, and every answer stays the same.
+
+`HEADRACE_HANDOVER_MODEL=smollm2-135m-instruct` hands over sequences of that model and not of a
+small random one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +24,13 @@ from services.scheduler.state.state import PREFILL, State
 from shared.client import Client
 
 MODEL = "smollm2-135m-instruct"
-PATIENT_S = 60
+PATIENT_S = 240  # a guard against hanging
+HANDED_OVER = os.environ.get("HEADRACE_HANDOVER_MODEL", "")
 SIM: dict[str, Any] = {"sim": "step=1000,token=30", "l1": "64"}
 REAL: dict[str, Any] = {
     "backend": "torch", "dtype": "f32", "deterministic": True, "model_name": "tiny", "kv_blocks": 200,
     "slots": 16, "max_context": 512, "step_tokens": 32, "l1": "64",
+    "slo": "standard=0/100/0",  # nobody is refused on a slow machine
 }  # fmt: skip
 LONG = [3 + 7 * at % (VOCAB - 3) for at in range(320)]
 ASKED: list[dict[str, Any]] = [
@@ -121,8 +128,8 @@ async def test_choices_grammars_log_probabilities_and_long_prompts(victim: str, 
 async def test_prefill_and_decode_apart(victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two real engines only prefills. The victim, the one that prefills or the tier, dies as soon as a
     sequence is handed over."""
-    model = write_small_llama(tmp_path / "tiny", hidden=64, layers=2)
-    pipeline = await fleet_of(f"apart-{victim}", 2, model=str(model), **REAL)
+    model = HANDED_OVER or str(write_small_llama(tmp_path / "tiny", hidden=64, layers=2))
+    pipeline = await fleet_of(f"apart-{victim}", 2, model=model, **REAL)
     asked = [{"model": "tiny", "ignore_eos": "structured_outputs" not in body, **body} for body in ASKED]
     expected = await answers(pipeline, "calm", asked)
     state = state_of(pipeline)
@@ -137,8 +144,9 @@ async def test_prefill_and_decode_apart(victim: str, tmp_path: Path, monkeypatch
         await kill(pipeline, prefills if victim == "executor" else "kv_offload-1")
     assert await asking == expected
     assert state.counters.finished.get("error", 0) == 0
+    print(f"{victim} died: {state.counters.moves} moves, {state.counters.loads - loads} loads, same answers")
     if victim == "nothing":
-        assert state.counters.moves >= len(asked)
+        assert state.counters.moves >= (1 if HANDED_OVER else len(asked))  # a slow engine hands over fewer
         assert state.counters.loads > loads
         await pipeline.until(lambda: not any(job for job in state.tiers.jobs.values()))
     await pipeline.stop()

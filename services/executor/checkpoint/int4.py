@@ -5,7 +5,8 @@
     in memory    `ScaledInt4`: kernels.int4.Int4Groups, which products take on a GPU (`--dtype int4`), and in
                  blocks of 32 columns on a CPU (`--dtype packed`)
 
-The projections of attention and of dense MLPs are in 4 bits; embedding, norms, biases and head stay plain.
+The projections of attention, of MLPs and of experts are in 4 bits; embedding, norms, biases, router and head
+stay plain.
 With any other dtype the matrices are dequantised at load. Layouts, as their libraries write them:
 
     awq                 qweight [in, out / 8]   scales [in / group, out]   qzeros [in / group, out / 8]
@@ -22,9 +23,9 @@ scale is the exponent of a power of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from torch import Tensor
 from kernels.int4 import Int4Groups, dequantise, pack, quantise_groups, unpack, widen_e2m1
 from kernels.int4.ref import IN_WORD, MIDDLE
 from services.executor.checkpoint.stored import Cut, Dense, Stored
-from services.executor.model.description import HEADS, KV_HEADS, WIDTH, Part
+from services.executor.model.description import EXPERTS, HEADS, KV_HEADS, WIDTH, Part
 from shared.errors import SetupError
 
 if TYPE_CHECKING:
@@ -204,18 +205,21 @@ class InInt4:
 
 @dataclass(frozen=True, slots=True)
 class ScaledInt4:
-    """See Stored. A matrix in the memory of a device."""
+    """See Stored. A matrix in the memory of a device, or those of so many `experts` below each other, which
+    are not cut any more."""
 
     matrix: Int4Groups
     dtype: torch.dtype  # of `values`
+    experts: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.matrix.shape
+        rows, columns = self.matrix.shape
+        return (self.experts, rows // self.experts, columns) if self.experts else (rows, columns)
 
     @property
     def values(self) -> Tensor:
-        return dequantise(self.matrix).to(self.dtype)
+        return dequantise(self.matrix).to(self.dtype).view(self.shape)
 
     @property
     def data(self) -> tuple[Tensor, ...]:
@@ -302,8 +306,31 @@ class ScaledInt4:
 def part_in_int4(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
     """A part of a weight in the memory of `device`, in 4 bits if the file has it so and the product can read
     its size. Raises SetupError as `InInt4.in_int4`."""
+    if part.units == EXPERTS:
+        return _experts_in_int4(stored, dtype, device)
     if products_read(part, stored) and isinstance(stored, InInt4):
         return stored.in_int4(dtype, device)
+    return stored.loaded(dtype, device)
+
+
+@runtime_checkable
+class OfExperts(Protocol):
+    """The source of a weight (Dense) that has the matrices of experts."""
+
+    def matrices(self, experts: range) -> Iterator[Stored]:
+        """Those of some experts as they are stored, not yet read, in the order of their rows."""
+
+
+def _experts_in_int4(stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
+    """Plain, if one matrix is plain or has other groups than the rest."""
+    if isinstance(stored, Dense) and isinstance(stored.source, OfExperts):
+        matrices = [*stored.source.matrices(stored.ranges[0])]
+        found = [each for each in matrices if isinstance(each, InInt4)]
+        if len(found) == len(matrices) and len({each.group for each in found}) == 1:
+            first, *more = (each.in_int4(dtype, device) for each in found)
+            joined = first.join(more)
+            assert isinstance(joined, ScaledInt4), "all are in groups of one size"
+            return replace(joined, experts=stored.shape[0])
     return stored.loaded(dtype, device)
 
 
@@ -328,6 +355,8 @@ def part_in_blocks(part: Part, stored: Stored, dtype: torch.dtype, device: torch
 def dummy_in_int4(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
     """`part_in_int4` of random weights: in groups of DUMMY_GROUP, rounded to nearest."""
     plain = stored.loaded(dtype, device)
+    if part.units == EXPERTS:
+        return ScaledInt4(quantise_groups(plain.values.flatten(0, 1), DUMMY_GROUP), dtype, plain.shape[0])
     if len(plain.shape) != 2 or not products_read(part, plain):
         return plain
     return ScaledInt4(quantise_groups(plain.values, DUMMY_GROUP), dtype)

@@ -375,8 +375,14 @@ def _why_not_int4(options: TorchOptions, device: torch.device) -> str:
         )
     if options.deterministic:
         return f"dtype int4 is not deterministic: its kernels differ by the number of rows; {instead}"
-    if not gguf and read_shapes(options.model_path).experts is not None:
-        return f"dtype int4 has no products of experts; {instead}"
+    if gguf:
+        return ""
+    shapes = read_shapes(options.model_path)
+    if shapes.experts is not None and not takes(shapes.hidden, shapes.experts.width):
+        return (
+            f"dtype int4 has no products of experts of {shapes.hidden} by {shapes.experts.width} columns, "
+            "which are no multiples of 128; use dtype bf16, which dequantises them at load"
+        )
     return ""
 
 

@@ -347,7 +347,7 @@ class _InFile:
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """The experts of a layer, stacked: each is some tensors, joined."""
+    """See OfExperts. The experts of a layer, stacked: each is some tensors, joined."""
 
     tensors: _Tensors
     names: _Names
@@ -356,10 +356,12 @@ class _Experts:
 
     def __getitem__(self, at: tuple[slice, ...]) -> Tensor:
         some = range(at[0].start, at[0].stop)
-        each = (self.names.expert(self.part, self.layer, expert) for expert in some)
-        return torch.stack(
-            [torch.cat([self.tensors.stored(name).values for name in names]) for names in each]
-        )
+        joined = torch.cat([each.values for each in self.matrices(some)])
+        return joined.view(len(some), -1, joined.shape[1])
+
+    def matrices(self, experts: range) -> Iterator[Stored]:
+        for expert in experts:
+            yield from map(self.tensors.stored, self.names.expert(self.part, self.layer, expert))
 
 
 def _opened(file: Path) -> Any:

@@ -178,7 +178,7 @@ class CudaModel:
         logits = self._product(x, layer["router"], whole=True)
         weights, chosen = route(logits, shapes.per_token, renormalise=shapes.renormalise)
         permuted = permute(chosen, shapes.first, len(layer["gate_up"]))  # other ranks' experts add nothing
-        found = experts_mlp(dispatch(x, permuted), layer["gate_up"], layer["down"], permuted.ends)
+        found = experts_mlp(dispatch(x, permuted), layer["gate_up"], layer["down"], permuted.bounds)
         return combine(found, permuted, weights)
 
 
@@ -189,7 +189,7 @@ def operand_of(stored: Stored) -> Operand:
     if not isinstance(stored, ScaledInt4):
         return stored.values
     try:
-        return int4.prepare(stored.matrix)
+        return int4.prepare(stored.matrix, stored.experts)
     except _LIBRARY_ERRORS as error:
         raise SetupError(
             f"humming-kernels cannot multiply weights in 4 bits here ({type(error).__name__}: {error}); "

@@ -53,7 +53,7 @@ def _experts(placed: Placed, values: Values) -> None:
     gate_up, down, router = (placed.dense(each) for each in (op.gate_up, op.down, op.router))
     weights, chosen = route(F.linear(x, router.to(x.dtype)), op.per_token, renormalise=op.renormalise)
     permuted = permute(chosen, op.first, len(gate_up))
-    found = experts_mlp(dispatch(x, permuted), gate_up, down, permuted.ends)
+    found = experts_mlp(dispatch(x, permuted), gate_up, down, permuted.bounds)
     values.x = combine(found, permuted, weights)
 
 

@@ -73,6 +73,10 @@ class CostModel:
         """Predicted time of a step of this shape; 0 before the first observation."""
         return int(self._predict(_features(shape)))
 
+    def knows(self, shape: StepShape) -> bool:
+        """True if steps of this kind were seen, and the last one was not doubted."""
+        return (kind := _kind(shape)) in self._kinds and kind not in self._doubted
+
     def observe(self, shape: StepShape, took_us: int) -> None:
         """Learn from a step of this shape that took `took_us` on the device."""
         if took_us <= 0:
@@ -287,6 +291,8 @@ class StepPace:
     micro_batch: int = 1  # of the last step of two_batch; the next one is the other, first 0
     step_us: int = 0  # time of a step, a moving average
     chunk_us: int = 0  # time of its prompt chunks, likewise
+    lead_us: int = 0  # by which a plan must precede the end of the step that runs: see late_plans.py
+    lead_spread_us: int = 0  # its mean deviation
     sampled: float = 0.0  # rows of the last steps, with decay
     early_ends: float = 0.0  # sequences that ended before their length, with decay
     crowded: bool = False  # more prompt tokens wait than a step may hold: wasted rows delay no other row

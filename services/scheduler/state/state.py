@@ -73,6 +73,7 @@ class InFlight:
     shape: StepShape
     predicted_us: int = 0  # 0: not predicted
     chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
+    lead_us: int = 0  # before the predicted end of the step that ran: see late_plans.py
 
 
 @dataclass(slots=True)
@@ -154,6 +155,8 @@ class Executor:
     down: TransferLink = field(default_factory=TransferLink)
     held_step: int = -1  # the step after this one waited for a slot, and since when: see room_comes_soon
     held_us: int = 0
+    due_us: int = 0  # the next step is planned then: see late_plans.py
+    due_lead_us: int = 0  # so long before the predicted end
     awaits_copies: bool = False  # the next step waits for blocks that are being copied: see worth_waiting
     judged_us: int = 0  # when its dirty blocks were last judged
     next_eager_us: int = 0  # no eager copy before

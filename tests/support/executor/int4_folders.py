@@ -16,6 +16,7 @@ from support.executor.fp8_folders import changed
 from support.executor.tiny_models import VOCAB, save_tiny
 
 GROUP = 16
+MIXTRAL = tuple(f".w{i}.weight" for i in (1, 2, 3))  # the ends of the names of an expert's matrices
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # number AWQ_ORDER[i] of eight lies at bits 4 * i
 
 
@@ -157,7 +158,7 @@ def save_int4(kind: str | dict[str, Any], source: str, folder: Path) -> tuple[Pa
     config = KINDS[kind] if isinstance(kind, str) else kind
     tensors = load_file(save_tiny(source, folder) / "model.safetensors")
     wanted = {}
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
+    for name in [name for name in tensors if name.endswith(("proj.weight", *MIXTRAL))]:
         found, wanted[name] = packed(config, tensors.pop(name))
         tensors |= {f"{name.removesuffix('weight')}{end}": tensor for end, tensor in found.items()}
     save_file(tensors, folder / "model.safetensors")
@@ -165,23 +166,30 @@ def save_int4(kind: str | dict[str, Any], source: str, folder: Path) -> tuple[Pa
     return folder, wanted
 
 
-def wide_model() -> Any:
-    """A random model of transformers, of sizes that the products of a GPU take, also a half of each."""
+def wide_model(family: str = "qwen2") -> Any:
+    """A random model of transformers, of sizes that the products of a GPU take, also a half of each; qwen2,
+    qwen3_moe or mixtral."""
     import transformers
 
     torch.manual_seed(1)
-    config = transformers.Qwen2Config(
-        vocab_size=VOCAB, hidden_size=512, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
-    )  # fmt: skip
-    return transformers.Qwen2ForCausalLM(config)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    if family == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=5))
+    if family == "qwen3_moe":
+        experts = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 384}
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **experts))
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
 
 
-def save_wide(kind: str, folder: Path) -> Path:
-    """The wide model in a form of WIDE."""
-    wide_model().save_pretrained(folder)
+def save_wide(kind: str, folder: Path, family: str = "qwen2") -> Path:
+    """The wide model of a family in a form of WIDE."""
+    wide_model(family).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
+    for name in [name for name in tensors if name.endswith(("proj.weight", *MIXTRAL))]:
         found, _ = packed(WIDE[kind], tensors.pop(name))
         tensors |= {f"{name.removesuffix('weight')}{end}": tensor for end, tensor in found.items()}
     save_file(tensors, folder / "model.safetensors")

@@ -93,7 +93,7 @@ def _logprobs(backend: Backend) -> torch.Tensor:
 
 def rows_by_themselves(folder: Path, dtype: str) -> None:
     """Deterministic mode of two GPUs."""
-    made = _group(folder, dtype=dtype, blocks=200, slots=16)
+    made = _group(folder, dtype=dtype, blocks=200, slots=16, max_step_tokens=512)  # ten prompts in one
     assert_rows_do_not_see_each_other(PlanMaker(made.group), (1, 2, 10), 20, 30)
     made.group.close()
 

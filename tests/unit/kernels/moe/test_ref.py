@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.executor.gpu_side import normal
+from support.executor.gpu_side import normal, words
 
 from kernels.activation.ref import swiglu
 from kernels.moe import combine, dispatch, experts_mlp, gpu, permute, route
@@ -54,7 +54,7 @@ def test_pairs_lie_by_expert_and_token(first: int, count: int) -> None:
         wanted[token, slot] = row
     assert torch.equal(places.rows, wanted)
     until = [sum(expert <= first + i for expert, _, _ in pairs) for i in range(count)]
-    assert places.ends.tolist() == until
+    assert places.bounds.tolist() == [0, *until]
 
 
 def test_shares_of_the_experts_add_up_to_the_mlp_of_each() -> None:
@@ -69,9 +69,9 @@ def test_shares_of_the_experts_add_up_to_the_mlp_of_each() -> None:
     for first, count in ((0, 3), (3, 7)):
         places = permute(chosen, first, count)
         rows = experts_mlp(
-            dispatch(x, places), gate_up[first : first + count], down[first : first + count], places.ends
+            dispatch(x, places), gate_up[first : first + count], down[first : first + count], places.bounds
         )
-        rows[places.ends[-1] :] = torch.nan  # undefined: it must not be read
+        rows[places.bounds[-1] :] = torch.nan  # undefined: it must not be read
         found += combine(rows, places, weights)
     torch.testing.assert_close(
         found.double(), by_loops(x, chosen, weights, gate_up, down), atol=1e-4, rtol=1e-5
@@ -95,18 +95,18 @@ def test_the_gpu_places_alike(first: int, count: int, tokens: int) -> None:
     chosen = normal(tokens, EXPERTS).topk(PER_TOKEN).indices.int()
     found, wanted = gpu.permute(chosen, first, count), permute(chosen, first, count)
     assert torch.equal(found.rows, wanted.rows)
-    assert torch.equal(found.ends, wanted.ends)
+    assert torch.equal(found.bounds, wanted.bounds)
 
 
 def test_the_gpu_spreads_gates_and_combines_alike() -> None:
     x, logits = normal(TOKENS, HIDDEN), normal(TOKENS, EXPERTS, seed=9)
     weights, chosen = route(logits, PER_TOKEN, renormalise=False)
     places = permute(chosen, 2, 5)
-    count = int(places.ends[-1])
+    count = int(places.bounds[-1])
     rows = gpu.dispatch(x, places)
     assert torch.equal(rows[:count], dispatch(x, places)[:count])
     gate_up = normal(len(rows), 2 * WIDTH)
-    torch.testing.assert_close(gpu._gate(gate_up, places.ends)[:count], swiglu(gate_up)[:count])
+    torch.testing.assert_close(gpu._gate(gate_up, places.bounds)[:count], swiglu(gate_up)[:count])
     y = normal(len(rows), HIDDEN, seed=3)
     y[count:] = torch.nan
     torch.testing.assert_close(gpu.combine(y, places, weights), combine(y, places, weights))
@@ -115,6 +115,6 @@ def test_the_gpu_spreads_gates_and_combines_alike() -> None:
 def test_grouped_products_are_those_of_each_expert() -> None:
     shapes = [(TOKENS, HIDDEN), (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)]
     x, gate_up, down = (normal(*shape, seed=seed).bfloat16() for seed, shape in enumerate(shapes))
-    ends = torch.tensor([0, 3, 3, 4, 9, 16, 16, 20, 21, 25], dtype=torch.int32, device=x.device)
-    found, wanted = gpu.experts_mlp(x, gate_up, down, ends), experts_mlp(x, gate_up, down, ends)
+    bounds = words(0, 0, 3, 3, 4, 9, 16, 16, 20, 21, 25)
+    found, wanted = gpu.experts_mlp(x, gate_up, down, bounds), experts_mlp(x, gate_up, down, bounds)
     torch.testing.assert_close(found[:25], wanted[:25], atol=0.5, rtol=0.02)

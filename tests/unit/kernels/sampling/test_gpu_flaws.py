@@ -20,16 +20,17 @@ FILTERS = [
 VOCAB = 1000
 
 
-def chosen(logits: torch.Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Ids and done of rows with FILTERS, over and over; last tokens and done of their slots."""
+def chosen(logits: torch.Tensor, numbers: range) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Ids and done of rows with FILTERS, over and over; last tokens and done of their slots. Seeds and
+    positions are by the numbers of the rows."""
     rows = len(logits)
     table = slot_table((FILTERS * rows)[:rows], DEVICE)
-    seeds = torch.arange(rows, device=DEVICE) * 77
+    seeds = torch.tensor([*numbers], device=DEVICE) * 77
     last, done = words(*[9] * rows), words(*[0] * rows)
     stops = torch.full((rows, 4), -1, dtype=torch.int32, device=DEVICE)
     found = torch.full((2, rows), -9, dtype=torch.int32, device=DEVICE)
     choices = Choices(table, seeds, words(*[1000] * rows), stops, last, done)
-    slots, positions = words(*range(rows)), words(*range(10, 10 + rows))
+    slots, positions = words(*range(rows)), words(*(10 + number for number in numbers))
     choose(logits, slots, positions, choices, scratch(rows, VOCAB, logits.device), found)
     return found[0].tolist(), found[1].tolist(), last.tolist(), done.tolist()
 
@@ -37,16 +38,17 @@ def chosen(logits: torch.Tensor) -> tuple[list[int], list[int], list[int], list[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_flawed_rows_end_without_a_token_whatever_their_filters(dtype: torch.dtype) -> None:
     size = len(FILTERS)
-    logits = (normal(6 * size, VOCAB) * 3).to(dtype)
-    sound = chosen(logits)
-    assert sound[1] == [0] * 6 * size
+    logits = (normal(5 * size, VOCAB) * 3).to(dtype)
     logits[0 * size : 1 * size, 700] = math.nan
-    logits[2 * size : 3 * size] = math.nan
-    logits[3 * size : 4 * size, 999] = math.inf
-    logits[5 * size :] = -math.inf
-    flawed = [row // size in (0, 2, 3, 5) for row in range(6 * size)]
-    wanted = [-1 if flaw else token for flaw, token in zip(flawed, sound[0], strict=True)]
-    ids, ended, last, done = chosen(logits)
+    logits[1 * size : 2 * size, 999] = math.inf
+    sound = slice(2 * size, 3 * size)
+    alone = chosen(logits[sound], range(2 * size, 3 * size))
+    assert alone[1] == [0] * size
+    logits[3 * size : 4 * size] = math.nan
+    logits[4 * size :] = -math.inf
+    wanted = [-1] * (2 * size) + alone[0] + [-1] * (2 * size)
+    flawed = [token < 0 for token in wanted]
+    ids, ended, last, done = chosen(logits, range(5 * size))
     assert ids == wanted
     assert ended == [INVALID * flaw for flaw in flawed]
     assert last == [max(token, 0) for token in wanted]
@@ -55,4 +57,4 @@ def test_flawed_rows_end_without_a_token_whatever_their_filters(dtype: torch.dty
 
 def test_the_smallest_filters_leave_the_likeliest_token() -> None:
     logits = normal(len(FILTERS), VOCAB)
-    assert chosen(logits)[0][-1] == int(logits[-1].argmax())
+    assert chosen(logits, range(len(FILTERS)))[0][-1] == int(logits[-1].argmax())

@@ -63,7 +63,7 @@ def _by_one(x: Tensor) -> Tensor:
         normed = _normed(x)
         weights, chosen = route(F.linear(normed, layer.router), SHAPES.per_token, renormalise=True)
         places = permute(chosen, 0, SHAPES.count)
-        found = experts_mlp(dispatch(normed, places), layer.gate_up, layer.down, places.ends)
+        found = experts_mlp(dispatch(normed, places), layer.gate_up, layer.down, places.bounds)
         x = x + combine(found, places, weights)
     return x
 

@@ -10,6 +10,7 @@ import pytest
 from loadtest.sim import grid
 from loadtest.sim.run import run_arm
 from loadtest.sim.scenarios import SCENARIOS, Options
+from loadtest.simulator.requests import Workload
 from services.scheduler.state.requests import DEFAULT_CLASSES, parse
 
 pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
@@ -19,8 +20,14 @@ MODES = (*grid.MODES, "auto")
 
 @cache
 def arm_of(scenario: str, name: str) -> dict[str, float]:
-    arms = {arm.name: arm for arm in SCENARIOS[scenario].arms}
-    return run_arm(replace(SCENARIOS[scenario], seeds=1), arms[name], Options(minutes=1))
+    """A run of one seed. `recompute` is the same in B, D and E, which differ in the tiers that it lacks."""
+    if (name, scenario) in (("recompute", "D"), ("recompute", "E")):
+        return arm_of("B", name)
+    made, arms = replace(SCENARIOS[scenario], seeds=1), {arm.name: arm for arm in SCENARIOS[scenario].arms}
+    if scenario == "F":  # half of its requests: with memory enough none depends on those before
+        whole = made.workload
+        made = replace(made, workload=lambda options: Workload(whole(options).requests[:300]))
+    return run_arm(made, arms[name], Options(minutes=1))
 
 
 @pytest.mark.parametrize("point", [(1, 256, 0), (16, 1_024, 200), (64, 256, 5_000), (64, 4_096, 1_000)])
@@ -36,11 +43,11 @@ def test_no_mode_that_auto_takes_is_a_loss(point: grid.Point) -> None:
 
 
 def test_a_batch_does_not_delay_a_burst() -> None:
-    """The bound of one request: it waits for the two steps in flight, or for one, and then for its own."""
+    """The bound of one request: the step that runs, and its own; more if it comes just before the end."""
     one, two = arm_of("beside_batch", "window 1"), arm_of("beside_batch", "window 2")
     assert max(one["burst_p99_ratio"], two["burst_p99_ratio"]) < 1.05
     assert one["one_p99_ratio"] < 2.05
-    assert two["one_p99_ratio"] < 2.9
+    assert two["one_p99_ratio"] < 2.25
     assert two["tok_s_beside"] > 1.04 * one["tok_s_beside"]
 
 

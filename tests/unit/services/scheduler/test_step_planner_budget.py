@@ -9,6 +9,7 @@ from support.scheduler.known_costs import Known
 from support.scheduler.world import World
 
 from services.scheduler.state.policies import StepShare
+from services.scheduler.state.requests import parse
 from services.scheduler.state.state import Limits
 from services.scheduler.step_planner import COLD_TOKENS, StepColumns, chunk_budget
 from shared.step_model import StepModel, StepShape
@@ -17,15 +18,24 @@ PER_TOKEN = StepModel(weights_us=0, token_ns=100_000)  # 100 us a token
 SLOW = StepModel(weights_us=0, token_ns=1_000_000)
 
 
-def budget(decodes: int, share: str = "budget", model: StepModel = PER_TOKEN, **more: int) -> int:
-    """The chunk budget beside so many decodes of class standard: 100 ms between tokens. Very much waits,
-    unless `each` says how long a prompt is."""
-    world = World(Limits(step_tokens=more.get("step_tokens", 4_096)))
+CLASSES = "interactive=0/100/0,standard=0/100/0,batch=0/100/0"
+
+
+def budget(
+    decodes: int,
+    share: str = "budget",
+    model: StepModel = PER_TOKEN,
+    classes: tuple[str, str] = ("interactive", "interactive"),
+    **more: int,
+) -> int:
+    """The chunk budget beside so many decodes: 100 ms between tokens. Very much waits, unless `each` says how
+    long a prompt is. `classes` of the decodes and of the prompts."""
+    world = World(Limits(step_tokens=more.get("step_tokens", 4_096), classes=parse(CLASSES)))
     world.add_engine(slots=256, blocks=2_048, max_step_tokens=4_096, block_tokens=16, max_context=4_096)
     (executor,) = world.scheduler.state.executors.values()
     waiting = more.get("waiting", 1)
     for i in range(decodes + waiting):
-        world.ask(f"r{i}", [5] * 40, 3)
+        world.ask(f"r{i}", [5] * 40, 3, slo_class=classes[i >= decodes])
     running = list(executor.running)
     executor.cost_model = Known(model, 0)
     executor.cost_model.seen = more.get("seen", 1_000)
@@ -35,6 +45,7 @@ def budget(decodes: int, share: str = "budget", model: StepModel = PER_TOKEN, **
         columns.starts.append(0)
         columns.counts.append(1)
         columns.sampled.append((s, s.placement))
+        s.computed = s.opened_length
     for s in running[-waiting:]:
         s.computed, s.opened_length = 0, more.get("each", 10**6)
     columns.shape = StepShape(decodes, decodes, decodes, decodes)
@@ -108,3 +119,14 @@ def test_what_waits_comes_in_steps_of_one_length() -> None:
     # 192 decodes leave 192 tokens of 38.4 ms; 200 take two steps: of 100, so in tiles 320 and not 384 and 256
     assert budget(192, each=200) == 320 - 192
     assert budget(192, each=192) == 384 - 192
+
+
+def test_prompts_that_take_longer_than_the_bound_stretch_it() -> None:
+    # 250 ms hold 2,500 tokens, in tiles 2,496; 990 take less than the bound: 6.4 + 99 / 4 ms, so 256
+    assert budget(64, classes=("standard", "standard")) == 2_496 - 64
+    assert budget(64, classes=("standard", "standard"), each=990) == 256 - 64
+
+
+@pytest.mark.parametrize("classes", [("interactive", "standard"), ("standard", "batch")])
+def test_no_prompt_of_a_lower_class_stretches_it(classes: tuple[str, str]) -> None:
+    assert budget(64, classes=classes) == 960 - 64

@@ -112,11 +112,61 @@ def test_a_part_may_begin_within_a_word(kind: str, begin: int, tmp_path: Path) -
     assert stored.rows(torch.tensor([5, 2])).values.equal(wanted[name][[5, 2]])
 
 
-def test_experts_are_dequantised(tmp_path: Path) -> None:
+EXPERTS = {  # the form, the model, and an expert's matrices
+    "awq": ({**AWQ, "group_size": 8}, "qwen3-moe", "mlp.experts.{}.{}_proj"),
+    "gptq rows": (gptq(group_size=-1, sym=True), "qwen3-moe", "mlp.experts.{}.{}_proj"),
+    "compressed": (compressed(group_size=8, symmetric=False), "qwen3-moe", "mlp.experts.{}.{}_proj"),
+    "mixtral": (gptq(), "mixtral", "block_sparse_moe.experts.{}.{}"),
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_lie_below_each_other(
+    kind: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dequantised at load, or kept in 4 bits; a rank has some of them."""
+    monkeypatch.setattr(int4, "GROUPS", (8, GROUP))
+    config, source, at = EXPERTS[kind]
+    matrices = ("w1", "w3", "w2") if source == "mixtral" else ("gate", "up", "down")
+    folder, wanted = save_int4(config, source, tmp_path)
+    for rank in range(ranks):
+        for load_part in (None, part_in_int4):
+            more = {} if load_part is None else {"load_part": load_part}
+            shapes, weights = load_hf(
+                folder, torch.float32, CPU, lambda s, r=rank: shard(s, r, ranks), **more
+            )
+            layer = weights.layers[1]
+            for name in ("gate_up", "down"):
+                assert isinstance(layer[name], Dense if load_part is None else ScaledInt4)
+                assert len(layer[name].values) == layer[name].shape[0]
+            assert shapes.experts is not None
+            first = shapes.experts.first
+            for i, (both, down) in enumerate(zip(layer["gate_up"].values, layer["down"].values, strict=True)):
+                names = [f"model.layers.1.{at.format(first + i, each)}.weight" for each in matrices]
+                assert torch.cat([wanted[name] for name in names[:2]]).equal(both)
+                assert wanted[names[2]].equal(down)
+
+
+def test_experts_of_which_one_is_plain_are_dequantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int4, "GROUPS", (8,))
     folder, wanted = save_int4(gptq(group_size=8), "qwen3-moe", tmp_path)
-    _, weights = load_hf(folder, torch.float32, CPU)
-    down = weights.layers[1]["down"].values
-    assert down[5].equal(wanted["model.layers.1.mlp.experts.5.down_proj.weight"])
+    module = "model.layers.1.mlp.experts.5.down_proj."
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
+    save_file({**tensors, f"{module}weight": wanted[f"{module}weight"]}, folder / "model.safetensors")
+    _, weights = load_hf(folder, torch.float32, CPU, load_part=part_in_int4)
+    down = weights.layers[1]["down"]
+    assert isinstance(down, Dense)
+    assert down.values[5].equal(wanted[f"{module}weight"])
+
+
+def test_an_expert_that_products_cannot_read_is_named(tmp_path: Path) -> None:
+    folder, _ = save_int4(gptq(group_size=8), "qwen3-moe", tmp_path)
+    with pytest.raises(SetupError, match=r"experts\.0\.gate_proj\.qweight' has groups of 8 columns"):
+        load_hf(folder, torch.float32, CPU, load_part=part_in_int4)
 
 
 def test_biases_of_zeros_are_dropped_and_others_refused(tmp_path: Path) -> None:

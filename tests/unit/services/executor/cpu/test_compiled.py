@@ -13,7 +13,8 @@ import kernels.cpu_jit
 from kernels.cpu_jit import thread_team
 from services.executor.cpu.engine import TorchBackend, TorchOptions, build
 
-NEEDS = {"f32": ("avx512f",), "bf16": ("avx512bf16",), "int8": kernels.cpu_jit.BYTES}
+# For one call. The tiny model's down product is too narrow for int8 and stays in bf16.
+NEEDS = {"f32": ("avx512f",), "bf16": ("avx512bf16",), "int8": (*kernels.cpu_jit.BYTES, "avx512bf16")}
 WIDE = 70  # tokens: several tiles of rows, several pieces of every kernel
 
 
@@ -47,7 +48,7 @@ def logits(backend: TorchBackend) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 def test_they_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
-    if dtype == "int8" and not kernels.cpu_jit.has(*NEEDS[dtype]):
+    if dtype == "int8" and not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
         return  # refused at the start: see test_weights_hf
     backend = engine("llama", tmp_path, dtype)
     at_once = logits(backend)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.executor.int4_folders import GROUP, save_int4
+from support.executor.int4_folders import gptq, save_int4
 from support.executor.tiny_models import random_tokens, reference_logprobs, save_tiny
 
 import kernels.fp8 as fp8_rows
@@ -20,6 +20,7 @@ from kernels.activation import swiglu
 from kernels.attention import attend_prefill, write_kv, write_rows
 from kernels.int4.gpu import Int4Weight
 from kernels.moe import combine, dispatch, experts_mlp, permute, route
+from kernels.moe import gpu as moe
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
 from services.executor.checkpoint import int4 as checkpoint_int4
@@ -117,27 +118,38 @@ def test_weights_in_fp8_read_fp8_rows(kind: str, tmp_path: Path, monkeypatch: py
     assert products == ["fp8", "quantised", "fp8", "fp8"] * 3 + ["plain"]
 
 
-def test_weights_in_4_bits_have_their_own_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe-mixed"])
+def test_weights_in_4_bits_have_their_own_product(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The logits are those of the dequantised weights, and the canonical matrices are dropped."""
-    folder, _ = save_int4("gptq", "qwen2", tmp_path)
+    folder, _ = save_int4(gptq(group_size=8), kind, tmp_path)
     common: dict[str, Any] = {"model_name": "m", "device": "cpu", "blocks": 4, "slots": 1}
     monkeypatch.setattr(loader, "_why_not_int4", lambda *_: "")
-    monkeypatch.setattr(checkpoint_int4, "GROUPS", (GROUP,))
-    monkeypatch.setattr(checkpoint_int4, "_MULTIPLE", GROUP)
+    monkeypatch.setattr(checkpoint_int4, "GROUPS", (8,))
+    monkeypatch.setattr(checkpoint_int4, "_MULTIPLE", 8)
     torch_for = Launches()
     for name in ("add_rms_norm_", "rope_write", "attend_prefill"):
         monkeypatch.setattr(cuda_model, name, getattr(torch_for, name))
+    for each in (combine, dispatch, permute, route):
+        monkeypatch.setattr(cuda_model, each.__name__, each)
+    monkeypatch.setattr(moe, "_gate", lambda wide, _: swiglu(wide))
     monkeypatch.setattr(cuda_model, "rms_norm", lambda x, weight, eps, **_: rms_norm(x, weight, eps))
     monkeypatch.setattr(cuda_model, "swiglu", lambda wide, *_, **__: swiglu(wide))
 
-    def prepare(matrix: int4_groups.Int4Groups) -> Int4Weight:
+    def prepare(matrix: int4_groups.Int4Groups, experts: int) -> Int4Weight:
         none = torch.zeros(0)
-        return Int4Weight(matrix.numbers, matrix.scales, matrix.zeros, none, none, matrix.shape)
+        return Int4Weight(matrix.numbers, matrix.scales, matrix.zeros, none, none, matrix.shape, experts)
 
-    def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def product(
+        x: torch.Tensor, weight: Int4Weight, bias: Any = None, *, bounds: torch.Tensor | None = None
+    ) -> torch.Tensor:
         torch_for.names.append("int4")
-        plain = int4_groups.dequantise(int4_groups.Int4Groups(weight.numbers, weight.scales, weight.zeros))
-        return F.linear(x, plain.to(x.dtype), bias)
+        matrix = int4_groups.Int4Groups(weight.numbers, weight.scales, weight.zeros)
+        plain = int4_groups.dequantise(matrix).to(x.dtype)
+        if bounds is None:
+            return F.linear(x, plain, bias)
+        return torch._grouped_mm(x, plain.view(len(weight), -1, x.shape[1]).mT, offs=bounds[1:])
 
     monkeypatch.setattr(cuda_model.int4, "prepare", prepare)
     monkeypatch.setattr(cuda_model.int4, "product", product)
@@ -153,13 +165,15 @@ def test_weights_in_4_bits_have_their_own_product(tmp_path: Path, monkeypatch: p
             model = cuda_model.CudaModel(loaded, {}, tuning, TOKENS)
             assert loaded.weights.layers == []
             found.append(model.logits(model.hidden(step), torch.arange(TOKENS)))
-            assert len([*model.tensors()]) == 3 + 3 * (3 + 4 * (4 if dtype == "int4" else 1))
+            plain = 3 if kind == "qwen2" else 4  # norms and a bias; norms of heads
+            of_layers = 3 * (plain + 4 * (4 if dtype == "int4" else 1)) + 2 * (kind != "qwen2")  # routers
+            assert len([*model.tensors()]) == 3 + of_layers
     assert found[0].equal(found[1])
     assert torch_for.names.count("int4") == 4 * 3
 
 
 def test_what_the_library_of_4_bits_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(_: object) -> None:
+    def prepare(*_: object) -> None:
         raise RuntimeError("no suitable CUDA 13 environment found")
 
     monkeypatch.setattr(cuda_model.int4, "prepare", prepare)

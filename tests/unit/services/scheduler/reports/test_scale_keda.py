@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from support.source_tree import ROOT
 
 from loadtest.simulator.engine import Machine
 from loadtest.simulator.requests import SimRequest, Workload, plain_prompt
+from services.scheduler.state.requests import CLASS_NAMES, parse
 from services.scheduler.state.state import Limits
 from shared.step_model import StepModel
 
@@ -20,6 +22,7 @@ POLL_S, COOLDOWN_S = SPEC["pollingInterval"], SPEC["cooldownPeriod"]
 WINDOW_S = SPEC["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"][
     "stabilizationWindowSeconds"
 ]
+PATIENT = "interactive=0/50/0,standard=0/100/0,batch=0/500/0"  # nobody is refused, and no wait lifts a class
 SLOW = Machine(
     StepModel(weights_us=200_000, token_ns=4_000_000, row_ns=10_000_000),
     slots=16, blocks=2_000, max_step_tokens=512, max_context=4_096,
@@ -77,6 +80,25 @@ def test_a_request_that_is_not_durable_waits_for_the_executor_that_it_starts() -
     assert_steady(made)
     assert not made.refused
     assert [(before, after) for _, before, after in made.autoscaler.changes] == [(0, 1), (1, 0)]
+
+
+def test_twenty_requests_that_wait_for_the_first_executor_start_in_the_order_of_their_classes() -> None:
+    """They come in the reverse order, while no executor runs; four run at a time."""
+    requests = tuple(
+        SimRequest(f"r{i}", 100 * S + i, plain_prompt(i, 64), 40, 64, slo_class=CLASS_NAMES[-1 - i // 7])
+        for i in range(20)
+    )
+    limits = Limits(cold_start_wait_us=600 * S, classes=parse(PATIENT))
+    made = ElasticWorld(
+        replace(SLOW, slots=4), Autoscaler(SPEC), Workload(requests), 1_500, durable=False, limits=limits
+    )
+    made.run()
+    assert_steady(made)
+    assert not made.refused
+    started = sorted(made.readers.records, key=lambda record: record.first_us)
+    assert [r.asked.slo_class for r in started] == sorted(
+        (asked.slo_class for asked in requests), key=CLASS_NAMES.index
+    )
 
 
 def test_one_request_needs_one_executor() -> None:
