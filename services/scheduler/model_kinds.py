@@ -40,7 +40,7 @@ def refusal(state: State, hello: ExecHello) -> str:
 
 def _differences(state: State, hello: ExecHello, digest: str) -> str:
     """What differs between an executor and those with a model digest, and how to start it instead."""
-    known = [e.hello for e in (*state.executors.values(), *state.asleep.values())]
+    known = [*(e.hello for e in state.executors.values()), *(e.hello for e in state.asleep.values())]
     like = (each for each in known if (each.model, each.model_digest) == (hello.model, digest))
     if (theirs := next(like, hello)).flags == hello.flags and theirs.weights == hello.weights:
         return "start it with the same weights, dtype, KV format and deterministic mode"

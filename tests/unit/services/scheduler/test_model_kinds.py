@@ -46,9 +46,7 @@ def test_an_executor_of_another_kind_stays_out_and_is_told_why() -> None:
     again(world, "e2")
     assert serving(world) == ["e1", "e3"]
     assert list(world.refusals) == ["e2"]
-    assert (
-        "its model digest is bbb, and e1, e3 of 'm' has aaa: start it with the same" in world.refusals["e2"]
-    )
+    assert "its model digest is bbb, and e1, e3 of 'm' has aaa: start it with" in world.refusals["e2"]
     assert "--accept-mixed" in world.refusals["e2"]
     told = status.status(world.scheduler.state)["kept_out"]
     assert told == {"e2": {"model": "m", "dtype": "f32", "model_digest": "bbb", "why": world.refusals["e2"]}}
