@@ -268,6 +268,22 @@ class Tool(TypedDict):
     function: Function
 
 
+@Extensible
+class AllowedTools(TypedDict):
+    """Some of `tools`, and whether the model must call one."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Tool], Field(min_length=1)]
+
+
+@Extensible
+class AllowedChoice(TypedDict):
+    """Only these functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 NOTHING = ("", {"type": "text"})  # values of clients for "no structured output"
 
 # Fields of OpenAI, vLLM and llama.cpp's server that change no answer here.
@@ -379,9 +395,12 @@ class GenerateRequest(_WithoutEffect, SamplingFields, BaseModel):  # type: ignor
         ),
     ] = Field(None, description="functions that the model may call")
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | Tool,
-        as_given('none, auto, required or {"type": "function", "function": {"name": …}} of one of `tools`'),
-    ] = Field("auto", description="calls: none, any number, at least one, or this function")
+        Literal["none", "auto", "required"] | Tool | AllowedChoice,
+        as_given(
+            'none, auto, required, {"type": "function", "function": {"name": …}} of one of `tools`, or '
+            '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": […]}}'
+        ),
+    ] = Field("auto", description="calls: none, any number, at least one, this function, or of these alone")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
 
     @property

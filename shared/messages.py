@@ -399,6 +399,8 @@ class ExecHello:
     reports_grammars: bool = False  # GrammarReady or GrammarFailed follows each SlotOpen with a grammar
     model_digest: str = ""  # hex, of weights, dtype, KV format, deterministic: where equal, answers are equal
     asleep: bool = False  # its device memory is free for others: it computes nothing before ExecWake
+    weights: str = ""  # hex, of the weights and shapes alone
+    flags: tuple[str, ...] = ()  # with these weights they start an executor of the same `model_digest`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,7 @@ class DetokenizerActor(Actor):
         self._idle_schedulers = {*peers.ready("scheduler", self._model)} - {*peers.serving(self._model)}
         for actor in sorted(before & self._idle_schedulers):
             self._after_loss(self._core.failover.lost(f"scheduler.{actor}", "the scheduler has no executor"))
-        self._run(self._core.upkeep(self._mailbox.clock.now_us(), self._lives))
+        self._after_loss(self._core.upkeep(self._mailbox.clock.now_us(), self._lives))
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         load = self._core.load()

@@ -28,7 +28,7 @@ from services.detokenizer.open_requests import (
 from services.detokenizer.reconnect import Reconnect
 from services.detokenizer.response import Reader, ResponseText
 from services.detokenizer.text import ScoreReader, TokenGap
-from shared.errors import Cancelled, HeadraceError, Unavailable, from_code
+from shared.errors import Cancelled, HeadraceError, from_code
 from shared.messages import (
     Accepted,
     Claims,
@@ -47,7 +47,7 @@ from shared.replies import end_headers
 from shared.vocab.vocabulary import Vocabulary
 
 MOST_ASKED = 4  # tries to get a request re-opened, two heartbeats apart; each re-opens all of its scheduler
-FORGOTTEN = "messages of its scheduler were lost, and it does not open the request again; send it again"
+FORGOTTEN = "messages of its scheduler were lost, and it does not open the request again"
 
 
 class DetokenizerCore:
@@ -156,20 +156,21 @@ class DetokenizerCore:
 
     def upkeep(self, now_us: int = 0, lives: Callable[[str], bool] = lambda source: True) -> list[Command]:
         """Once a heartbeat: repeat the request to re-open torn requests after two heartbeats; after
-        MOST_ASKED tries their scheduler has lost them, and they fail."""
+        MOST_ASKED tries their scheduler has lost them, and one that takes them over is found."""
         self._now_us = now_us
         self.backups.expire(now_us, lives)
         torn = {key[0] for key, request in self._table.requests.items() if request.torn and lives(key[0])}
         late = torn & self._torn
         self._torn = torn - late
-        commands, asked = list[Command](), set[str]()
-        for key, request in list(self._table.requests.items()):
+        asked, forgotten = set[str](), list[RequestKey]()
+        for key, request in self._table.requests.items():
             if request.torn and key[0] in late:
                 if request.torn < MOST_ASKED:
                     asked.add(key[0])
                     request.torn += 1
                 else:
-                    commands += [detached(key, request), *self._fail(key, Unavailable(FORGOTTEN))]
+                    forgotten.append(key)
+        commands = self.failover.lost_requests(forgotten, FORGOTTEN, void=True)
         return [*(_missed(scheduler) for scheduler in sorted(asked)), *commands]
 
     def lost(

@@ -81,8 +81,12 @@ class Failover:
         for lost in self._lost.values():
             if lost.asked == scheduler:
                 lost.asked = ""
+        return self.lost_requests(self._table.of_scheduler(scheduler), why, void=void)
+
+    def lost_requests(self, keys: list[RequestKey], why: str, *, void: bool) -> list[Command]:
+        """As `lost`, for some requests of a scheduler."""
         commands: list[Command] = []
-        for key in self._table.of_scheduler(scheduler):
+        for key in keys:
             request, known = self._table.requests[key], self._lost.get(key[1:])
             if known is not None and known.key == key and self._request_of(known) is request:
                 known.void |= void

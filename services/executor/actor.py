@@ -524,6 +524,8 @@ def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) ->
         two_stream_tokens=info.two_stream_tokens,
         max_stop_ids=info.max_stop_ids,
         model_digest=info.model_digest,
+        weights=info.weights,
+        flags=info.flags,
     )
 
 

@@ -68,6 +68,8 @@ class BackendInfo:
     max_stop_ids: int = 0
     reports_grammars: bool = False
     model_digest: str = ""
+    weights: str = ""
+    flags: tuple[str, ...] = ()
     follows_grammars: bool = False  # and the packages for it are installed
     sleeps: bool = False  # the engine is a Sleeper
     memory_bytes: int = 0  # that `sleep` frees: weights and KV cache

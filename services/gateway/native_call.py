@@ -379,7 +379,7 @@ def fields_of(data: bytes) -> Body:
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error!s:.200}") from None
     if not isinstance(fields, dict):
-        raise Unprocessable(f"the body is a JSON {type(fields).__name__}, an object with fields is expected")
+        raise Unprocessable("the body is JSON but no object: an object with fields is expected")
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -389,8 +389,8 @@ def model_of(fields: Body, served: list[str]) -> str:
     if model is None and len(served) == 1:
         return served[0]
     if not isinstance(model, str) or not model:
-        there = ", ".join(served)
-        raise BadRequest(f"`model`: the name of a model is expected; there is {there:.200}", param="model")
+        there = f"; there is {', '.join(served):.200}" if served else ""  # not looked up beside a name
+        raise BadRequest(f"`model`: the name of a model is expected{there}", param="model")
     return model
 
 

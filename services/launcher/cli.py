@@ -181,7 +181,7 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser], verb:
     attach = add("attach", "print the answer of a request while it is made", _attach)
     attach.add_argument("id", help="of a durable request, or of any that runs")
     for sub in (run, chat, submit):
-        sub.add_argument("--max-tokens", type=int, default=512, help="longest answer, tokens; default 512")
+        sub.add_argument("--max-tokens", type=int, help="longest answer, tokens; default: what fits")
         sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
         sub.add_argument("--seed", type=int, help="makes the answer repeatable")
         sub.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")

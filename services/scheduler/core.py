@@ -184,6 +184,8 @@ class Scheduler:
                 tiers.lost(state, actor)
             case StreamLost(source) if source.startswith("executor."):
                 _reset_executor(state, source.removeprefix("executor."), "its results were lost")
+            case StreamLost(source):
+                _detokenizer_missed(state, source)  # a Detached without sequences may be among the lost
             case Ticked():
                 finish.expire(state)
                 tiers.expire(state)

@@ -84,6 +84,8 @@ def expire(state: State) -> None:
             continue
         if (at_us := due_at_us(sequence)) > state.now_us:
             state.watch(at_us, seq)
+        elif not sequence.live and sequence.request.shard and state.now_us < sequence.request.deadline_us:
+            send_close(state, sequence)  # its detokenizer lives, and may still miss messages
         elif not sequence.live:
             forget(state, sequence)
         elif state.now_us >= sequence.request.deadline_us:

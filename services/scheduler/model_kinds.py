@@ -25,18 +25,33 @@ def refusal(state: State, hello: ExecHello) -> str:
     wanted = state.limits.model_digest
     if wanted and hello.model_digest != wanted:
         return (
-            f"its model digest is {_shown(hello)}, and {wanted[:SHOWN]} is configured (model_digest): give "
-            "it those weights, dtype, KV format and deterministic mode, or change the setting"
+            f"its model digest is {_shown(hello)}, and {wanted[:SHOWN]} is configured (model_digest): "
+            f"{_differences(state, hello, wanted)}; or change the setting"
         )
     kind = state.model_kinds.get(hello.model)
     if kind is None or kind.digest == hello.model_digest or kind.members <= {hello.executor}:
         return ""
     return (
         f"its model digest is {_shown(hello)}, and {', '.join(sorted(kind.members))} of {hello.model!r} "
-        f"has {kind.digest[:SHOWN] or 'none'}: other weights, dtype, KV format or deterministic mode. It "
-        "takes over when none of those is left. Start it with the same model and modes or with another "
-        "--model-name, or start the scheduler with --accept-mixed"
+        f"has {kind.digest[:SHOWN] or 'none'}: {_differences(state, hello, kind.digest)}; or start it with "
+        "another --model-name, or the scheduler with --accept-mixed. It takes over when none of those is left"
     )
+
+
+def _differences(state: State, hello: ExecHello, digest: str) -> str:
+    """What differs between an executor and those with a model digest, and how to start it instead."""
+    known = [*(e.hello for e in state.executors.values()), *(e.hello for e in state.asleep.values())]
+    like = (each for each in known if (each.model, each.model_digest) == (hello.model, digest))
+    if (theirs := next(like, hello)).flags == hello.flags and theirs.weights == hello.weights:
+        return "start it with the same weights, dtype, KV format and deterministic mode"
+    found = []
+    if theirs.weights != hello.weights:
+        shown = f"{hello.weights[:SHOWN]} and theirs {theirs.weights[:SHOWN]}"
+        found.append(f"the digest of its weights is {shown}: start it with the same file")
+    if other := [flag for flag in hello.flags if flag not in theirs.flags]:
+        instead = [flag for flag in theirs.flags if flag not in hello.flags]
+        found.append(f"it runs with {' '.join(other)}: start it with {' '.join(instead)}")
+    return ", and ".join(found)
 
 
 def joined(state: State, hello: ExecHello) -> None:

@@ -1,9 +1,9 @@
 """`TokenizerCore` sends each request to a scheduler and keeps it until the scheduler answers. Pure.
 
-The actor calls `handle` with events and runs the returned commands. A silent scheduler gets the request once
-more (it detects the duplicate by the id). A request of a dead or unable scheduler goes to another one as a
-new attempt. After a death requests wait up to WAIT_US for a replacement and its executors. Invariant: each
-client gets an answer, at the latest a 503.
+The actor calls `handle` with events and runs the returned commands. A silent scheduler that lives gets the
+request again, for WAIT_US (it detects the duplicate by the id). A request of a dead or unable scheduler goes
+to another one as a new attempt. After a death requests wait up to WAIT_US for a replacement and its
+executors. Invariant: each client gets an answer, at the latest a 503.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Pending:
     refused_by: tuple[str, ...] = ()  # schedulers that could not serve, since the last wait
     refusal: str = ""
     waits: bool = True  # no scheduler has the request, or its scheduler cannot serve
-    resend_us: int = 0  # when to send again; 0 = sent twice
+    resend_us: int = 0  # when to send again
     counts: bool = False  # counted in `_asked`
 
 
@@ -272,18 +272,23 @@ class TokenizerCore:
             elif now_us - pending.received_us >= pending.tokenized.timeout_us:
                 if now_us >= self._hears_us:
                     commands += self._give_up(key, DeadlineExceeded(LATE))
-            elif now_us >= max(pending.pending_us + self._give_up_us, self._patient_until_us):
+            elif now_us >= max(pending.pending_us + self._patience_us(pending), self._patient_until_us):
                 refusal = Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)
                 commands += self._give_up(key, refusal if pending.refusal else self._no_scheduler())
             elif pending.resend_us and now_us >= pending.resend_us:
                 if not pending.waits:
-                    pending.resend_us = 0
+                    pending.resend_us = now_us + self._give_up_us
                     message = self._with_time_left(pending, now_us)
                     commands.append(Send(pending.scheduler, message, pending.trace))
                 elif self._schedulers:
                     pending.refused_by = ()
                     commands.append(self._send_to_scheduler(pending, now_us))
         return commands
+
+    def _patience_us(self, pending: _Pending) -> int:
+        """How long a request may be pending: longer while a living scheduler has it, since messages that were
+        lost are sent again."""
+        return self._give_up_us if pending.waits or pending.refusal else WAIT_US
 
     def _scheduled(self, event: Schedulers, now_us: int) -> list[Command]:
         """Send the requests of a vanished scheduler to another one as a new attempt, or let them wait. A

@@ -216,12 +216,18 @@ def _structural(form: Format, rule: dict[str, Any], **more: bool) -> str:
 def read_tools(request: GenerateRequest) -> Tools | None:
     """The tools of a request; None without tools or with `tool_choice` none. Raises BadRequest."""
     given, choice = request.tools or [], request.tool_choice
+    if not isinstance(choice, str) and choice["type"] == "allowed_tools":
+        allowed, choice = choice["allowed_tools"]["tools"], choice["allowed_tools"]["mode"]
+        names = {tool["function"]["name"] for tool in allowed}
+        given = [tool for tool in given if tool["function"]["name"] in names]
+        if len(given) < len(names):
+            raise BadRequest("`tool_choice`: `tools` has not all of these functions", param="tool_choice")
     functions = [tool["function"] for tool in given]
     schemas = {each["name"]: resolved(each.get("parameters") or ANY_OBJECT, "tools") for each in functions}
     if len(schemas) < len(given):
         raise BadRequest("`tools`: two functions have the same name", param="tools")
-    named = isinstance(choice, dict)
-    if isinstance(choice, dict):
+    named = not isinstance(choice, str)
+    if not isinstance(choice, str):
         schemas = {name: schema for name, schema in schemas.items() if name == choice["function"]["name"]}
         choice = "required"
     if choice == "required" and not schemas:
@@ -408,6 +414,7 @@ class _Reader:
     def __init__(self, root: Any, param: str) -> None:
         self._root = root
         self._param = param
+        self._followed = set[str]()  # references that lead to a schema
         self._states: dict[object, int] = {}  # by pattern or length; equal ones are compiled once
 
     def check_states(self) -> None:
@@ -537,19 +544,20 @@ class _Reader:
             raise self._refused(f"{path}/type", f"is not one of {', '.join(_BY_TYPE)}")
         return kinds
 
-    def _follow(self, reference: Any, path: str) -> None:
-        """Check that a reference leads to a schema, without a cycle."""
-        seen = set[str]()
-        while True:
-            if not isinstance(reference, str) or reference.partition("/")[0] != "#":
-                raise self._refused(path, "is not a reference into this schema, like #/$defs/name")
-            if reference in seen or len(seen) > MAX_DEPTH:
-                raise self._refused(path, "refers to itself" if reference in seen else _TOO_DEEP)
-            seen.add(reference)
-            target = self._target(reference, path)
-            if not isinstance(target, dict) or "$ref" not in target:
-                return
-            reference = target["$ref"]
+    def _follow(self, reference: Any, path: str, seen: tuple[str, ...] = ()) -> None:
+        """Check that a reference leads to a schema, without a cycle of references and `anyOf` or `allOf`
+        alone: no value would ever begin."""
+        if not isinstance(reference, str) or reference.partition("/")[0] != "#":
+            raise self._refused(path, "is not a reference into this schema, like #/$defs/name")
+        if reference in seen or len(seen) > MAX_DEPTH:
+            raise self._refused(path, "refers to itself" if reference in seen else _TOO_DEEP)
+        parts = [] if reference in self._followed else [self._target(reference, path)]
+        for part in parts:  # it grows
+            if isinstance(part, dict) and "$ref" in part:
+                self._follow(part["$ref"], path, (*seen, reference))
+            for name in ("anyOf", "allOf") if isinstance(part, dict) else ():
+                parts += part[name] if isinstance(part.get(name), list) else ()
+        self._followed.add(reference)
 
     def _target(self, reference: str, path: str) -> Any:
         target: Any = self._root

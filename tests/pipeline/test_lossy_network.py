@@ -123,6 +123,32 @@ def test_a_hole_costs_a_stream_one_new_attempt_beside_a_request_that_nobody_read
     virtual_loop.run(live())
 
 
+def test_a_hole_that_is_open_longer_than_a_closed_request_is_kept_costs_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The detokenizer lives: its scheduler keeps the request until it has confirmed the end."""
+    model = served(tmp_path)
+    monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 60, "ignore_eos": True, "seed": 1}
+
+    async def live() -> None:
+        broker = DeafTo()
+        fleet = VirtualFleet(model, 1, broker)
+        for kind in KINDS:
+            await fleet.add(kind)
+        client = await Client.open(broker.connect())
+        await asyncio.sleep(3)
+        asking = asyncio.create_task(client.complete(body))
+        await asyncio.sleep(0.05)
+        broker.kinds = {("detokenizer", "Tokens"), ("scheduler", "Resend")}
+        await asyncio.sleep(12)
+        broker.kinds = set()
+        assert (await asking)["usage"]["completion_tokens"] == 60
+        await fleet.stop()
+
+    virtual_loop.run(live())
+
+
 @pytest.mark.parametrize("tokenizers", [1, 2])
 def test_a_broker_that_is_away_for_a_minute_costs_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizers: int

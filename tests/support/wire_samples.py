@@ -239,6 +239,8 @@ STEPS: tuple[Message, ...] = (
         reports_grammars=True,
         model_digest="cc77",
         asleep=True,
+        weights="dd88",
+        flags=("--dtype bf16", "--deterministic"),
     ),
     ExecRefused(exec_epoch=1_700_000_000_000_008, why="other weights serve"),
     ExecWelcome(exec_epoch=1_700_000_000_000_000),

@@ -205,12 +205,18 @@ def check_digest(options: TorchOptions, wanted: str) -> None:
     for computed, kv, mode in product((*_DTYPES, *_KEPT), ("", "/fp8"), (False, True)):
         kept = kv.removeprefix("/") or _NAMES[{**_DTYPES, **_KEPT}[computed]]
         if model_digest(replace(options, deterministic=mode), computed, kept) == wanted:
-            flags = f"--dtype {computed}{kv} --{'' if mode else 'no-'}deterministic"
+            flags = " ".join(_flags(computed, kept, deterministic=mode))
             raise SetupError(f"the executors that serve this model compute otherwise: start with {flags}")
     raise SetupError(
         f"the weights of {options.model_name} in {options.model_path} are not those of the executors that "
         f"serve it: their model digest is {own}, not {wanted}"
     )
+
+
+def _flags(computed: str, kept: str, *, deterministic: bool) -> tuple[str, ...]:
+    """The flags that decide which tokens are chosen."""
+    kv = "" if kept == _NAMES[{**_DTYPES, **_KEPT}[computed]] else f"/{kept}"
+    return f"--dtype {computed}{kv}", f"--{'' if deterministic else 'no-'}deterministic"
 
 
 def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
@@ -235,6 +241,8 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         reports_grammars=True,
         follows_grammars=is_installed(),
         model_digest=model_digest(options, computed, kept),
+        weights=model_digest(replace(options, deterministic=False), "", ""),
+        flags=_flags(computed, kept, deterministic=options.deterministic),
         memory_bytes=cache.tensor.nbytes + size_bytes(loaded.weights),
         only_tier=options.only_tier,
     )

@@ -24,6 +24,7 @@ from shared.api import (
     SamplingFields,
     SloClass,
     Stop,
+    as_given,
     bad_field,
     only,
     whole_numbers,
@@ -177,6 +178,15 @@ class NamedFunction(TypedDict):
 
 
 @Extensible
+class AllowedFunctions(TypedDict):
+    """Only these functions."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1)]
+
+
+@Extensible
 class PlainForm(TypedDict):
     """Any text, or a JSON object."""
 
@@ -237,9 +247,13 @@ class ResponseRequest(SamplingFields):
         Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)],
         BeforeValidator(_tools, Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]),
     ] = Field(default_factory=list, description="functions that the model may call")
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction = Field(
-        "auto", description="calls: none, any number, at least one, or this function"
-    )
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions,
+        as_given(
+            'none, auto, required, {"type": "function", "name": …} of one of `tools`, or {"type": '
+            '"allowed_tools", "mode": "auto" or "required", "tools": [{"type": "function", "name": …}]}'
+        ),
+    ] = Field("auto", description="calls: none, any number, at least one, this function, or of these alone")
     parallel_tool_calls: bool = Field(True, description="false: at most one call")
     text: TextConfig = Field(default_factory=TextConfig, description="the form of the answer")
     reasoning: Reasoning = Field(
@@ -306,9 +320,7 @@ def read(fields: Body) -> Body:
     if asked.max_output_tokens is not None:
         body["max_completion_tokens"] = asked.max_output_tokens
     if asked.tools:
-        body |= {"tools": [_tool(tool) for tool in asked.tools], "tool_choice": asked.tool_choice}
-        if isinstance(asked.tool_choice, dict):
-            body["tool_choice"] = {"type": "function", "function": {"name": asked.tool_choice["name"]}}
+        body |= {"tools": [_tool(tool) for tool in asked.tools], "tool_choice": _choice(asked.tool_choice)}
     elif isinstance(asked.tool_choice, dict) or asked.tool_choice == "required":
         raise BadRequest("`tool_choice`: a function of one of `tools` is expected", param="tool_choice")
     if asked.top_logprobs or LOGPROBS in asked.include:
@@ -324,6 +336,15 @@ def read(fields: Body) -> Body:
     if asked.stream:
         body["stream_options"] = {"include_usage": True}
     return {**body, "keep": Kept({"path": PATH, "response": _repeated(asked, fields)})}
+
+
+def _choice(asked: str | NamedFunction | AllowedFunctions) -> str | Body:
+    if isinstance(asked, str):
+        return asked
+    if asked["type"] == "function":
+        return {"type": "function", "function": {"name": asked["name"]}}
+    allowed = {"mode": asked["mode"], "tools": [_choice(tool) for tool in asked["tools"]]}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 def _repeated(asked: ResponseRequest, fields: Body) -> Body:

@@ -79,6 +79,10 @@ class PagedExecutor(Actor):
             if others:
                 self._begin()
 
+    def on_stream_lost(self, source: str) -> None:
+        if source == self._scheduler:
+            self._begin()
+
     def upkeep(self) -> None:
         if self._scheduler and not self._welcomed:
             self._mailbox.send(self._scheduler, self._engine.hello)
@@ -87,10 +91,12 @@ class PagedExecutor(Actor):
         if source != self._scheduler:
             return  # of one that was given up
         match message:
-            case ExecWelcome():
-                self._welcomed = True
+            case ExecWelcome(exec_epoch=epoch):
+                self._welcomed |= epoch == self._epoch
             case ExecReset():
                 self._begin()
+            case _ if not self._welcomed:
+                pass  # for the incarnation before
             case SlotOpen():
                 self._engine.open(message)
             case SlotClose():

@@ -123,9 +123,10 @@ class World:
         host: str = "h",
         kind: str = "f",
         digest: str = "",
+        flags: tuple[str, ...] = (),
         **facts: int,
     ) -> None:
-        """`kind` is its fingerprint, `digest` its model digest."""
+        """`kind` is its fingerprint, `digest` its model digest: with `flags`, that of its weights, too."""
         values = {"blocks": 32, "block_tokens": 4, "slots": 4, "max_step_tokens": 64, "max_context": 64}
         values["bytes_per_block"] = 256
         hello = ExecHello(
@@ -137,6 +138,8 @@ class World:
             vocab_digest="v",
             vocab=1000,
             model_digest=digest,
+            weights=digest[: 3 * bool(flags)],
+            flags=flags,
             **{**values, **facts},
         )
         self.engines[name] = PagedEngine(hello)

@@ -366,17 +366,25 @@ def test_a_request_with_a_hole_goes_on_elsewhere_when_its_scheduler_dies(core: D
     assert frames(out)[-1]["choices"][0]["delta"]["content"] == "c"
 
 
-def test_a_request_that_is_never_opened_again_ends_with_an_error(core: DetokenizerCore) -> None:
-    """Its scheduler has forgotten it. Those that it does open go on."""
-    run(core, opened(7), opened(8, request="r2"), tokens(0, "a"), tokens(0, "a", 8))
+def test_a_request_that_is_never_opened_again_is_taken_over(core: DetokenizerCore) -> None:
+    """Its scheduler has forgotten it: it goes on there or elsewhere, after the last token before the hole.
+    One whose copy was lost, too, ends with an error. Those that it does open go on."""
+    asked = Tokenized(request="r2", attempt=1, tenant="t", model="tiny", inbox="in", tokens=ints([9]))
+    run(core, opened(7), opened(8, request="r2"), opened(9, request="r3"), tokens(0, "a"), tokens(0, "a", 8))
+    run(core, asked)
     core.stream_lost(SCHEDULER)
     run(core, opened(7, attempt=2))
     out = [core.upkeep(1_000_000 * heartbeat) for heartbeat in range(20)]
-    asked = [message for commands in out for message in told(commands)]
-    assert asked == [Detached(seqs=ints())] * (MOST_ASKED - 1) + [Detached(seqs=ints([8]))]
+    said = [message for commands in out for message in told(commands)]
+    assert said == [Detached(seqs=ints())] * (MOST_ASKED - 1) + [Detached(seqs=ints([9]))]
     (error,) = [frame for commands in out for frame in frames(commands)]
-    assert (error["type"], error["request_id"], error["error"]["code"]) == ("error", "r2", 503)
-    assert [request.opened.request for request in core.streams] == ["r1"]
+    assert (error["type"], error["request_id"], error["error"]["code"]) == ("error", "r3", 503)
+    (resumed,) = told(core.failover.turn(["a"], 0))
+    assert isinstance(resumed, Tokenized)
+    assert (resumed.request, list(resumed.generated)) == ("r2", [1])
+    run(core, opened(70, request="r2", attempt=1), tokens(1, "b", 70))
+    assert [core.upkeep(heartbeat) for heartbeat in range(20)] == [[]] * 20
+    assert [request.opened.request for request in core.streams] == ["r1", "r2"]
 
 
 def test_a_scheduler_that_is_silent_is_not_asked_to_open_again(core: DetokenizerCore) -> None:

@@ -19,8 +19,11 @@ from services.executor.checkpoint import loader as model_loader
 from services.executor.cpu import autotune
 from services.executor.cpu.autotune import Timing
 from services.executor.sampling import grammar_compiler
+from services.launcher import session
 from services.launcher.cli import main
+from services.launcher.commands import chat
 from services.launcher.commands import doctor as doctor_module
+from services.launcher.commands.chat import Conversation
 from services.launcher.commands.doctor import Finding
 from services.launcher.commands.request import read_body
 from shared.config import PREFIX, Loaded, Settings, metavar
@@ -212,6 +215,22 @@ def test_a_request_from_argument_file_and_stdin(tmp_path: Path, monkeypatch: pyt
 def test_a_request_that_cannot_be_read(text: str | None, file: Path | None, said: str) -> None:
     with pytest.raises(BadRequest, match=said):
         read_body(text, file)
+
+
+def test_a_chat_has_what_is_left_of_the_context_unless_a_limit_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A default of its own would not fit near the end of the context."""
+    limits = []
+
+    async def ask_once(target: object, question: str, said: Conversation, timeout_s: float) -> None:
+        limits.append(said.options.get("max_tokens"))
+
+    monkeypatch.setattr(chat, "ask_once", ask_once)
+    monkeypatch.setattr(session, "find_target", lambda loaded: None)
+    for more in ([], ["--max-tokens", "5"]):
+        main(["chat", "-q", "Hi", *more])
+    assert limits == [None, 5]
 
 
 def test_doctor_passes_here_and_fails_when_something_does(

@@ -46,7 +46,7 @@ def test_an_executor_of_another_kind_stays_out_and_is_told_why() -> None:
     again(world, "e2")
     assert serving(world) == ["e1", "e3"]
     assert list(world.refusals) == ["e2"]
-    assert "its model digest is bbb, and e1, e3 of 'm' has aaa: other weights" in world.refusals["e2"]
+    assert "its model digest is bbb, and e1, e3 of 'm' has aaa: start it with" in world.refusals["e2"]
     assert "--accept-mixed" in world.refusals["e2"]
     told = status.status(world.scheduler.state)["kept_out"]
     assert told == {"e2": {"model": "m", "dtype": "f32", "model_digest": "bbb", "why": world.refusals["e2"]}}
@@ -57,6 +57,22 @@ def test_an_executor_of_another_kind_stays_out_and_is_told_why() -> None:
         world.assert_answers(f"r{i}")
     assert world.engines["e2"].step == 0
     world.assert_idle()
+
+
+@pytest.mark.parametrize("wanted", ["", "aaa1"])
+def test_a_refusal_names_the_flags_and_weights_that_differ(wanted: str) -> None:
+    world = World(Limits(model_digest=wanted))
+    world.add_engine("e1", kind="kv1", digest="aaa1", flags=("--dtype bf16", "--no-deterministic"))
+    world.add_engine("e2", kind="kv2", digest="aaa2", flags=("--dtype f32", "--no-deterministic"))
+    world.add_engine("e3", kind="kv3", digest="bbb3", flags=("--dtype bf16", "--no-deterministic"))
+    world.add_engine("e4", kind="kv4", digest="bbb4", flags=("--dtype bf16", "--deterministic"))
+    file = "the digest of its weights is bbb and theirs aaa: start it with the same file"
+    mode = "it runs with --deterministic: start it with --no-deterministic"
+    assert {name: why.split(": ", 1)[1].split("; or")[0] for name, why in world.refusals.items()} == {
+        "e2": "it runs with --dtype f32: start it with --dtype bf16",
+        "e3": file,
+        "e4": f"{file}, and {mode}",
+    }
 
 
 def test_another_kind_takes_over_as_a_whole_when_none_of_the_first_is_left() -> None:

@@ -113,13 +113,15 @@ def test_an_id_in_use_is_409_for_the_same_tenant_only(core: TokenizerCore) -> No
     assert sent(core.handle(submission(), 3)).request == "r1"
 
 
-def test_silence_is_asked_once_more_then_503_and_a_cancel(core: TokenizerCore) -> None:
+def test_silence_is_asked_again_then_503_and_a_cancel(core: TokenizerCore) -> None:
     first = sent(core.handle(submission(), 0))
     assert core.handle(Tick(), RESEND_US - 1) == []
     again = sent(core.handle(Tick(), RESEND_US))
     assert again == dataclasses.replace(first, timeout_us=60_000_000 - RESEND_US, waited_us=RESEND_US)
-    assert core.handle(Tick(), GIVE_UP_US - 1) == []
-    commands = core.handle(Tick(), GIVE_UP_US)
+    assert core.handle(Tick(), RESEND_US + GIVE_UP_US - 1) == []
+    assert sent(core.handle(Tick(), RESEND_US + GIVE_UP_US)).attempt == 1, "both may be lost with others"
+    assert core.handle(Tick(), RESEND_US + 2 * GIVE_UP_US - 1) == []
+    commands = core.handle(Tick(), WAIT_US)
     assert failure(commands)[2] == 503
     scheduler = rendezvous(first.routing_key, ("s1", "s2"))
     (_, _, code, why) = failure(commands)
@@ -127,7 +129,7 @@ def test_silence_is_asked_once_more_then_503_and_a_cancel(core: TokenizerCore) -
         scheduler, Cancel(tenant="t", request="r1", code=code, message=why), "trace"
     ), "should the scheduler have it after all, its client is told the same"
     assert core.pending == 0
-    assert core.handle(Accepted(tenant="t", request="r1", attempt=1), GIVE_UP_US + 1) == []
+    assert core.handle(Accepted(tenant="t", request="r1", attempt=1), WAIT_US + 1) == []
 
 
 def test_a_request_sent_again_before_anybody_has_answered_waits_with_the_first(core: TokenizerCore) -> None:
@@ -146,8 +148,8 @@ def test_who_is_cut_off_gives_nobody_up(core: TokenizerCore) -> None:
         assert core.handle(Tick(cut_off=True), now_us) == []
     (again,) = core.handle(Tick(), 60_000_000)
     assert isinstance(again, Send)
-    assert core.handle(Tick(), 59_000_000 + GIVE_UP_US - 1) == []
-    assert failure(core.handle(Tick(), 59_000_000 + GIVE_UP_US))[2] == 503
+    assert core.handle(Tick(), 60_000_000 + GIVE_UP_US - 1) == []
+    assert failure(core.handle(Tick(), 59_000_000 + WAIT_US))[2] == 503
 
 
 def test_the_time_limit_of_a_request_counts_once_its_answer_could_be_heard(core: TokenizerCore) -> None:
@@ -221,10 +223,10 @@ def test_who_waited_longer_than_its_limit_is_408_unread(
 
 
 def test_silence_counts_from_the_question(core: TokenizerCore) -> None:
-    core.handle(waited(1_000_000, 51_000_000), 51_000_000)
-    assert sent(core.handle(Tick(), 51_000_000 + RESEND_US)).waited_us == 50_000_000 + RESEND_US
-    assert core.handle(Tick(), 51_000_000 + GIVE_UP_US - 1) == []
-    assert failure(core.handle(Tick(), 51_000_000 + GIVE_UP_US))[2] == 503
+    core.handle(waited(1_000_000, 21_000_000), 21_000_000)
+    assert sent(core.handle(Tick(), 21_000_000 + RESEND_US)).waited_us == 20_000_000 + RESEND_US
+    assert isinstance(core.handle(Tick(), 21_000_000 + WAIT_US - 1)[0], Send)
+    assert failure(core.handle(Tick(), 21_000_000 + WAIT_US))[2] == 503
 
 
 def test_a_cancel_finds_its_request_in_our_own_queue(

@@ -195,6 +195,8 @@ for _ in range(MAX_DEPTH + 1):
         ({"$ref": "other.json"}, "/\\$ref is not a reference into this schema"),
         ({"$ref": "#/$defs/x"}, "/\\$ref leads nowhere at '\\$defs'"),
         ({"$ref": "#"}, "/\\$ref refers to itself"),
+        ({"anyOf": [{"type": "null"}, {"allOf": [{"$ref": "#"}]}]}, "refers to itself"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, "refers to itself"),
         ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, "/required names 'b', which is not"),
         (
             {"type": "object", "properties": {"a": {"type": "array", "items": 3}}},

@@ -33,6 +33,10 @@ def begin(name: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": '
 
 
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
 @pytest.mark.parametrize(
     ("choice", "kind", "schemas"),
     [
@@ -48,6 +52,13 @@ def test_the_grammar_of_calls(choice: Any, kind: str, schemas: Any) -> None:
     assert rule["stop_after_first"] is (choice is NAMED)
     if choice == "auto":
         assert rule["triggers"] == ["<tool_call>"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_as_if_they_were_the_only_ones(mode: str) -> None:
+    fields = {"tools": [WEATHER, CLOCK], "tool_choice": allowed(mode, NAMED)}
+    alone = {"tools": [CLOCK], "tool_choice": mode}
+    assert (tools_of(fields), grammar_of(fields)) == (tools_of(alone), grammar_of(alone))
 
 
 def test_one_call_at_most() -> None:
@@ -72,6 +83,9 @@ def test_no_tools_no_grammar() -> None:
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": allowed("auto", NAMED)}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": allowed("none", WEATHER)}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tools"),
     ],

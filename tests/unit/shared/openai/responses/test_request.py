@@ -61,6 +61,14 @@ def test_every_field_has_its_place() -> None:
     assert (keep["metadata"], keep["store"], keep["tools"]) == ({"a": "b"}, False, [TOOL])
 
 
+def test_allowed_tools_are_a_chats() -> None:
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    body = read({"input": "Hi", "tools": [TOOL], "tool_choice": choice})
+    named = {"type": "function", "function": {"name": "weather"}}
+    expected = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    assert (body["tool_choice"], body["keep"]["response"]["tool_choice"]) == (expected, choice)
+
+
 def test_a_conversation_with_calls_and_reasoning() -> None:
     said: Any = {"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": None}
     thought = {"type": "reasoning_text", "text": "hm"}
@@ -103,7 +111,10 @@ def test_a_conversation_with_calls_and_reasoning() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools of type `web_search` are not supported here"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "`tools.0.name`"),
         ({"tool_choice": "required"}, "a function of one of `tools` is expected"),
-        ({"tool_choice": {"type": "file_search"}}, "`tool_choice"),
+        (
+            {"tool_choice": {"type": "file_search"}},
+            '`tool_choice`: none, auto, required, {"type": "function"',
+        ),
         ({"conversation": "c"}, "`conversation` is not supported yet"),
         ({"prompt": {"id": "p"}}, "`prompt` is not supported yet"),
         ({"messages": [USER]}, "`messages` is not a field of a request"),
