@@ -23,7 +23,8 @@ MOST = {**dict.fromkeys(_LIMITS, 4), "n": 3}
 BUSY = (404, 409, 413, 429)  # no such model, the same id, too large, too many
 REASONS = re.compile(
     "context_length_exceeded|no executor of this model can follow a grammar|cannot be followed"
-    "|is not a schema|`tools` has no such function|of one of `tools` is expected|an answer has at most"
+    "|is not a schema|`tools` has no such function|of one of `tools`(, or .*)? is expected"
+    "|`tools` has not all of these functions|an answer has at most"
     "|two functions have the same name|takes no templates from requests|exclude each other"
     "|is not one of this fleet|ids from 0 to|`input` has no message"
     "|an id of this stream is expected|a URL like https|is for `background: true` alone|this fleet calls none"

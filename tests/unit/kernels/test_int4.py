@@ -51,17 +51,20 @@ def test_quantising_is_off_by_half_a_scale_at_most() -> None:
     assert (product(rows, found) - wanted).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("experts", [0, 8])
 @pytest.mark.parametrize("like", ["each its own", "all the same"])
 def test_layouts_cover_all_numbers_of_rows_and_like_ones_are_joined(
-    like: str, monkeypatch: pytest.MonkeyPatch
+    like: str, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(config: Any, rows: int, device: torch.device) -> dict[str, int]:
+    def choose(config: Any, rows: int, *, gemm_type: str, device: torch.device) -> dict[str, int]:
         return {"tile": rows if like == "each its own" else 64}
 
     tune = SimpleNamespace(get_heuristics_config=choose)
     monkeypatch.setattr(gpu, "_library", lambda: SimpleNamespace(tune=tune))
-    found = gpu._choices(None, torch.device("cpu"))
+    config = SimpleNamespace(num_experts=experts)
+    found = gpu._choices(config, "dense", torch.device("cpu"))
     assert found[0][0] == 0
     assert found[-1][1] == gpu._MOST_ROWS
     assert [end for _, end, _ in found[:-1]] == [begin for begin, _, _ in found[1:]]
-    assert len(found) == (len(gpu._ROWS) if like == "each its own" else 1)
+    counts = gpu._ROWS_OF_EXPERTS if experts else gpu._ROWS
+    assert len(found) == (len(counts) if like == "each its own" else 1)
