@@ -68,8 +68,8 @@ class BackendInfo:
     max_stop_ids: int = 0
     reports_grammars: bool = False
     model_digest: str = ""
-    weights: str = ""
-    flags: tuple[str, ...] = ()
+    weights: str = ""  # hex digest of the weights and shapes alone
+    flags: tuple[str, ...] = ()  # that start an engine with this `model_digest`
     follows_grammars: bool = False  # and the packages for it are installed
     sleeps: bool = False  # the engine is a Sleeper
     memory_bytes: int = 0  # that `sleep` frees: weights and KV cache

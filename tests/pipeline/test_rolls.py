@@ -30,7 +30,7 @@ SIM: dict[str, Any] = {"sim": "step=1000,token=30", "l1": "64"}
 REAL: dict[str, Any] = {
     "backend": "torch", "dtype": "f32", "deterministic": True, "model_name": "tiny", "kv_blocks": 200,
     "slots": 16, "max_context": 512, "step_tokens": 32, "l1": "64",
-    "slo": "standard=0/100/0",  # nobody is refused on a slow machine
+    "slo": "standard=0/100/0",  # no request is refused on a slow machine
 }  # fmt: skip
 LONG = [3 + 7 * at % (VOCAB - 3) for at in range(320)]
 ASKED: list[dict[str, Any]] = [

@@ -22,7 +22,8 @@ POLL_S, COOLDOWN_S = SPEC["pollingInterval"], SPEC["cooldownPeriod"]
 WINDOW_S = SPEC["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"][
     "stabilizationWindowSeconds"
 ]
-PATIENT = "interactive=0/50/0,standard=0/100/0,batch=0/500/0"  # nobody is refused, and no wait lifts a class
+# No request is refused, and none rises to a higher class by waiting.
+PATIENT = "interactive=0/50/0,standard=0/100/0,batch=0/500/0"
 SLOW = Machine(
     StepModel(weights_us=200_000, token_ns=4_000_000, row_ns=10_000_000),
     slots=16, blocks=2_000, max_step_tokens=512, max_context=4_096,
