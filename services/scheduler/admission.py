@@ -111,8 +111,8 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
     """Start a group, or some of its choices, on an executor that no earlier group holds. Fail or park it if
     no executor can serve it. False if it must wait; it then holds an executor."""
     first, executors = not held.sources, list(state.executors.values())
-    free = [e for e in executors if e.source not in held.sources]
-    offers = [offer for e in free if e.pool.free_slots and (offer := _offer(state, e, group)) is not None]
+    free = [e for e in executors if e.pool.free_slots and e.source not in held.sources]
+    offers = [offer for e in free if (offer := _offer(state, e, group)) is not None]
     if offers:
         offer = _route(state, offers, group)
         if not lookups.pending(state, group):
@@ -252,7 +252,7 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
     hits = prefix_cache.lookup(executor, head)
     tail = prefix_cache.tail_block(executor, head, len(hits))
     present = hits if tail is None else [*hits, tail]
-    reservations = headroom.reservations(state, executor, group)[: pool.free_slots]
+    reservations = headroom.reservations(state, executor, group)[: len(pool.free_slots)]
     reservations[0] = max(reservations[0] - len(present), 0)
     room = pool.unreserved_blocks - pool.free_taken_by(present)
     if room < sum(reservations) + headroom_bound(state, executor, head):
@@ -371,9 +371,9 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
         sequence.compiles_grammar = executor.hello.reports_grammars and bool(
             sequence.request.tokenized.grammar
         )
+        executor.add(sequence)
         if sequence is parent:
             _take_hits(state, offer, group)
-        executor.add(sequence)
         _record(state, offer, group, sequence)
         state.send(executor.source, _slot_open(sequence), sequence.request.trace)
     load.begin(state, executor, parent, group)

@@ -48,7 +48,7 @@ def shortfall(state: State, executor: Executor, *groups: SequenceGroup) -> tuple
     none. A cached block of their prompts needs no other block while a sequence holds it, or for the second
     group that has it."""
     pool, joining = executor.pool, [s for group in groups for s in group.sequences]
-    slots = len(joining) - pool.free_slots - pool.fenced_slots
+    slots = len(joining) - len(pool.free_slots) - pool.fenced_slots
     blocks = sum([sum(reservations(state, executor, group)) for group in groups])
     blocks -= pool.unreserved_blocks + pool.coming_blocks
     bound = blocks + headroom_bound(state, executor, *joining)

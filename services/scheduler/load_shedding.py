@@ -306,7 +306,7 @@ def _most_wait_us(state: State, executor: Executor, slots: int, tokens: int) -> 
     """An upper bound of `_slot_wait_us`, without a loop over rows: none is preempted, and each takes the mean
     output to end."""
     pool, running = executor.pool, len(executor.running)
-    slots -= pool.free_slots
+    slots -= len(pool.free_slots)
     if slots <= 0 and blocks_for(tokens, pool.block_tokens) <= pool.unreserved_blocks + pool.coming_blocks:
         return 0
     turns = 1 + max(-(-(slots - running) // max(running, 1)), 0)
@@ -318,7 +318,7 @@ def _slot_wait_us(state: State, executor: Executor, level: int, slots: int, toke
     theirs at once."""
     pool = executor.pool
     ends, other_blocks = _ends(state, executor, level)
-    slots -= pool.free_slots + len(executor.running) - len(ends)
+    slots -= len(pool.free_slots) + len(executor.running) - len(ends)
     free = pool.unreserved_blocks + pool.coming_blocks + other_blocks
     blocks = blocks_for(tokens, pool.block_tokens) - free
     if slots <= 0 and blocks <= 0:

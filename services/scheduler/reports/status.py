@@ -141,7 +141,7 @@ def _executor(state: State, executor: Executor) -> dict[str, object]:
         "waste_tokens": waste_tokens(executor),
         "block_tokens": pool.block_tokens,
         "slots": pool.slots,
-        "free_slots": pool.free_slots,
+        "free_slots": len(pool.free_slots),
         "running": len(held),
         "computed_tokens": used,
         "steps": executor.steps_done,

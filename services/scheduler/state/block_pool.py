@@ -74,12 +74,12 @@ class BlockPool:
     _fences: dict[int, dict[int, None]] = field(init=False, default_factory=dict)  # step -> its blocks
     _stable: dict[int, None] = field(init=False, default_factory=dict)  # fenced: the last of a table first
     _last_step: list[int] = field(init=False)  # block -> the last step that may name it
-    _free_slots: list[int] = field(init=False)  # a stack
+    free_slots: list[int] = field(init=False)  # a stack
     _slot_fences: dict[int, list[int]] = field(init=False, default_factory=dict)  # step -> its slots
 
     def __post_init__(self) -> None:
         self._empty = list(range(self.blocks - 1, -1, -1))
-        self._free_slots = list(range(self.slots - 1, -1, -1))
+        self.free_slots = list(range(self.slots - 1, -1, -1))
         self.refs = [0] * self.blocks
         self.key_of = [None] * self.blocks
         self.owner_of = [(0, 0)] * self.blocks
@@ -95,7 +95,7 @@ class BlockPool:
     @property
     def room(self) -> tuple[int, int, int]:
         """Free blocks, how many of them are reserved, and free slots."""
-        return len(self._empty) + len(self._cached), self.reserved, len(self._free_slots)
+        return len(self._empty) + len(self._cached), self.reserved, len(self.free_slots)
 
     @property
     def unreserved_blocks(self) -> int:
@@ -136,10 +136,6 @@ class BlockPool:
     @property
     def held_blocks(self) -> int:
         return self.blocks - self.free_blocks - self.coming_blocks
-
-    @property
-    def free_slots(self) -> int:
-        return len(self._free_slots)
 
     @property
     def fenced_slots(self) -> int:
@@ -198,7 +194,7 @@ class BlockPool:
         self._forget_keys((block,))
 
     def take_slot(self) -> int:
-        return self._free_slots.pop()
+        return self.free_slots.pop()
 
     # A sequence grows: blocks, and keys for those that are full
 
@@ -255,7 +251,7 @@ class BlockPool:
         if last_step > self.acked_step:
             self._slot_fences.setdefault(last_step, []).extend(slots)
         else:
-            self._free_slots.extend(slots)
+            self.free_slots.extend(slots)
 
     def mark_stable(self, table: Sequence[int]) -> None:
         """Acknowledged steps have computed all keyed tokens of these blocks, which were just released."""
@@ -272,7 +268,7 @@ class BlockPool:
             for block in self._fences.pop(at):
                 self._give_back(block)
         for at in sorted(at for at in self._slot_fences if at <= step):
-            self._free_slots.extend(self._slot_fences.pop(at))
+            self.free_slots.extend(self._slot_fences.pop(at))
 
     # A tier below copies blocks
 
@@ -402,7 +398,7 @@ class BlockPool:
         empty, cached = set(self._empty), set(self._cached) | set(self._dirty)
         held = {block for block, refs in enumerate(self.refs) if refs > 0}
         fenced = [block for fence in self._fences.values() for block in fence]
-        slots = [*self._free_slots, *(slot for fence in self._slot_fences.values() for slot in fence)]
+        slots = [*self.free_slots, *(slot for fence in self._slot_fences.values() for slot in fence)]
         known = {key: block for block, key in enumerate(self.key_of) if key is not None}
         assert min(self.refs, default=0) >= 0, "a block was released twice"
         assert len(empty) == len(self._empty), "a block is free twice"

@@ -93,6 +93,17 @@ class RowSums:
     base_us: int = -1  # its time, see ../recompute_cost.py; -1: not derived yet
     ends: dict[int, tuple[int, list[tuple[int, int]], int]] = field(default_factory=dict)  # likewise
 
+    def count(self, sequence: Sequence, one: int, block_tokens: int) -> None:
+        """Add a row with 1, take it out with -1."""
+        if not sequence.prefilling:
+            self.decodes += one
+            self.decode_tokens += one * sequence.computed
+        elif sequence.parent is None:
+            self.prompt_tokens[sequence.level] += one * (sequence.opened_length - sequence.computed)
+            if tokens := sequence.backlog_tokens(block_tokens):
+                self.backlog_tokens += one * tokens
+                self.backlog_prompts += one
+
 
 @dataclass(slots=True)
 class Fleet:
@@ -130,7 +141,7 @@ class Executor:
     forked_step: int = 0  # the last step with such copies: the blocks that it reads may be free already
     generation: int = 0
     changes: int = 0  # of its rows: admitted, planned, loaded, with a result, gone
-    row_changes: int = 0  # likewise, without decodes and results: those `RowSums` follows
+    row_changes: int = 0  # likewise, only those that `RowSums` does not follow: loads and forks
     settled: int = -1  # `changes` when no step could be planned before another one
     sums: RowSums = field(default_factory=lambda: RowSums(-1, -1))
     steps_done: int = 0
@@ -183,37 +194,36 @@ class Executor:
         self._count(sequence, -1)
 
     def row_sums(self) -> RowSums:
-        """The sums, counted again only after the rows have changed otherwise than by a decode: so an arrival
-        takes no loop over all rows of all executors."""
+        """The sums, counted again only after a change that they do not follow: so an arrival takes no loop
+        over all rows of all executors."""
         sums = self.sums
         if sums.row_changes == self.row_changes:
             if sums.changes != self.changes:
                 sums.changes, sums.speed, sums.ends = self.changes, 0, {}
                 sums.base, sums.base_us = None, -1
             return sums
-        sums, block_tokens = RowSums(self.row_changes, self.changes), self.hello.block_tokens
-        for s in self.running:
-            if not s.prefilling:
-                sums.decodes += 1
-                sums.decode_tokens += s.computed
-            elif s.parent is None:
-                sums.prompt_tokens[s.level] += s.opened_length - s.computed
-                sums.backlog_tokens += (tokens := s.backlog_tokens(block_tokens))
-                sums.backlog_prompts += tokens > 0
-        self.sums = sums
+        self.sums = sums = RowSums(self.row_changes, self.changes)
+        for sequence in self.running:
+            sums.count(sequence, 1, self.hello.block_tokens)
         return sums
 
     def change_rows(self) -> None:
-        """Count a change of the rows that is no decode."""
+        """Count a change of the rows that the sums do not follow."""
         self.changes += 1
         self.row_changes += 1
+
+    def count_row(self, sequence: Sequence, one: int) -> None:
+        """Take a row out of the sums with -1 before a change of it, and add it with 1 after the change."""
+        self.changes += 1
+        if self.sums.row_changes == self.row_changes:
+            self.sums.count(sequence, one, self.hello.block_tokens)
 
     def count_decodes(self, rows: int) -> None:
         """So many decodes are planned: each has a token more in its KV cache."""
         self.sums.decode_tokens += rows
 
     def _count(self, sequence: Sequence, one: int) -> None:
-        self.change_rows()
+        self.count_row(sequence, one)
         self.host_fed += one if sequence.host_fed else 0
         self.fixed_lengths += one if sequence.fixed_length else 0
         self.running_by_class[sequence.request.level] += one

@@ -127,9 +127,9 @@ class Forced:
 
     def _slots(self, executor: Executor) -> Slots:
         pool = executor.pool
-        if not isinstance(pool._free_slots, Slots):
-            pool._free_slots = Slots(pool._free_slots)
-        return pool._free_slots
+        if not isinstance(pool.free_slots, Slots):
+            pool.free_slots = Slots(pool.free_slots)
+        return pool.free_slots
 
     def _forget(self, executor: Executor, blocks: list[int]) -> int:
         for block in blocks:

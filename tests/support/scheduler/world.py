@@ -337,7 +337,7 @@ class World:
         for executor in self.scheduler.state.executors.values():
             pool = executor.pool
             free = pool.free_blocks + pool.dirty_blocks
-            assert (free, pool.free_slots) == (pool.blocks, pool.slots)
+            assert (free, len(pool.free_slots)) == (pool.blocks, pool.slots)
             assert (pool.reserved, pool.fenced_blocks) == (0, 0)
             assert not self.engines[executor.hello.executor].slots
         assert not any(self.copies.values())

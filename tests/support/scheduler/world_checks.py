@@ -172,7 +172,8 @@ def fleets(world: World) -> None:
     for model, fleet in state.fleets.items():
         there = [e for e in state.executors.values() if e.hello.model == model]
         assert fleet.executors == there
-        assert all(e.pool.slots == e.pool.free_slots + e.pool.fenced_slots + len(e.running) for e in there)
+        for pool, running in ((e.pool, e.running) for e in there):
+            assert pool.slots == len(pool.free_slots) + pool.fenced_slots + len(running)
         assert fleet.running_by_class == [sum(e.running_by_class[level] for e in there) for level in range(3)]
         assert fleet.running_by_tenant == sum((Counter(e.running_by_tenant) for e in there), Counter())
 

@@ -54,7 +54,7 @@ def slow_ttft_us(state: State, tokenized: Tokenized, level: int, limit_us: int =
 def slow_wait_us(state: State, executor: Executor, level: int, slots: int, tokens: int) -> int:
     pool, mean = executor.pool, state.mean_output_tokens
     stay = [s for s in executor.running if s.level <= level or s.pinned]
-    slots -= pool.free_slots + len(executor.running) - len(stay)
+    slots -= len(pool.free_slots) + len(executor.running) - len(stay)
     blocks = blocks_for(tokens, pool.block_tokens) - pool.unreserved_blocks - pool.coming_blocks
     blocks -= sum(len(s.table) for s in executor.running if s not in stay)
     if slots <= 0 and blocks <= 0:
@@ -73,7 +73,7 @@ def slow_blocking_state(state: State, group: SequenceGroup) -> tuple[int, ...]:
     seen = [group.number, group.level, state.next_seq if len(state.executors) > 1 else 0]
     seen += admission._others_above(state, group)
     for e in state.executors.values():
-        seen += e.step, e.pool.free_blocks, e.pool.reserved, e.pool.free_slots, e.draining
+        seen += e.step, e.pool.free_blocks, e.pool.reserved, len(e.pool.free_slots), e.draining
     return tuple(seen)
 
 

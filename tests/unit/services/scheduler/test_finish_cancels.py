@@ -33,7 +33,7 @@ def held_by_others(world: World) -> bool:
     pool = executor.pool
     names = {sequence.request.tokenized.request for sequence in executor.running}
     free = pool.free_blocks == pool.blocks - len(mine) and pool.fenced_blocks == 0
-    return names == {"b"} and free and pool.free_slots == pool.slots - len(executor.running)
+    return names == {"b"} and free and len(pool.free_slots) == pool.slots - len(executor.running)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])

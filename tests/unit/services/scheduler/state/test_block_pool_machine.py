@@ -264,7 +264,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert pool.cached_blocks == len(model.cached())
         assert pool.held_blocks == len(model.held())
         assert pool.fenced_blocks == len(model.fenced)
-        assert pool.free_slots == pool.slots - len(self.sequences()) - len(model.slots)
+        assert len(pool.free_slots) == pool.slots - len(self.sequences()) - len(model.slots)
         assert pool.fenced_slots == len(model.slots)
         assert pool.evicted == self.evicted
 

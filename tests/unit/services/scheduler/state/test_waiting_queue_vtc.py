@@ -123,7 +123,7 @@ def test_a_rejected_request_holds_nothing() -> None:
 
     def held() -> tuple[object, ...]:
         return (set(state.requests), set(state.sequences), len(state.waiting), state.waiting.queued_tokens,
-                list(state.deadlines.heap), pool.free_blocks, pool.reserved, pool.free_slots,
+                list(state.deadlines.heap), pool.free_blocks, pool.reserved, len(pool.free_slots),
                 dict(state.waiting.served.counters), state.next_seq)  # fmt: skip
 
     before = held()
