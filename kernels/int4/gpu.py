@@ -28,6 +28,7 @@ _LOCKS = 2048  # the library's own count: over those that 132 processors need
 # The library's choice for these numbers of rows serves those below, too: it has 92 choices, many alike.
 _ROWS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048)
 _ROWS_OF_EXPERTS = (8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)  # of all together
+_CHAINED_ROWS = 32  # of a step: DeviceTuning.few_rows of one GPU
 _MOST_ROWS = 1 << 30  # the last choice is for all longer steps
 
 
@@ -124,13 +125,34 @@ def _choices(config: Any, kind: str, device: torch.device) -> list[tuple[int, in
     """Layouts of a matrix, each for rows from over the first number to the second."""
     found: list[tuple[int, int, dict[str, Any]]] = []
     counts = _ROWS_OF_EXPERTS if config.num_experts else _ROWS
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     for rows in counts:
         layout = _library().tune.get_heuristics_config(config, rows, gemm_type=kind, device=device)
+        if hopper and rows <= _CHAINED_ROWS and not config.num_experts:
+            layout = _in_a_chain(
+                layout, config, rows, torch.cuda.get_device_properties(device).multi_processor_count
+            )
         begin = found[-1][1] if found else 0
         if found and found[-1][2] == layout:
             begin = found.pop()[0]
         found.append((begin, _MOST_ROWS if rows == counts[-1] else rows, layout))
     return found
+
+
+def _in_a_chain(layout: dict[str, Any], config: Any, rows: int, processors: int) -> dict[str, Any]:
+    """The library's layout of few rows as it is faster between the kernels of a decode step on an H100 (in
+    docs/benchmarks/gpu.md): chained like them (kernels.launch); for up to 8 rows with tiles twice as deep, or
+    without shares in a tile where the tiles occupy most of the device. Not for experts: their kernels read
+    bounds before they wait."""
+    layout = layout | {"use_pdl": True}
+    numbers = config.b_dtype.num_bits, config.weight_scale_group_size
+    if rows > 8 or numbers != (4, 128) or tuple(layout["block_shape"]) != (8, 128, 128):
+        return layout  # not measured
+    wide, deep, each = config.shape_n // 128, config.shape_k // 128, layout["num_ctas_per_sm"]
+    if each == 1 and wide * deep >= 1024 and deep % 2 == 0:
+        return layout | {"block_shape": (8, 128, 256)}
+    whole = each == 2 and 0.8 <= wide / (each * processors) <= 1
+    return layout | {"use_stream_k": False} if whole else layout
 
 
 def product(

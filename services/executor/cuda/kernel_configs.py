@@ -67,10 +67,10 @@ WIDE = DeviceTuning(  # float32: room for half the tile
 
 # For weights in fp8, measured on an H100; docs/benchmarks/gpu.md has the figures.
 _FEW_FP8 = {
-    (6144, 4096): ((32, MatmulTuning(64, 128, 4, 6, chained=True)),),
-    (4096, 4096): ((32, MatmulTuning(64, 256, 4, 4, chained=True)),),
-    (28672, 4096): ((32, MatmulTuning(64, 256, 1, 4, chained=True)),),
-    (4096, 14336): ((32, MatmulTuning(64, 256, 4, 4, chained=True)),),
+    (6144, 4096): ((32, MatmulTuning(64, 128, 4, 6, ahead=256, chained=True)),),
+    (4096, 4096): ((32, MatmulTuning(64, 256, 4, 4, ahead=256, chained=True)),),
+    (28672, 4096): ((32, MatmulTuning(64, 256, 1, 4, ahead=256, chained=True)),),
+    (4096, 14336): ((32, MatmulTuning(64, 256, 4, 4, ahead=256, chained=True)),),
 }
 _MANY_FP8 = {
     (6144, 4096): ((64, MatmulTuning(64, 128, 2, 6)),),

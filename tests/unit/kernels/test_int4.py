@@ -68,3 +68,27 @@ def test_layouts_cover_all_numbers_of_rows_and_like_ones_are_joined(
     assert [end for _, end, _ in found[:-1]] == [begin for begin, _, _ in found[1:]]
     counts = gpu._ROWS_OF_EXPERTS if experts else gpu._ROWS
     assert len(found) == (len(counts) if like == "each its own" else 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "programs", "rows", "kind", "changed"),
+    [
+        ((6144, 4096), 1, 8, (4, 128), {"block_shape": (8, 128, 256)}),
+        ((28672, 4096), 2, 8, (4, 128), {"use_stream_k": False}),
+        ((4096, 14336), 2, 8, (4, 128), {}),  # 32 tiles
+        ((6144, 4096), 1, 16, (4, 128), {}),
+        ((6144, 4096), 1, 8, (8, 128), {}),
+        ((28672, 4096), 2, 8, (4, 32), {}),
+        ((3072, 4096), 1, 8, (4, 128), {}),  # too little work for each program
+        ((8192, 4224), 1, 8, (4, 128), {}),  # no whole number of deep tiles
+    ],
+)
+def test_layouts_of_few_rows_are_chained_and_those_measured_changed(
+    shape: tuple[int, int], programs: int, rows: int, kind: tuple[int, int], changed: dict[str, Any]
+) -> None:
+    layout = {"block_shape": (8, 128, 128), "num_ctas_per_sm": programs, "use_stream_k": True}
+    config = SimpleNamespace(
+        shape_n=shape[0], shape_k=shape[1], b_dtype=SimpleNamespace(num_bits=kind[0]),
+        weight_scale_group_size=kind[1],
+    )  # fmt: skip
+    assert gpu._in_a_chain(layout, config, rows, 132) == layout | {"use_pdl": True} | changed
