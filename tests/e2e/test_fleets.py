@@ -117,7 +117,9 @@ def test_two_models_in_one_fleet(start_up: StartUp, both: TwoModels) -> None:
     alone.stop(signal.SIGTERM)
     up = both.up
     children = up.children()
-    assert len(children) == 1 + 2 + 2 * 4  # the server; gateway, kv_offload; four services a model
+    assert (
+        len(children) == 2 + 2 + 2 * 4
+    )  # nats-server, fork server; gateway, kv_offload; four services a model
     assert [line.split()[-1] for line in up.printed if "model:" in line] == [MODEL, "tiny"]
     with httpx.Client(base_url=up.http_url, timeout=60) as http:
         listed = http.get("/models").json()["data"]
@@ -151,7 +153,7 @@ def tokenizer_of(up: Up, model: Path) -> int:
     (pid,) = (
         pid
         for pid in faults.pids_of(up.process.pid, "tokenizer")
-        if f"HEADRACE_MODEL={model}" in Path(f"/proc/{pid}/environ").read_text().split("\0")
+        if f"tokenizer@{model.stem}" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     )
     return pid
 
