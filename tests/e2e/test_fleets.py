@@ -160,20 +160,10 @@ def tokenizer_of(up: Up, model: Path) -> int:
 
 @pytest.mark.timeout(180)
 def test_what_only_the_other_model_lacks_is_told_of_that_one(both: TwoModels) -> None:
-    """Its one tokenizer is gone: 503 at once and not 404, nor silence; the gateway goes on. A request that
-    the tokenizer took with it, and one that runs, get their answers after it has been started again."""
+    """Its one tokenizer is gone: 503 at once and not 404, nor silence; the gateway goes on. Before, a request
+    that the tokenizer took with it, and one that ran, got their answers after it had been started again."""
     up, second = both.up, both.second
-    victim = tokenizer_of(up, second)
     with httpx.Client(base_url=up.http_url, timeout=60) as http:
-        os.kill(victim, signal.SIGKILL)
-        wait_until_gone([victim])  # while it dies the server still gives it what comes
-        time.sleep(0.2)  # and until it has read that the connection has ended
-        gone = ask(http, "tiny")
-        assert (gone.status_code, gone.headers["retry-after"]) == (503, "1"), gone.text
-        assert http.get(http.base_url.copy_with(path="/health")).status_code == 200
-        assert ask(http, MODEL).status_code == 200
-        while ask(http, "tiny").status_code != 200:  # it is started again
-            time.sleep(0.01)
         wanted = [ask(http, "tiny", prompt).json()["choices"] for prompt in "ab"]
         victim = tokenizer_of(up, second)
         with ThreadPoolExecutor() as pool:
@@ -184,3 +174,13 @@ def test_what_only_the_other_model_lacks_is_told_of_that_one(both: TwoModels) ->
             time.sleep(0.5)  # it is in the tokenizer's socket
             os.kill(victim, signal.SIGKILL)
             assert [each.result().json()["choices"] for each in (running, lost)] == wanted
+        victim = tokenizer_of(up, second)
+        os.kill(victim, signal.SIGKILL)
+        wait_until_gone([victim])  # while it dies the server still gives it what comes
+        time.sleep(0.2)  # and until it has read that the connection has ended
+        gone = ask(http, "tiny")
+        assert (gone.status_code, gone.headers["retry-after"]) == (503, "1"), gone.text
+        assert http.get(http.base_url.copy_with(path="/health")).status_code == 200
+        assert ask(http, MODEL).status_code == 200
+        while ask(http, "tiny").status_code != 200:  # it is started again
+            time.sleep(0.01)
