@@ -27,10 +27,10 @@ from typing import Any
 
 from loadtest.fleet import MODEL, cpu_name
 from loadtest.running_up import running_up
-from services.launcher.supervisor import die_with_parent
 from shared.client import Client
 from shared.cores import usable_cores
 from shared.nats.bus import NatsBus
+from shared.processes import die_with_parent
 
 CASES = "alone,busy1,busy2,cpus1.0,cpus1.5"
 GROUPS, GROUP = Path("/sys/fs/cgroup"), "headrace-few-cores"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from services.launcher import nats_server
 from services.launcher.serve import KINDS as ALL_KINDS
-from services.launcher.supervisor import die_with_parent
 from shared.client import Client
+from shared.processes import die_with_parent
 
 FLEET = "bench"
 KINDS = tuple(kind for kind in ALL_KINDS if kind != "gateway")  # the benches speak NATS

@@ -9,12 +9,13 @@ import logging
 import mmap
 import os
 import re
+import signal
 import site
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,6 +30,9 @@ _TARGET = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 ROOT = "headrace"
 RARELY_US = 60_000_000
+
+_PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
 
 MEMINFO, SMAPS = Path("/proc/meminfo"), Path("/proc/self/smaps")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -170,6 +174,21 @@ def with_import_path(env: Mapping[str, str]) -> dict[str, str]:
     if root not in (*entries, *site.getsitepackages(), site.getusersitepackages()):
         entries.insert(0, root)
     return {**env, "PYTHONPATH": os.pathsep.join(entries)}
+
+
+def die_with_parent(number: signal.Signals = signal.SIGTERM, parent: int = 0) -> Callable[[], None]:
+    """A `preexec_fn`: the child gets signal `number` when the thread that started it ends (Linux only). Start
+    children from the main thread. The child also ends if the parent ended during the fork. `parent`: its
+    process id, if not this process."""
+    parent = parent or os.getpid()
+
+    def arm() -> None:
+        if LIBC is not None:
+            LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+            if os.getppid() != parent:
+                os.kill(os.getpid(), number)
+
+    return arm
 
 
 def open_private(path: Path, buffering: int = -1) -> BinaryIO:

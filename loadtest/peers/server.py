@@ -19,8 +19,8 @@ from loadtest.bench.over_http import HttpTransport
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.record import Record
 from loadtest.faults import children
-from services.launcher.supervisor import die_with_parent
 from shared.errors import BadRequest, SetupError
+from shared.processes import die_with_parent
 
 READY_S, POLL_S, STOP_S = 600.0, 0.1, 30.0
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")

@@ -5,6 +5,7 @@ up.py             `headrace up`: nats-server, services, readiness
 background.py     the fleet that `headrace run` starts, and its end
 serve.py          one service as one process
 supervisor.py     starts, restarts and drains service processes
+fork_server.py    a process that has imported what services share; its forks become services
 heartbeats.py     finds services that hang; the health check of a container
 own_folder.py     temporary files, removed when their owner has died
 nats_server.py    the embedded nats-server

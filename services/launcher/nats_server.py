@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.launcher.own_folder import OwnFolder
-from services.launcher.supervisor import die_with_parent
 from shared.errors import SetupError
+from shared.processes import die_with_parent
 
 DEFAULT_PORT = 4222
 CONFIG_NAME, LOG_NAME = "nats.conf", "nats.log"

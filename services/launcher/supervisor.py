@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -19,7 +18,8 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shared.processes import module_command
+from services.launcher.fork_server import SERVE, Forked, ForkServer
+from shared.processes import die_with_parent
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_LAST_S = 30.0
@@ -30,9 +30,6 @@ LAST_ERRORS_S = 0.6  # of it, for a group to send its clients errors, before the
 LAST_LINES_S = 1.0  # to read the last log lines of an ended process from its pipe
 TURN_S = 2.0  # for a service to log that it is ready: it takes 0.6 s of one core
 LOOK_S = 1.0  # between two checks for services that hang
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
 
 LogLine = Callable[[str, str], None]  # service name, line
 
@@ -52,7 +49,7 @@ class Service:
     """A supervised process. `ended` is set while no process runs; `leaving` once it must not be restarted."""
 
     spec: ServiceSpec
-    process: asyncio.subprocess.Process | None = None
+    process: asyncio.subprocess.Process | Forked | None = None
     restarts: int = 0
     cut_short: bool = False  # it hung during its drain and was killed
     task: asyncio.Task[None] | None = None
@@ -122,6 +119,7 @@ class Supervisor:
         self.first_failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._env = dict(env)
         self._log_line = log_line
+        self._forks: ForkServer | None = None  # started with the first service
 
     def start(self, *, without: Collection[str] = ()) -> None:
         """Start every service that was not started or dismissed before, except those named in `without`."""
@@ -184,6 +182,12 @@ class Supervisor:
         for service in self.services:
             service.dismiss(signal.SIGKILL)
         await asyncio.gather(*(s.task for s in self.services if s.task is not None))
+        self._end_forks()
+
+    def _end_forks(self) -> None:
+        if self._forks is not None:
+            self._forks.close()
+            self._forks = None
 
     async def watch(self, silent_s: Callable[[str, int], float]) -> None:
         """Kill services that hang, until cancelled. `silent_s(name, pid)` is the number of seconds for which
@@ -254,7 +258,13 @@ class Supervisor:
         finally:
             pipe.close()
 
-    async def _spawn(self, spec: ServiceSpec, stdout: int) -> asyncio.subprocess.Process:
+    async def _spawn(self, spec: ServiceSpec, stdout: int) -> asyncio.subprocess.Process | Forked:
+        if sys.platform == "linux" and spec.argv[: len(SERVE)] == SERVE:
+            try:
+                forks = self._forks = self._forks or ForkServer(self._env)
+                return await forks.start(spec.argv, {**self._env, **spec.env}, stdout)
+            except OSError:  # it has ended, or there are too many processes
+                self._end_forks()
         return await asyncio.create_subprocess_exec(
             *spec.argv,
             stdin=asyncio.subprocess.DEVNULL,
@@ -285,8 +295,8 @@ def service_specs(
     for kind, count in counts.items():
         for i in range(count):
             name = (kind if count == 1 else f"{kind}-{i}") + suffix
-            argv = module_command("services.launcher.serve", kind, "--name", name)
-            specs.append(ServiceSpec(name, kind, tuple(argv), env or {}))
+            argv = (*SERVE, kind, "--name", name)
+            specs.append(ServiceSpec(name, kind, argv, env or {}))
     return specs
 
 
@@ -301,20 +311,6 @@ def ended_how(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"
-
-
-def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
-    """A `preexec_fn`: the child gets signal `number` when the thread that started it ends (Linux only). Start
-    children from the main thread. The child also ends if the parent ended during the fork."""
-    parent = os.getpid()
-
-    def arm() -> None:
-        if _LIBC is not None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-            if os.getppid() != parent:
-                os.kill(os.getpid(), number)
-
-    return arm
 
 
 def leave(status: int) -> int:

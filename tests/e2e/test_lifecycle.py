@@ -179,7 +179,7 @@ def test_nobody_who_reads_what_it_prints_is_no_reason_to_cut_a_stream(start_up: 
 def test_sigterm_drains_and_what_http_refuses_then_nats_refuses_too(start_up: StartUp) -> None:
     up = start_up(HEADRACE_SIM="step=50000", HEADRACE_HTTP="127.0.0.1:0")
     children = up.children()
-    assert len(children) == 8
+    assert len(children) == 9  # seven services, the nats-server and the fork server
     asking = streaming(up, 100)
     body = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
     with (
@@ -228,7 +228,7 @@ def test_a_second_ctrl_c_kills(start_up: StartUp) -> None:
 
 def test_ctrl_c_before_it_is_ready(start_up: StartUp) -> None:
     up = start_up(wait=False)
-    while len(children := up.children()) < 6:
+    while len(children := up.children()) < 7:
         assert up.process.poll() is None
     assert up.stop(signal.SIGINT) == 130
     wait_until_gone(children)
@@ -330,7 +330,7 @@ def test_several_of_each_service_and_a_server_of_ones_own(
     flags = ("--nats-url", nats_server.url, "--fleet", fleet, "--model-name", "other")
     up = start_up(*flags, "--tokenizers", "2", "--detokenizers", "2")
     children = up.children()
-    assert len(children) == 7
+    assert len(children) == 8  # seven services and the fork server
     ask = ("request", "--fleet", fleet, '{"prompt": "Hello", "max_tokens": 3}')
     assert [json.loads(up.run(*ask).stdout)["model"] for _ in range(3)] == ["other"] * 3
     services = json.loads(up.run("status", "--json", "--fleet", fleet).stdout)["services"]

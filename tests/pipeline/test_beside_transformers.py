@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.chat_families import FAMILIES, write_folder, write_gguf
 from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 from support.token_tap import Tap
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.nats import subjects
 
@@ -37,8 +37,8 @@ FORMS = [
 async def test_prompts_and_answers_are_those_of_transformers(family: str, form: str, tmp_path: Path) -> None:
     folder = write_folder(family, tmp_path / "m")
     path = folder if form == "folder" else write_gguf(family, tmp_path / "m.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     broker = MemoryBroker()
 
     async def connect() -> Any:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import ollama
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic
 from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, healthy, remove_gateway
+
+if TYPE_CHECKING:  # a second of imports, which only one worker needs
+    from anthropic import AsyncAnthropic
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 SCHEMA: Any = {
@@ -61,6 +62,8 @@ async def url(pipeline: Pipeline) -> AsyncIterator[str]:
 
 @each_test
 async def claude(url: str) -> AsyncIterator[AsyncAnthropic]:
+    from anthropic import AsyncAnthropic
+
     async with AsyncAnthropic(base_url=url, api_key="any", max_retries=0, timeout=200) as client:
         yield client
 
@@ -115,6 +118,8 @@ async def test_anthropic_tools(claude: AsyncAnthropic) -> None:
 
 
 async def test_anthropic_errors(claude: AsyncAnthropic, pipeline: Pipeline, tmp_path: Path) -> None:
+    import anthropic
+
     asked: Any = {"model": MODEL, "max_tokens": 5, "messages": QUESTION}
     with pytest.raises(anthropic.BadRequestError, match="blocks of type `image` are not supported") as bad:
         image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
@@ -129,9 +134,9 @@ async def test_anthropic_errors(claude: AsyncAnthropic, pipeline: Pipeline, tmp_
     keys = tmp_path / "keys"
     keys.write_text("acme one\n")
     url = await add_gateway(pipeline, "gateway-2", keys)
-    async with AsyncAnthropic(base_url=url, api_key="one", max_retries=0) as known:
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="one", max_retries=0) as known:
         assert (await known.messages.create(**asked)).usage.output_tokens == 5
-    async with AsyncAnthropic(base_url=url, api_key="two", max_retries=0) as unknown:
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="two", max_retries=0) as unknown:
         with pytest.raises(anthropic.AuthenticationError, match="unknown API key"):
             await unknown.messages.create(**asked)
     await remove_gateway(pipeline, "gateway-2")

@@ -12,23 +12,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
+import transformers  # its models are imported when one is made
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from shared.vocab.vocabulary import merges_from_scores, pre_tokenizer
 from support.executor.tiny_gguf import write_model
@@ -75,7 +65,7 @@ _SIZES = {
 class Family:
     """What distinguishes a family; `controls` begin with bos and eos ("" where there is none)."""
 
-    make: Callable[[int], PreTrainedModel]  # by the size of its vocabulary
+    make: Callable[[int], transformers.PreTrainedModel]  # by the size of its vocabulary
     controls: tuple[str, ...]
     template: str
     pre: str = ""  # of byte-level BPE by llama.cpp's name; "" = SentencePiece
@@ -84,41 +74,50 @@ class Family:
     spaces: str = "always"  # SentencePiece: a space before each piece, or before the "first" one
 
 
+def _model(name: str, **config: Any) -> transformers.PreTrainedModel:
+    made = getattr(transformers, f"{name}Config")(**_SIZES, **config)
+    return getattr(transformers, f"{name}ForCausalLM")(made)
+
+
 FAMILIES = {
     "llama 3": Family(
-        make=lambda n: LlamaForCausalLM(LlamaConfig(vocab_size=n, **_SIZES)),
+        make=lambda n: _model("Llama", vocab_size=n),
         controls=("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
         template=_LLAMA3,
         pre="llama-bpe",
         begins=True,
     ),
     "qwen2": Family(
-        make=lambda n: Qwen2ForCausalLM(Qwen2Config(vocab_size=n, **_SIZES)),
+        make=lambda n: _model("Qwen2", vocab_size=n),
         controls=("", "<|im_end|>", "<|im_start|>", "<|endoftext|>"),
         template=_QWEN2,
         pre="qwen2",
     ),
     "qwen3": Family(
-        make=lambda n: Qwen3ForCausalLM(Qwen3Config(vocab_size=n, head_dim=16, **_SIZES)),
+        make=lambda n: transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(vocab_size=n, head_dim=16, **_SIZES)
+        ),
         controls=("", "<|im_end|>", "<|im_start|>", "<|endoftext|>"),
         markup=("<think>", "</think>", "<tool_call>", "</tool_call>"),
         template=_QWEN3,
         pre="qwen2",
     ),
     "smollm": Family(
-        make=lambda n: LlamaForCausalLM(LlamaConfig(vocab_size=n, **_SIZES)),
+        make=lambda n: _model("Llama", vocab_size=n),
         controls=("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
         template=_QWEN2,
         pre="smollm",
     ),
     "llama 2": Family(
-        make=lambda n: LlamaForCausalLM(LlamaConfig(vocab_size=n, **_SIZES)),
+        make=lambda n: _model("Llama", vocab_size=n),
         controls=("<s>", "</s>", "<unk>"),
         template=_MISTRAL,
         begins=True,
     ),
     "mistral": Family(
-        make=lambda n: MistralForCausalLM(MistralConfig(vocab_size=n, sliding_window=None, **_SIZES)),
+        make=lambda n: transformers.MistralForCausalLM(
+            transformers.MistralConfig(vocab_size=n, sliding_window=None, **_SIZES)
+        ),
         controls=("<s>", "</s>", "<unk>", "[INST]", "[/INST]"),
         template=_MISTRAL,
         begins=True,
@@ -177,7 +176,7 @@ def scores_of(tokens: list[str]) -> list[float]:
 
 
 @functools.cache
-def model_of(name: str) -> PreTrainedModel:
+def model_of(name: str) -> transformers.PreTrainedModel:
     """The family's model in float32, every parameter random."""
     torch.manual_seed(7)
     model = FAMILIES[name].make(tokenizer_of(name).get_vocab_size()).float().eval()
@@ -196,7 +195,7 @@ def write_folder(name: str, folder: Path) -> Path:
     """The family's model as transformers writes it."""
     family = FAMILIES[name]
     bos, eos = family.controls[:2]
-    fast = PreTrainedTokenizerFast(
+    fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer_of(name),
         bos_token=bos or None,
         eos_token=eos,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import transformers
 from support.executor.tiny_models import VOCAB, tiny_model
-from transformers import PreTrainedModel
 
 _PARTS = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -67,7 +67,7 @@ def tiny_vocabulary(writer: gguf.GGUFWriter) -> None:
 
 
 def write_model(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     path: Path,
     vocabulary: Callable[[gguf.GGUFWriter], None],
     *,

@@ -7,12 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+import transformers
 
 from kernels.sampling import keep_likely, penalize
 
@@ -31,11 +26,11 @@ def random_logits(rows: int, scale: float) -> torch.Tensor:
 def kept_by_transformers(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     scores = logits.double()
     if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
+        scores = transformers.TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
+        scores = transformers.TopPLogitsWarper(top_p)(None, scores)
     if min_p > 0:
-        scores = MinPLogitsWarper(min_p)(None, scores)
+        scores = transformers.MinPLogitsWarper(min_p)(None, scores)
     return scores > -torch.inf
 
 
@@ -98,7 +93,7 @@ def test_repetition_penalty_is_transformers() -> None:
     found = penalize(
         logits, seen, torch.zeros(1, VOCAB, dtype=torch.int32), *torch.tensor([[1.3], [0.0], [0.0]])
     )
-    assert torch.equal(found, RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits.clone()))
+    assert torch.equal(found, transformers.RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits.clone()))
 
 
 def test_presence_and_frequency_are_openais_formula() -> None:

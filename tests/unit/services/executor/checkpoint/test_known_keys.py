@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from support.executor.tiny_gguf import write_gguf
-from transformers import AutoConfig
 
 from services.executor.checkpoint.config import SUPPORTED, from_hf
 from services.executor.checkpoint.gguf import load_gguf
@@ -106,7 +106,7 @@ def test_the_keys_of_published_models_are_taken(name: str) -> None:
 
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_what_transformers_writes_is_taken(kind: str) -> None:
-    from_hf(AutoConfig.for_model(kind, sliding_window=None).to_dict())
+    from_hf(transformers.AutoConfig.for_model(kind, sliding_window=None).to_dict())
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)
@@ -117,7 +117,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind: str) -> None:
     moe |= {"moe_intermediate_size": 8} if kind == "qwen3_moe" else {}
     given |= moe if kind in ("mixtral", "qwen3_moe") else {}
     for more in ({}, {"use_sliding_window": True}) if "qwen" in kind else ({},):
-        shapes, theirs = from_hf({**given, **more}), AutoConfig.for_model(**given, **more)
+        shapes, theirs = from_hf({**given, **more}), transformers.AutoConfig.for_model(**given, **more)
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         assert (shapes.kv_heads, shapes.head_dim) == (theirs.num_key_value_heads, head_dim)
         assert (shapes.norm_eps, shapes.rope_theta) == (

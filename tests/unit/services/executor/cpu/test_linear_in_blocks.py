@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
 from support.executor.plan_maker import PlanMaker, Row
 from support.executor.tiny_gguf import tiny_vocabulary, write_gguf, write_model
 from support.executor.tiny_models import VOCAB
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kernels.cpu_jit
 from services.executor.checkpoint.gguf import load_gguf
@@ -87,12 +87,14 @@ def test_all_layers_in_one_call_give_the_bits_of_single_calls(tmp_path: Path) ->
 def test_bits_depend_neither_on_chunks_nor_on_company(tmp_path: Path, counts: tuple[int, ...]) -> None:
     """So a request that was interrupted goes on with the same tokens."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
+    config = transformers.LlamaConfig(
+        **sizes, num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=256
+    )
     types = dict.fromkeys(("_q.weight", "_v.weight", "_gate.weight"), Kind.Q4_1)
     types |= dict.fromkeys(("_k.weight", "_output.weight", "_up.weight", "_down.weight"), Kind.Q4_0)
     types |= dict.fromkeys(("embd.weight", "output.weight"), Kind.Q8_0)
     torch.manual_seed(3)
-    model = LlamaForCausalLM(config).float().eval()
+    model = transformers.LlamaForCausalLM(config).float().eval()
     path = write_model(model, tmp_path / "all.gguf", tiny_vocabulary, types=types)
     backend = engine(path, "packed")
     whole = logits(backend)

@@ -1,0 +1,79 @@
+"""A forked service: whose child it is, what it gets, how it ends, and what happens without the server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadtest import faults
+from services.launcher.fork_server import SERVE, ForkServer
+from services.launcher.supervisor import ServiceSpec, Supervisor
+from shared.processes import with_import_path
+
+ENV = with_import_path({**os.environ, "HEADRACE_NATS_URL": "nats://127.0.0.1:1"})
+REFUSED = b"invalid choice: 'unknown'"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "output", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+async def test_forks_are_our_children_with_command_lines_of_their_own(output: int) -> None:
+    forks, us = ForkServer(ENV), os.getpid()
+    started = [forks.start((*SERVE, kind), ENV, output) for kind in ("scheduler", "scheduler", "kv_offload")]
+    *schedulers, tier = await asyncio.gather(*started)
+    forks.close()
+    async with asyncio.timeout(60):
+        while len(found := faults.pids_of(us, "scheduler")) < 2 or not faults.pids_of(us, "kv_offload"):
+            await asyncio.sleep(0)
+    assert found == sorted(forked.pid for forked in schedulers)
+    assert faults.pids_of(us, "kv_offload") == [tier.pid]
+    assert os.getsid(tier.pid) == tier.pid
+    for forked in (*schedulers, tier):
+        os.kill(forked.pid, signal.SIGKILL)
+        assert await forked.wait() == forked.returncode == -signal.SIGKILL
+
+
+async def test_each_has_its_own_environment_and_its_status_arrives(output: int) -> None:
+    forks = ForkServer(ENV | {"HEADRACE_WINDOW": "first"})
+    assert (
+        await (await forks.start((*SERVE, "scheduler"), ENV | {"HEADRACE_STEP_TOKENS": "no"}, output)).wait()
+        == 1
+    )
+    told = os.pread(output, 4096, 0)
+    assert await (await forks.start((*SERVE, "unknown"), ENV, output)).wait() == 2
+    forks.close()
+    assert b"HEADRACE_STEP_TOKENS" in told
+    assert b"HEADRACE_WINDOW" not in told
+    assert REFUSED in os.pread(output, 4096, len(told))
+
+
+async def test_without_the_server_services_start_as_before() -> None:
+    us, refused, lines = os.getpid(), asyncio.Queue[str](), []
+
+    def log_line(name: str, line: str) -> None:
+        lines.append(line)
+        if REFUSED.decode() in line:
+            refused.put_nowait(line)
+
+    supervisor = Supervisor([ServiceSpec("a", "a", (*SERVE, "unknown"))], ENV, log_line)
+    supervisor.start()
+    async with asyncio.timeout(60):
+        await refused.get()
+        (server,) = [
+            pid for pid in faults.children(us) if "fork_server" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
+        os.kill(server, signal.SIGKILL)
+        await refused.get()
+        await refused.get()
+    await supervisor.kill()
+    assert [line.partition(";")[0] for line in lines if "again" in line][:2] == ["ended with status 2"] * 2
+    assert faults.pids_of(us, "unknown") == []
