@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -58,7 +59,11 @@ class ForkServer:
     """Use it on the main thread: the process ends with the thread that started it, as do the services."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        """`env`: from which Python reads how to run. Raises OSError."""
+        """`env`: from which Python reads how to run. Raises OSError, also where some builds of Python, old
+        kernels or sandboxes lack pidfd_open."""
+        if LIBC is None or not hasattr(os, "pidfd_open"):
+            raise OSError(errno.ENOSYS, "prctl or pidfd_open is missing")
+        os.close(os.pidfd_open(os.getpid()))
         self._turn = asyncio.Lock()
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
@@ -146,6 +151,8 @@ def _show(argv: Sequence[str]) -> None:
     """Make this the command line in the process table."""
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(stat[_ARGV_START]), int(stat[_ARGV_END])
+    if not start < end:
+        return  # some sandboxes show neither
     text = "\0".join(argv).encode()[: end - start - 1]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, text, len(text))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from loadtest import faults
+from services.launcher import fork_server
 from services.launcher.fork_server import SERVE, ForkServer
 from services.launcher.supervisor import ServiceSpec, Supervisor
 from shared.processes import with_import_path
@@ -24,6 +25,11 @@ def output(tmp_path: Path) -> Iterator[int]:
     fd = os.open(tmp_path / "output", os.O_RDWR | os.O_CREAT)
     yield fd
     os.close(fd)
+
+
+def servers(pid: int) -> list[int]:
+    """The fork servers among the children of a process."""
+    return [p for p in faults.children(pid) if "fork_server" in Path(f"/proc/{p}/cmdline").read_text()]
 
 
 async def test_forks_are_our_children_with_command_lines_of_their_own(output: int) -> None:
@@ -56,6 +62,24 @@ async def test_each_has_its_own_environment_and_its_status_arrives(output: int) 
     assert REFUSED in os.pread(output, 4096, len(told))
 
 
+async def test_where_it_cannot_work_services_start_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "LIBC", None)
+    us = os.getpid()
+    ended, lines = asyncio.Event(), []
+
+    def log_line(name: str, line: str) -> None:
+        lines.append(line)
+        if REFUSED.decode() in line:
+            ended.set()
+
+    supervisor = Supervisor([ServiceSpec("a", "a", (*SERVE, "unknown"))], ENV, log_line)
+    supervisor.start()
+    async with asyncio.timeout(60):
+        await ended.wait()
+        assert servers(us) == []
+    await supervisor.kill()
+
+
 async def test_without_the_server_services_start_as_before() -> None:
     us, refused, lines = os.getpid(), asyncio.Queue[str](), []
 
@@ -68,9 +92,7 @@ async def test_without_the_server_services_start_as_before() -> None:
     supervisor.start()
     async with asyncio.timeout(60):
         await refused.get()
-        (server,) = [
-            pid for pid in faults.children(us) if "fork_server" in Path(f"/proc/{pid}/cmdline").read_text()
-        ]
+        (server,) = servers(us)
         os.kill(server, signal.SIGKILL)
         await refused.get()
         await refused.get()
