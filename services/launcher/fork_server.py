@@ -30,6 +30,7 @@ from shared.processes import LIBC, die_with_parent, module_command
 
 SERVE = tuple(module_command("services.launcher.serve"))
 IMPORTED = (SERVE[-1], "shared.actor.runtime", "shared.config", "shared.nats.bus", "uvloop")
+ANSWER_S = 30.0  # a server that hangs is given up: the first answer takes the time of the imports
 _ROOM = 2_000  # bytes of a service's command line that `ps` shows
 _PR_SET_CHILD_SUBREAPER = 36
 _ARGV_START, _ARGV_END = 45, 46  # in /proc/self/stat, counted from the state
@@ -81,7 +82,7 @@ class ForkServer:
 
     async def start(self, argv: Sequence[str], env: Mapping[str, str], output: int) -> Forked:
         """Run `argv`, which begins with SERVE, with stdout and stderr to `output`. Raises OSError if the
-        process has ended."""
+        process has ended or hangs."""
         loop = asyncio.get_running_loop()
         async with self._turn:
             ours, theirs = socket.socketpair()
@@ -90,7 +91,9 @@ class ForkServer:
                 try:
                     with theirs:
                         socket.send_fds(self._socket, [b"1"], [theirs.fileno(), output])
-                    if not await loop.sock_recv(self._socket, 1) or not (pid := ours.recv(4)):
+                    async with asyncio.timeout(ANSWER_S):
+                        answer = await loop.sock_recv(self._socket, 1)
+                    if not answer or not (pid := ours.recv(4)):
                         raise ConnectionError("the fork server has ended, or cannot fork")
                 finally:
                     _adopt(on=False)

@@ -55,21 +55,17 @@ def tail_is_copied(executor: Executor, sequence: Sequence) -> bool:
 def claim_tail(executor: Executor, sequence: Sequence, block: int) -> None:
     """Take the block with the sequence's tail, to append to it."""
     executor.pool.claim(block)
-    executor.count_row(sequence, -1)
     sequence.table.append(block)
-    sequence.computed += sequence.tail.valid
-    executor.count_row(sequence, 1)
+    executor.advance(sequence, sequence.tail.valid)
 
 
 def adopt(executor: Executor, sequence: Sequence, blocks: list[int]) -> int:
     """Append cached blocks to the table of a running sequence instead of computing them. Returns how many of
     their tokens were never computed for this sequence."""
     executor.pool.adopt(blocks)
-    executor.count_row(sequence, -1)
     start = sequence.computed
     sequence.table.extend(blocks)
-    sequence.computed += len(blocks) * executor.hello.block_tokens
-    executor.count_row(sequence, 1)
+    executor.advance(sequence, len(blocks) * executor.hello.block_tokens)
     sequence.registered = sequence.adopted = len(sequence.table)
     new = max(0, sequence.computed - max(sequence.most_computed, start))
     sequence.most_computed = max(sequence.most_computed, sequence.computed)

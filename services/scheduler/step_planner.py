@@ -256,9 +256,7 @@ def _add_chunk(
     columns.counts.append(count)
     columns.from_device.append(0)
     _account(state, sequence, count)
-    executor.count_row(sequence, -1)
-    sequence.computed += count
-    executor.count_row(sequence, 1)
+    executor.advance(sequence, count)
     sequence.steps += 1
     sequence.prefill_chunks += 1
     if not sequence.generated:

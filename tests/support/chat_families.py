@@ -94,9 +94,7 @@ FAMILIES = {
         pre="qwen2",
     ),
     "qwen3": Family(
-        make=lambda n: transformers.Qwen3ForCausalLM(
-            transformers.Qwen3Config(vocab_size=n, head_dim=16, **_SIZES)
-        ),
+        make=lambda n: _model("Qwen3", vocab_size=n, head_dim=16),
         controls=("", "<|im_end|>", "<|im_start|>", "<|endoftext|>"),
         markup=("<think>", "</think>", "<tool_call>", "</tool_call>"),
         template=_QWEN3,
@@ -115,9 +113,7 @@ FAMILIES = {
         begins=True,
     ),
     "mistral": Family(
-        make=lambda n: transformers.MistralForCausalLM(
-            transformers.MistralConfig(vocab_size=n, sliding_window=None, **_SIZES)
-        ),
+        make=lambda n: _model("Mistral", vocab_size=n, sliding_window=None),
         controls=("<s>", "</s>", "<unk>", "[INST]", "[/INST]"),
         template=_MISTRAL,
         begins=True,

@@ -212,8 +212,13 @@ class Executor:
         self.changes += 1
         self.row_changes += 1
 
-    def count_row(self, sequence: Sequence, one: int) -> None:
-        """Take a row out of the sums with -1 before a change of it, and add it with 1 after the change."""
+    def advance(self, sequence: Sequence, tokens: int) -> None:
+        """So many more tokens of a running sequence are planned, or found computed: the sums follow."""
+        self._add_to_sums(sequence, -1)
+        sequence.computed += tokens
+        self._add_to_sums(sequence, 1)
+
+    def _add_to_sums(self, sequence: Sequence, one: int) -> None:
         self.changes += 1
         if self.sums.row_changes == self.row_changes:
             self.sums.count(sequence, one, self.hello.block_tokens)
@@ -223,7 +228,7 @@ class Executor:
         self.sums.decode_tokens += rows
 
     def _count(self, sequence: Sequence, one: int) -> None:
-        self.count_row(sequence, one)
+        self._add_to_sums(sequence, one)
         self.host_fed += one if sequence.host_fed else 0
         self.fixed_lengths += one if sequence.fixed_length else 0
         self.running_by_class[sequence.request.level] += one

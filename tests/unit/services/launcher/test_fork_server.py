@@ -80,7 +80,10 @@ async def test_where_it_cannot_work_services_start_as_before(monkeypatch: pytest
     await supervisor.kill()
 
 
-async def test_without_the_server_services_start_as_before() -> None:
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_without_the_server_services_start_as_before(
+    fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     us, refused, lines = os.getpid(), asyncio.Queue[str](), []
 
     def log_line(name: str, line: str) -> None:
@@ -93,7 +96,8 @@ async def test_without_the_server_services_start_as_before() -> None:
     async with asyncio.timeout(60):
         await refused.get()
         (server,) = servers(us)
-        os.kill(server, signal.SIGKILL)
+        monkeypatch.setattr(fork_server, "ANSWER_S", 0.1)
+        os.kill(server, fault)
         await refused.get()
         await refused.get()
     await supervisor.kill()
