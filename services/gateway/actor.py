@@ -116,7 +116,7 @@ class GatewayActor(Actor):
         if (
             self._endpoints is not None
             and heartbeat.kind == "tokenizer"
-            and heartbeat.state != "starting"  # it takes no request yet, and the one that counts may have died
+            and heartbeat.state != "starting"  # it takes no request yet; the one that counts may be dead
             and heartbeat.model  # "" of one that has failed
             and len(self._mailbox.peers.ready("tokenizer", heartbeat.model)) == 1
         ):
