@@ -59,12 +59,12 @@ async def kill(pipeline: Pipeline, name: str) -> None:
     runtime.bus.publish = lambda *args, **more: None  # type: ignore[method-assign]  # as of a dead process
 
 
-async def chat(pipeline: Pipeline, number: int) -> list[tuple[str, int, int]]:
+async def chat(pipeline: Pipeline, number: int, tokens: int) -> list[tuple[str, int, int]]:
     """The text, prompt tokens and cached tokens of each turn."""
     messages, turns = [], []
     for turn in range(TURNS):
         messages.append({"role": "user", "content": f"Chat {number} asks {turn}: " + "why? " * 30})
-        reply = await pipeline.client.complete({**BODY, "messages": [*messages], "max_tokens": 40})
+        reply = await pipeline.client.complete({**BODY, "messages": [*messages], "max_tokens": tokens})
         text, usage = reply["choices"][0]["message"]["content"], reply["usage"]
         turns.append((text, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
         messages.append({"role": "assistant", "content": text})
@@ -72,9 +72,9 @@ async def chat(pipeline: Pipeline, number: int) -> list[tuple[str, int, int]]:
 
 
 async def chats(
-    pipeline: Pipeline, numbers: Sequence[int] = range(CHATS)
+    pipeline: Pipeline, numbers: Sequence[int] = range(CHATS), tokens: int = 40
 ) -> list[list[tuple[str, int, int]]]:
-    return await asyncio.gather(*(chat(pipeline, number) for number in numbers))
+    return await asyncio.gather(*(chat(pipeline, number, tokens) for number in numbers))
 
 
 def texts(told: list[list[tuple[str, int, int]]]) -> list[list[str]]:
@@ -136,7 +136,7 @@ async def test_an_executor_moves_in_the_middle_of_long_answers(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sequences are queued again with all their tokens."""
-    expected = texts(await chats(pipeline))
+    expected = texts(await chats(pipeline, tokens=200))
     await pipeline.runtimes.pop("scheduler-2").finish(30)
     await divided(pipeline, 2)
     monkeypatch.setattr(division, "DRAIN_US", 0)
@@ -149,7 +149,7 @@ async def test_an_executor_moves_in_the_middle_of_long_answers(
         return move
 
     monkeypatch.setattr(Division, "turn", watched)
-    asking = asyncio.create_task(chats(pipeline))
+    asking = asyncio.create_task(chats(pipeline, tokens=200))
     await pipeline.until(lambda: sum(status_of(pipeline, "running")) > CHATS // 2)
     await pipeline.add("scheduler", "scheduler-3")
     await divided(pipeline, 1, 1)
