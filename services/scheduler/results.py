@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
+from typing import NamedTuple
 
 from services.scheduler import finish, headroom, recompute_cost
 from services.scheduler.kv_tiers import hosts as tiers
@@ -15,9 +17,21 @@ from services.scheduler.state import late_plans
 from services.scheduler.state.requests import MAX_IDS, Sequence, add_scores
 from services.scheduler.state.state import Executor, InFlight, State
 from services.scheduler.state.step_log import StepRecord
-from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, StepResult, Tokens, ints
+from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, Ints, StepResult, Tokens, ints
 
-TokenRow = tuple[int, Sequence, int]  # index in the result, sequence, token
+
+class TokenRows(NamedTuple):
+    """Columns of the rows of a result that give tokens."""
+
+    at: SequenceOf[int]  # index in the result
+    rows: list[Sequence]
+    ids: Ints
+
+    def of(self, some: SequenceOf[int]) -> TokenRows:
+        """Some of these rows."""
+        return TokenRows(
+            [self.at[i] for i in some], [self.rows[i] for i in some], ints([self.ids[i] for i in some])
+        )
 
 
 def matches_plan(executor: Executor, result: StepResult) -> bool:
@@ -69,19 +83,20 @@ def _give(
 ) -> int:
     """Append each row's token to its sequence and send the tokens on. Returns how many there were. A row of
     an earlier placement is ignored. Builds whole columns, since this runs for each row of each step."""
-    rows = [
-        (index, s, token)
-        for index, ((s, placement), token) in enumerate(zip(flight.rows, result.ids, strict=True))
-        if s.placement == placement and token >= 0
-    ]
-    _send_tokens(state, executor, result, rows)
+    rows, ids = [s for s, placement in flight.rows if s.placement == placement], result.ids
+    at: SequenceOf[int] = range(len(ids))  # of each row, its index in the result
+    if len(rows) < len(ids) or min(ids, default=0) < 0:
+        paired = enumerate(zip(flight.rows, ids, strict=True))
+        at = [i for i, ((s, placement), token) in paired if s.placement == placement and token >= 0]
+        rows, ids = [flight.rows[i][0] for i in at], ints([ids[i] for i in at])
+    _send_tokens(state, executor, result, TokenRows(at, rows, ids))
     if result.logprobs:
-        _keep_scores(result, rows)
+        _keep_scores(result, at, rows)
     now_us = state.now_us
-    for since_us, times in Counter([s.last_token_us for _, s, _ in rows]).items():  # one or two times
+    for since_us, times in Counter([s.last_token_us for s in rows]).items():  # one or two times
         if since_us:
             state.counters.inter_token_us.add(now_us - since_us, times)
-    for _, s, token in rows:
+    for s, token in zip(rows, ids, strict=True):
         tokens = s.tokens
         tokens.append(token)
         s.last_token_us = now_us
@@ -99,36 +114,40 @@ def _give(
     return len(rows)
 
 
-def _send_tokens(state: State, executor: Executor, result: StepResult, rows: list[TokenRow]) -> None:
+def _send_tokens(state: State, executor: Executor, result: StepResult, given: TokenRows) -> None:
     """Send the tokens of a step to the detokenizers. Called before the sequences have them."""
-    shards = dict.fromkeys([s.request.shard for _, s, _ in rows])
-    for shard in filter(None, shards):
-        mine = rows if len(shards) == 1 else [row for row in rows if row[1].request.shard == shard]
-        for at in range(0, len(mine), MAX_IDS):
-            message = _tokens(executor, result, mine[at : at + MAX_IDS])
-            state.send(f"detokenizer.{shard}", message)
+    shards = [s.request.shard for s in given.rows]
+    for shard in filter(None, dict.fromkeys(shards)):
+        mine = given
+        if shards.count(shard) < len(shards):
+            mine = given.of([i for i, other in enumerate(shards) if other == shard])
+        for start in range(0, len(mine.rows), MAX_IDS):
+            part = range(start, min(start + MAX_IDS, len(mine.rows)))
+            some = mine if len(part) == len(mine.rows) else mine.of(part)
+            state.send(f"detokenizer.{shard}", _tokens(executor, result, some))
 
 
-def _tokens(executor: Executor, result: StepResult, rows: list[TokenRow]) -> Tokens:
+def _tokens(executor: Executor, result: StepResult, given: TokenRows) -> Tokens:
+    rows = given.rows
     message = Tokens(
         executor=executor.hello.executor,
         step=result.step,
-        seqs=ints([s.seq for _, s, _ in rows]),
-        first=ints([len(s.tokens) - s.prompt_tokens for _, s, _ in rows]),
+        seqs=ints([s.seq for s in rows]),
+        first=ints([len(s.tokens) - s.prompt_tokens for s in rows]),
         counts=ints([1]) * len(rows),
-        ids=ints([token for _, _, token in rows]),
+        ids=given.ids,
     )
     if result.logprobs:
         starts = list(accumulate(result.top_counts, initial=0))  # of each row's alternatives
-        for index, _, _ in rows:
+        for index in given.at:
             add_scores(message, result, index, slice(starts[index], starts[index + 1]))
     return message
 
 
-def _keep_scores(result: StepResult, rows: list[TokenRow]) -> None:
+def _keep_scores(result: StepResult, at: SequenceOf[int], rows: list[Sequence]) -> None:
     """Keep the log probabilities that requests ask for: another detokenizer may need them."""
     starts = list(accumulate(result.top_counts, initial=0))
-    for index, s, _ in rows:
+    for index, s in zip(at, rows, strict=True):
         if s.scores is not None:
             add_scores(s.scores, result, index, slice(starts[index], starts[index + 1]))
 

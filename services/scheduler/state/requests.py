@@ -142,34 +142,43 @@ def add_scores(to: Scores | Tokens, result: StepResult | Scores, index: int, top
     to.top_logprobs.extend(result.top_logprobs[top])
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One choice of a request."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class StepFields:
+    """The fields of a sequence that its decodes use. In a class of their own they lie side by side in memory:
+    else slots are in the order of the alphabet, and a step of many executors misses the caches more often."""
 
     seq: int
     request: Request
-    choice: int
-    seed: int
     tokens: array[int]
     prompt_tokens: int
     max_length: int
     stop_ids: frozenset[int]
+    placement: int = 0  # counts admissions to an executor: rows of an earlier placement are ignored
+    slot: int = -1
+    table_capacity: int = 0  # tokens that fit into the entries of the table that the executor has
+    opened_length: int = 0  # len(tokens) when the slot was opened: host-fed up to here
+    computed: int = 0
+    first_token_us: int = 0
+    last_token_us: int = 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(StepFields):
+    """One choice of a request."""
+
+    choice: int
+    seed: int
     host_fed: bool = False  # its next input needs the host: planned again only after its result
     group: int = 0  # the number of the group it was last queued in
     level: int = 0  # its class while it runs, after aging
     micro_batch: int = 0  # 0 or 1, in mode two_batch
     phase: Phase = Phase.WAITING
-    placement: int = 0  # counts admissions to an executor: rows of an earlier placement are ignored
     executor: str = ""
-    slot: int = -1
     generation: int = 0  # of the slot
     table: list[int] = field(default_factory=list)
     table_sent: int = 0  # entries of the table that the executor has
-    table_capacity: int = 0  # tokens that fit into those
     reserved: int = 0  # blocks reserved and not yet allocated
-    opened_length: int = 0  # len(tokens) when the slot was opened: host-fed up to here
     opened_after: int = 0  # the executor's last step then: no step up to it used this slot
-    computed: int = 0
     keyed: tuple[bytes, int] = (b"", 0)  # root and block size that `keys` were made with
     keys: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens
     registered: int = 0  # entries of the table with keys in the prefix cache
@@ -197,8 +206,6 @@ class Sequence:
     close_deadline_us: int = 0
     close: Close | None = None  # as sent, to send it again
     admitted_us: int = 0
-    first_token_us: int = 0
-    last_token_us: int = 0
     prefill_chunks: int = 0
     steps: int = 0  # without the decodes since its admission
     cached_tokens: int = 0  # tokens from a prefix cache or tier, never computed for it

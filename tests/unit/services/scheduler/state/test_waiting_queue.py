@@ -28,7 +28,14 @@ def make_unit(number: int, tenant: str, level: int, now_us: int, **more: int) ->
     request = Request(asked, "", "t", more.get("arrival_us", now_us), 10**9, level)
     sequences = [
         Sequence(
-            number + choice, request, choice, 0, array("i", [5] * tokens), tokens, tokens + 1, frozenset()
+            seq=number + choice,
+            request=request,
+            choice=choice,
+            seed=0,
+            tokens=array("i", [5] * tokens),
+            prompt_tokens=tokens,
+            max_length=tokens + 1,
+            stop_ids=frozenset(),
         )
         for choice in range(more.get("n", 1))
     ]
