@@ -21,7 +21,8 @@ TOMBSTONE_US = 60_000_000
 
 def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
     """End a live sequence normally after `final` generated tokens."""
-    headroom.observe_output(state, final)
+    if not sequence.vector:
+        headroom.observe_output(state, final)
     first_us, last_us = sequence.first_token_us, sequence.last_token_us
     state.counters.add_ended(
         state.now_us - sequence.request.arrival_us, last_us - first_us, sequence.generated
@@ -147,7 +148,7 @@ def _close(state: State, sequence: Sequence, final: int, reason: str) -> Close:
     state.waiting.served.charge_output(request.client, max(sequence.generated - sequence.charged_tokens, 0))
     state.quotas.charge(request.tokenized.tenant, state.now_us, requests=0, tokens=sequence.generated)
     if sequence.phase is Phase.RUNNING:
-        withdraw(state, sequence, len(sequence.tokens) - 1)
+        withdraw(state, sequence, len(sequence.tokens) - (not sequence.vector))
     else:
         state.waiting.drop(sequence)
     state.counters.count_finished(reason)

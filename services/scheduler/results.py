@@ -74,6 +74,8 @@ def _give(
         for index, ((s, placement), token) in enumerate(zip(flight.rows, result.ids, strict=True))
         if s.placement == placement and token >= 0
     ]
+    if result.vectors:
+        rows = _without_pooled(state, dict(result.vectors), rows, over)
     _send_tokens(state, executor, result, rows)
     if result.logprobs:
         _keep_scores(result, rows)
@@ -97,6 +99,19 @@ def _give(
         if sequence.placement == placement:
             over.append((sequence, why))
     return len(rows)
+
+
+def _without_pooled(
+    state: State, vectors: dict[int, bytes], rows: list[TokenRow], over: list[tuple[Sequence, str]]
+) -> list[TokenRow]:
+    """Keep the vectors of these rows, which end their sequences. Returns the rows with a token."""
+    for index, s, _ in rows:
+        if index in vectors:
+            s.vector = vectors[index]
+            s.first_token_us = s.last_token_us = state.now_us
+            state.counters.ttft_us.add(state.now_us - s.request.arrival_us)
+            over.append((s, "stop"))
+    return [row for row in rows if row[0] not in vectors]
 
 
 def _send_tokens(state: State, executor: Executor, result: StepResult, rows: list[TokenRow]) -> None:

@@ -65,7 +65,7 @@ _GGUF_READ = frozenset((
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",
+    "rope.scaling.finetuned", "pooling_type",
 ))  # fmt: skip
 _GGUF_ONE_VALUE: Mapping[str, object] = {
     "attention.causal": True,

@@ -196,6 +196,7 @@ class Sequence:
     reason: str = ""
     close_deadline_us: int = 0
     close: Close | None = None  # as sent, to send it again
+    vector: bytes = b""  # of a request with `pooling`, once it is computed
     admitted_us: int = 0
     first_token_us: int = 0
     last_token_us: int = 0
@@ -330,6 +331,7 @@ def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> Close:
         decisions=tuple(sequence.decisions),
         executor=sequence.last_executor,
         chunks=chunks_of(sequence, now_us),
+        vector=sequence.vector,
     )
 
 
