@@ -93,9 +93,9 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
         raise SetupError("a bias on the attention output or the MLP is not supported; use another model")
     if str(given.get("hidden_act", "silu")) != "silu":
         raise SetupError(f"activation {given['hidden_act']!r} is not supported; use a model with 'silu'")
-    made_for = kind.replace("_", "") + "forcausallm"
+    plain = kind.replace("_", "")
     for name in given.get("architectures", ()):
-        if str(name).lower() != made_for:
+        if str(name).lower() not in (f"{plain}forcausallm", f"{plain}model"):  # the second: for vectors
             raise SetupError(
                 f"config.json has model_type {kind!r}, but architectures {_shown(name)}, which is not "
                 "supported; use a model that generates text in the plain architecture"
