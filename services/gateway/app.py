@@ -331,8 +331,7 @@ class Endpoints:
     async def _asked(self, request: Request, api: Api = OPENAI) -> tuple[dict[str, Any], Client]:
         """The fields of a request, with its model, and the client of its tenant. Raises BadRequest."""
         client = await self._client(request)
-        most = api.parts * (client.bus.max_payload - HEADROOM_BYTES)
-        fields = api.read(fields_of(await read_body(request, most)))
+        fields = api.read(fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES)))
         served = [] if fields.get("model") else await _roots(client)
         model = exchange_of(request).model = model_of(fields, served)
         return {**fields, "model": model}, client

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
-from services.gateway.openai_response import EMBEDDINGS, Api, Body, ChunkBuilder
+from services.gateway.openai_response import Api, Body, ChunkBuilder
 from shared.api import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -381,5 +381,5 @@ def _api(kind: Kind, *, chat: bool) -> Api:
 
 CHAT = _api(OllamaChatRequest, chat=True)
 GENERATE = _api(OllamaGenerateRequest, chat=False)
-EMBED = Api(embedded, error=error_body, read=read_embed, to_call=read_vectors_call, parts=EMBEDDINGS.parts)
+EMBED = Api(embedded, error=error_body, read=read_embed, to_call=read_vectors_call)
 SHOW = Api(error=error_body, read=read_show)

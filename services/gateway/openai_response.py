@@ -45,7 +45,6 @@ EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 BODY_SEND = "headrace.send"  # in the scope: the server's own `send`, for bodies, past the edge
 _MARK = "\0"
-MOST_PARTS = 8  # 8 MiB by default, which are parsed within 0.1 s
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -332,9 +331,8 @@ class Api:
     read: Callable[[Body], Body] = dict  # raises BadRequest
     at_once: Callable[[Body, int], Body | None] = lambda fields, created: None  # an answer without the model
     to_call: Callable[..., Call] = read_call
-    parts: int = 1  # native requests that a body of the largest size may hold
     prefix: str = ""  # of the ids that the gateway draws, which then have the time in them
 
 
 OPENAI = Api()
-EMBEDDINGS = Api(vectors, to_call=read_vectors_call, parts=MOST_PARTS)
+EMBEDDINGS = Api(vectors, to_call=read_vectors_call)

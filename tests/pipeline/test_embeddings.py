@@ -197,6 +197,13 @@ async def test_errors_are_those_of_a_chat(
     assert unknown.status_code == 404
 
 
+async def test_a_vector_is_not_kept_for_later(pipeline: Pipeline) -> None:
+    check = subjects.check("public", MODEL)
+    assert "seed" in await pipeline.client.request(check, {"prompt": "Hello"})
+    with pytest.raises(BadRequest, match="`input`: vectors are not kept for later"):
+        await pipeline.client.request(check, {"input": "Hello"})
+
+
 async def test_many_inputs_are_in_the_pipeline_at_once(http: httpx.AsyncClient, pipeline: Pipeline) -> None:
     steps = pipeline.status("scheduler")["executors"]["executor-1"]["steps"]
     texts = [f"text {number}" for number in range(600)]
