@@ -148,7 +148,7 @@ def _close(state: State, sequence: Sequence, final: int, reason: str) -> Close:
     state.waiting.served.charge_output(request.client, max(sequence.generated - sequence.charged_tokens, 0))
     state.quotas.charge(request.tokenized.tenant, state.now_us, requests=0, tokens=sequence.generated)
     if sequence.phase is Phase.RUNNING:
-        withdraw(state, sequence, len(sequence.tokens) - (not sequence.vector))
+        withdraw(state, sequence, len(sequence.tokens) - 1)
     else:
         state.waiting.drop(sequence)
     state.counters.count_finished(reason)
