@@ -160,6 +160,7 @@ Biases = Annotated[
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+SomeText, SomeIds = Annotated[str, Field(min_length=1)], Annotated[list[TokenId], Field(min_length=1)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)]
 Stop = Annotated[StopStrings, BeforeValidator(_listed, StopString | StopStrings)]
@@ -426,6 +427,30 @@ class ChatRequest(GenerateRequest):
     top_logprobs: Annotated[Alternatives, BeforeValidator(_beside_logprobs)] = Field(
         0, description="number of likeliest alternatives for each token; needs `logprobs`"
     )
+
+
+class EmbeddingRequest(BaseModel):
+    """A text to turn into a vector."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    _whole = whole_numbers()
+
+    model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
+    input: Annotated[str | list[int], PlainValidator(_text_or_ids, SomeText | SomeIds)] = Field(
+        description="a text, or token ids"
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="numbers, or the bytes of little-endian float32"
+    )
+    dimensions: int | None = Field(
+        None, ge=1, le=MAX_TOP_K, description="leading numbers of the vector, which gets the length 1 again"
+    )
+    stream: Annotated[Any, only(False)] = Field(None, description=NOT_YET)
+    user: str = Field("", description=NO_EFFECT)
+    prompt_cache_key: str = Field("", description="requests with an equal one share a prefix cache")
+    request_id: str | None = Field(None, pattern=REQUEST_ID, description="unique among running requests")
+    timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="time limit, seconds")
+    slo_class: SloClass = Field("standard", description="latency class: docs/design/scheduler.md")
 
 
 class CompletionRequest(GenerateRequest):

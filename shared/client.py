@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import json
 import secrets
+from array import array
+from base64 import b64decode
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,6 +37,7 @@ from shared.errors import (
     from_code,
 )
 from shared.follow import ENDED, RESUME_S, AttachAgain, Followed, Patience
+from shared.messages import Floats
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery, NoResponders, RequestTimeout
 
@@ -114,6 +117,11 @@ class Client:
             async for reply in replies:
                 return reply
         raise EngineError("the service ended the request without an answer")
+
+    async def embed(self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Floats:
+        """The vector of the `input` in `body`. Raises like `complete`."""
+        found = await self.complete({**body, "encoding_format": "base64"}, timeout_s=timeout_s)
+        return array("f", b64decode(found["embedding"]))
 
     def stream(
         self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S, trace: str = ""

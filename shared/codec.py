@@ -27,6 +27,7 @@ from shared import messages
 from shared.errors import PayloadTooLarge, WireError
 from shared.messages import (
     SEGMENT_LANES,
+    WHOLE_VECTOR,
     ExecHello,
     Fragment,
     Ints,
@@ -452,6 +453,8 @@ def _step_result(m: StepResult) -> str:
         return "a duration is negative"
     if m.row_errors and (wrong := _row_errors(m)):
         return wrong
+    if not all(0 <= row < len(m.ids) and _vector(data) and data for row, data in m.vectors):
+        return "a vector names no row, or is none of float32"
     if m.segments and (wrong := _segments(m.segments)):
         return wrong
     return "" if _scores(m) else "its log probabilities do not add up"
@@ -463,6 +466,10 @@ def _segments(segments: Ints) -> str:
     if len(segments) % 3 or _negative(segments) or max(segments[::3]) >= len(SEGMENT_LANES):
         return "a segment of it has no lane, start or length"
     return ""
+
+
+def _vector(data: bytes) -> bool:
+    return len(data) % 4 == 0
 
 
 def _row_errors(m: StepResult) -> str:
@@ -511,6 +518,8 @@ def _tokenized(m: Tokenized) -> str:
         return "its generated tokens are not counted for each choice"
     if min(m.age_us, m.first_us, m.waited_us, m.min_tokens) < 0:
         return "its age or min_tokens is negative"
+    if m.pooling < WHOLE_VECTOR:
+        return "its pooling is out of range"
     return _processors(m) or _parts(m)
 
 
@@ -521,8 +530,9 @@ def _open(m: Open) -> str:
 
 
 def _slot_open(m: SlotOpen) -> str:
-    if min(m.slot, m.max_length, m.min_tokens) < 0 or not 0 <= m.seed < _SEED_END:
-        return "slot, max_length, min_tokens or seed is out of range"
+    least = min(m.slot, m.max_length, m.min_tokens, m.pooling - WHOLE_VECTOR)
+    if least < 0 or not 0 <= m.seed < _SEED_END:
+        return "slot, max_length, min_tokens, pooling or seed is out of range"
     if len(m.sampling.bias_ids) != len(m.sampling.bias_values):
         return "its bias columns differ in length"
     return _processors(m) or _parts(m)
@@ -548,7 +558,9 @@ def _unless(valid: Callable[[Any], bool], wrong: str) -> Callable[[Any], str]:
 _RANGE = "its number is out of range"
 _CHECKS: dict[str, Callable[[Any], str]] = {
     "Claims": _unless(lambda m: len(m.taken) == len(m.ids), "it does not name each request that is taken"),
-    "Close": _unless(lambda m: m.final >= 0, "its final index is negative"),
+    "Close": _unless(
+        lambda m: m.final >= 0 and _vector(m.vector), "its final index is negative, or its vector damaged"
+    ),
     "Ended": _unless(lambda m: m.index >= 0, "its index is negative"),
     "ExecHello": _exec_hello,
     "Fragment": _fragment,

@@ -34,6 +34,9 @@ else:  # array.array cannot be subscripted before Python 3.12
 ATTEMPTS = 100  # attempt numbers per tokenizer, more than one uses: a takeover starts above the previous ones
 MOVED = 410  # code of a Rejected or Cancel: another detokenizer answers the client of this request
 
+EMBEDDING, EMBEDDING_BASE64 = "embedding", "embedding_base64"  # formats of a request without an answer
+WHOLE_VECTOR = -1  # of `pooling`
+
 ROW_REFUSED = "refused: "  # prefix of a row error that is the client's fault: a 400, not a 500
 SEGMENT_LANES = ("compute A", "compute B", "comm A", "comm B")  # of the micro-batches A and B of a step
 
@@ -165,7 +168,7 @@ class Tokenized:
     n: int = 1
     max_tokens: int = 16
     stream: bool = False
-    format: str = "chat"  # chat, completion: the shape of the public reply
+    format: str = "chat"  # chat, completion, EMBEDDING(_BASE64): the shape of the public reply
     finish_detached: bool = False  # finish the answer although its client has gone
     seed: int = 0  # uint64; choice i draws from choice_seed(seed, i)
     sampling: Sampling = field(default_factory=Sampling)
@@ -197,6 +200,7 @@ class Tokenized:
     )
     checkpoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
     routing_key: str = ""  # requests with an equal one go to the same scheduler; empty: the id decides
+    pooling: int = 0  # it ends with its prompt's vector, of so many numbers or WHOLE_VECTOR; 0: it generates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +356,7 @@ class Close:
     retry_after_ms: int = 0
     executor: str = ""  # the last executor that ran it; empty: never admitted
     chunks: tuple[Chunk, ...] = ()
+    vector: bytes = b""  # of a sequence with `pooling`, which has no token: float32, little-endian
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,6 +472,7 @@ class SlotOpen:
     processors: tuple[str, ...] = ()  # see Tokenized; rows of the slot are host-fed
     tenant: str = ""  # owner of the grammar: compilation takes tenants in turn
     min_tokens: int = 0  # until then `stop_ids` have no probability
+    pooling: int = 0  # as in Tokenized: its sampled row also gives a vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -554,6 +560,8 @@ class StepResult:
     row_errors: tuple[tuple[int, str], ...] = ()
     # timeline of a two-stream step, in threes: index into SEGMENT_LANES, start in the step, length (us)
     segments: Ints = field(default_factory=ints)
+    # (index into `ids`, vector as in Close) of the rows with `pooling`
+    vectors: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,8 @@ A completion has `"text"` in place of `"delta"`, and `"logprobs"` on request. `s
 that ended a choice. The concatenated texts of a choice are its whole answer. `done` and `error` carry the
 header `Headrace-End: 1`. Deltas are the hot path: their JSON is formatted by hand around the escaped text.
 
+The reply of a request for a vector has `"embedding"` in place of `"choices"`, and is never a stream.
+
 An attached reader (attach.py) gets the same frames, numbered from 0. Each choice of a delta also has `"at"`,
 the characters of the choice before this text, and the first delta counts all tokens so far.
 """
@@ -21,6 +23,7 @@ the characters of the choice before this text, and the first delta counts all to
 from __future__ import annotations
 
 from array import array
+from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from json.encoder import encode_basestring as quote
@@ -28,7 +31,7 @@ from typing import Any
 
 from services.detokenizer.text import Delta, Mark, SequenceStream, merged
 from shared.errors import HeadraceError, Moved
-from shared.messages import Close, Open, Timings, Tokenized
+from shared.messages import EMBEDDING, EMBEDDING_BASE64, Close, Open, Timings, Tokenized
 from shared.replies import error_reply, to_json
 from shared.vocab.vocabulary import Vocabulary
 
@@ -165,6 +168,11 @@ class ResponseText:
         self.closed[stream.choice] = Closed(message.final, message.reason, message)
 
     @property
+    def embeds(self) -> bool:
+        """True if the reply is a vector."""
+        return self.opened.format in (EMBEDDING, EMBEDDING_BASE64)
+
+    @property
     def complete(self) -> bool:
         """True if all choices are closed."""
         return len(self.closed) == self.opened.choices
@@ -174,6 +182,9 @@ class ResponseText:
         self.ended = True
         if self.opened.stream:
             return self.last_frame(self._frames)
+        if self.embeds:
+            self._reply = embedding(self.opened, self.closed[0].message.vector, self._facts())
+            return self._reply
         whole = [(self.choices[i].drain(), self._ending(i)) for i in sorted(self.closed)]
         self._reply = answer(self.opened, whole, self._facts())
         return self._reply
@@ -355,6 +366,21 @@ def answer(opened: Open, whole: list[tuple[Delta, dict[str, str]]], facts: Mappi
             "model": opened.model,
             "choices": [choice(i, delta, ending) for i, (delta, ending) in enumerate(whole)],
             **_format_of(opened),
+            **facts,
+        }
+    )
+
+
+def embedding(opened: Open, vector: bytes, facts: Mapping[str, Any]) -> bytes:
+    """The reply of a request for a vector."""
+    numbers = array("f", vector).tolist() if opened.format == EMBEDDING else b64encode(vector).decode()
+    return to_json(
+        {
+            "id": opened.request,
+            "object": "embedding",
+            "created": opened.received_wall_us // 1_000_000,
+            "model": opened.model,
+            "embedding": numbers,
             **facts,
         }
     )

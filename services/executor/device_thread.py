@@ -339,6 +339,7 @@ class Step:
             queued_us=self._queued_us,
             host_us=output.host_us,
             row_errors=output.row_errors,
+            vectors=output.vectors,
             segments=ints(
                 n for segment in output.segments for n in (segment.lane, segment.from_us, segment.took_us)
             ),

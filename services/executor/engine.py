@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.cuda import Event
 
+LAST_TOKEN = "lasttoken"  # its name in sentence-transformers
 WARM_ROWS = 64  # matrix products are compiled up to here: in larger steps a compilation does not show
 MAX_SEGMENTS = 32  # about four layers
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -74,6 +75,8 @@ class BackendInfo:
     sleeps: bool = False  # the engine is a Sleeper
     memory_bytes: int = 0  # that `sleep` frees: weights and KV cache
     only_tier: bool = False  # the KV cache is in DRAM, with the memory that L1 would have
+    hidden: int = 0  # numbers of a vector; 0: the engine gives none
+    pooling: str = LAST_TOKEN  # of the model; vectors are those of the last token alone
 
     @property
     def context(self) -> int:
@@ -96,6 +99,7 @@ class Pending:
 
     plan: StepPlan
     logits: Tensor | None = None  # [samples, vocab]
+    hidden: Tensor | None = None  # [samples, hidden], the head's input; a GPU keeps it for `pooling` only
     padding_rows: int = 0
     forwarded: Event | None = None  # the forward's end on a GPU; with an answer, the end of sampling
     answer: Tensor | None = None  # ids and done [2, rows]: sampling is queued already, `sample` only waits
@@ -124,6 +128,7 @@ class StepOutput:
     host_us: int = 0  # logits processors
     row_errors: tuple[tuple[int, str], ...] = ()
     segments: tuple[Segment, ...] = ()  # of a split step
+    vectors: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(slots=True)
@@ -272,9 +277,22 @@ def sequence_error(opened: SlotOpen, info: BackendInfo) -> str:
             return f"{what}: the weights have {info.vocab} tokens, and no token {largest}"
     if 0 < info.max_stop_ids < len(opened.stop_ids):
         return f"stop_token_ids: {len(opened.stop_ids)} with the model's own, over {info.max_stop_ids}"
+    if opened.pooling and (error := _pooling_error(opened.pooling, info)):
+        return error
     values = [getattr(opened.sampling, each.name) for each in fields(opened.sampling)]
     numbers = [n for value in values for n in (value if isinstance(value, array) else (value,))]
     return "" if all(abs(number) <= MOST_FLOAT32 for number in numbers) else "its sampling is not finite"
+
+
+def _pooling_error(pooling: int, info: BackendInfo) -> str:
+    if info.pooling != LAST_TOKEN:
+        return (
+            f"input: the vectors of model {info.model} need {info.pooling}, which is not supported: only "
+            "pooling of the last token is; ask for another model"
+        )
+    if not info.hidden or pooling > info.hidden:
+        return f"dimensions: vectors of model {info.model} have {info.hidden} numbers, and not {pooling}"
+    return ""
 
 
 def without_host_work(opened: SlotOpen, vocab: int) -> SlotOpen:

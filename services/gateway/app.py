@@ -47,7 +47,7 @@ from services.gateway.native_call import (
     read_body,
     unless_gone,
 )
-from services.gateway.openai_response import BODY_SEND, OPENAI, Api, EventStream
+from services.gateway.openai_response import BODY_SEND, EMBEDDINGS, OPENAI, Api, EventStream
 from services.gateway.openapi import document
 from services.gateway.page import Page
 from services.gateway.responses.events import RESPONSES, ResponseEvents
@@ -66,7 +66,7 @@ from shared.fair_share import over_share
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
-from shared.openai.call import Call, read_call, timed_id
+from shared.openai.call import Call, timed_id
 from shared.telemetry import traces
 from shared.telemetry.export import Tracer
 from shared.telemetry.metrics import CONTENT_TYPE, to_prometheus
@@ -104,6 +104,7 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.complete, methods=["POST"]),
         Route("/v1/responses", endpoints.responses, methods=["POST"]),
+        Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
         *endpoints.durable.routes(),
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{model:path}", endpoints.model, methods=["GET"]),
@@ -111,6 +112,7 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
         Route("/v1/messages/count_tokens", endpoints.count_tokens, methods=["POST"]),
         Route("/api/chat", endpoints.ollama_chat, methods=["POST"]),
         Route("/api/generate", endpoints.ollama_generate, methods=["POST"]),
+        Route("/api/embed", endpoints.ollama_embed, methods=["POST"]),
         Route("/api/tags", endpoints.ollama_tags, methods=["GET"]),
         Route("/api/ps", endpoints.ollama_tags, methods=["GET"]),
         Route("/api/show", endpoints.ollama_show, methods=["POST"]),
@@ -168,6 +170,10 @@ class Endpoints:
         """`POST /v1/responses`."""
         return await self._generate(request, api=RESPONSES)
 
+    async def embeddings(self, request: Request) -> Response:
+        """`POST /v1/embeddings`."""
+        return await self._generate(request, chat=False, api=EMBEDDINGS)
+
     async def messages(self, request: Request) -> Response:
         """`POST /v1/messages`, of Anthropic's API."""
         return await self._generate(request, api=anthropic.MESSAGES)
@@ -184,6 +190,10 @@ class Endpoints:
     async def ollama_generate(self, request: Request) -> Response:
         """`POST /api/generate`."""
         return await self._generate(request, api=ollama.GENERATE)
+
+    async def ollama_embed(self, request: Request) -> Response:
+        """`POST /api/embed`."""
+        return await self._generate(request, chat=False, api=ollama.EMBED)
 
     async def ollama_tags(self, request: Request) -> Response:
         """`GET /api/tags`, and `GET /api/ps`: every model is loaded."""
@@ -262,7 +272,7 @@ class Endpoints:
             exchange.request_id = timed_id(prefix, self.clock.wall_us() // 1_000_000)
         if api is RESPONSES:
             fields = await self.durable.continued(fields, client)
-        call = read_call(fields, chat=chat, request_id=exchange.request_id)
+        call = api.to_call(fields, chat=chat, request_id=exchange.request_id)
         exchange.stream = call.stream
         if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
             exchange.request_id = call.request_id

@@ -32,6 +32,7 @@ from shared.openai.call import Body, Call
 
 log = logging.getLogger("headrace.gateway")
 
+MOST_AT_ONCE = 256  # native requests of one HTTP request: the others wait here, and not in a scheduler
 GRACE_S = 5.0  # after a request's own time limit, for the error of the services to arrive
 
 BODY_TIMEOUT_S = 30.0
@@ -161,8 +162,9 @@ class NativeCall:
         if len(call.bodies) == 1:
             return [await ask(call.bodies[0])]
         try:
+            free = asyncio.Semaphore(MOST_AT_ONCE)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(ask(body)) for body in call.bodies]
+                tasks = [group.create_task(_within(free, ask(body))) for body in call.bodies]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -204,6 +206,14 @@ class NativeCall:
         asked: Any = body.get("timeout_s")
         limited = type(asked) in (int, float) and asked > 0
         return (float(asked) if limited else self.timeout_s) + GRACE_S
+
+
+async def _within(free: asyncio.Semaphore, work: Coroutine[Any, Any, Body]) -> Body:
+    try:
+        async with free:
+            return await work
+    finally:
+        work.close()  # if it was cancelled before it began
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Body]]) -> AsyncGenerator[Body]:

@@ -21,6 +21,7 @@ from services.gateway.openai_response import Api, Body, ChunkBuilder
 from shared.api import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    MAX_TOP_K,
     NO_EFFECT,
     NOT_YET,
     Role,
@@ -32,7 +33,7 @@ from shared.api import (
     whole_numbers,
 )
 from shared.errors import HeadraceError
-from shared.openai.call import Call, thinking
+from shared.openai.call import MAX_INPUTS, Call, read_vectors_call, thinking
 from shared.openai.whole_answer import answer
 
 LATEST = ":latest"  # ollama's tag of a name without one
@@ -44,6 +45,10 @@ _sampling: dict[str, Any] = {
     _OURS.get(name, name): (field.annotation, field) for name, field in SamplingFields.model_fields.items()
 }
 _SamplingOptions = create_model("_SamplingOptions", **_sampling)
+
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 def _present(value: object) -> object:
@@ -123,6 +128,20 @@ class OllamaGenerateRequest(OllamaRequest):
 
 
 Kind = type[OllamaChatRequest] | type[OllamaGenerateRequest]
+
+
+class OllamaEmbedRequest(BaseModel):
+    """Texts to turn into vectors."""
+
+    model_config = _STRICT
+    _whole = whole_numbers()
+
+    model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
+    input: Texts = Field(description="one text or several")
+    dimensions: int | None = Field(None, ge=1, le=MAX_TOP_K, description="leading numbers of each vector")
+    truncate: Any = Field(None, description=f"{NO_EFFECT}: a text that is too long is refused")
+    options: Any = _IDLE
+    keep_alive: Any = _IDLE
 
 
 class OllamaShowRequest(BaseModel):
@@ -318,7 +337,7 @@ def shown(model: Body) -> Body:
         "modified_at": _date(model["created"]),
         "details": _DETAILS,
         "model_info": info,
-        "capabilities": ["completion", "tools"],
+        "capabilities": ["completion", "tools", "embedding"],
     }
 
 
@@ -332,6 +351,28 @@ def read_show(fields: Body) -> Body:
     return {"model": name.removesuffix(LATEST)} if name else {}
 
 
+def read_embed(fields: Body) -> Body:
+    """The fields of a call for vectors. Raises BadRequest."""
+    try:
+        asked = OllamaEmbedRequest.model_validate(fields)
+    except ValidationError as error:
+        raise bad_field(error) from error
+    body = asked.model_dump(include={"model", "input", "dimensions"}, exclude_none=True)
+    return {**body, "model": asked.model.removesuffix(LATEST)} if asked.model else body
+
+
+def embedded(call: Call, natives: Sequence[Body], _: Sequence[str]) -> Body:
+    """The answer of `/api/embed`."""
+    took_ms = max(each["timings"]["total_ms"] for each in natives)
+    return {
+        "model": call.model,
+        "embeddings": [each["embedding"] for each in natives],
+        "total_duration": int(took_ms * 1e6),
+        "load_duration": 0,
+        "prompt_eval_count": sum(each["usage"]["prompt_tokens"] for each in natives),
+    }
+
+
 def _api(kind: Kind, *, chat: bool) -> Api:
     chunks: Callable[..., Any] = partial(Lines, chat=chat)
     whole, at_once = partial(whole_answer, chat=chat), partial(loaded, chat=chat)
@@ -340,4 +381,5 @@ def _api(kind: Kind, *, chat: bool) -> Api:
 
 CHAT = _api(OllamaChatRequest, chat=True)
 GENERATE = _api(OllamaGenerateRequest, chat=False)
+EMBED = Api(embedded, error=error_body, read=read_embed, to_call=read_vectors_call)
 SHOW = Api(error=error_body, read=read_show)

@@ -31,9 +31,9 @@ from services.gateway.native_call import PROMPT, unless_gone
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
-from shared.openai.call import Call
+from shared.openai.call import Call, read_call, read_vectors_call
 from shared.openai.error_shape import body_of
-from shared.openai.whole_answer import answer, stop_reason, total
+from shared.openai.whole_answer import answer, stop_reason, total, vectors
 
 Body = dict[str, Any]
 
@@ -330,7 +330,9 @@ class Api:
     error: Callable[[HeadraceError, str], Body] = body_of
     read: Callable[[Body], Body] = dict  # raises BadRequest
     at_once: Callable[[Body, int], Body | None] = lambda fields, created: None  # an answer without the model
+    to_call: Callable[..., Call] = read_call
     prefix: str = ""  # of the ids that the gateway draws, which then have the time in them
 
 
 OPENAI = Api()
+EMBEDDINGS = Api(vectors, to_call=read_vectors_call)

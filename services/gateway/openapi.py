@@ -13,10 +13,15 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from services.gateway.anthropic import CountTokensRequest, MessagesRequest
 from services.gateway.batches import MOST_LIMIT
-from services.gateway.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from shared.api import ChatRequest, CompletionRequest
+from services.gateway.ollama import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from shared.api import ChatRequest, CompletionRequest, EmbeddingRequest
 from shared.openai.batch_lines import URLS, WINDOW
-from shared.openai.call import MAX_PROMPTS
+from shared.openai.call import MAX_INPUTS, MAX_PROMPTS
 from shared.openai.responses.request import ResponseRequest
 
 Json = dict[str, Any]
@@ -117,6 +122,7 @@ def _paths() -> Json:
             },
             "parameters": [_ID],
         },
+        "/v1/embeddings": {"post": _post("Embedding", "the vectors of texts", generating)},
         "/v1/messages": {
             "post": _post(
                 "Messages", "answer a conversation (Anthropic)", generating, stream=True, api="Anthropic"
@@ -133,6 +139,7 @@ def _paths() -> Json:
         "/api/generate": {
             "post": _post("OllamaGenerate", "answer a prompt (ollama)", generating, stream=True, api="Ollama")
         },
+        "/api/embed": {"post": _post("OllamaEmbed", "vectors of texts (ollama)", generating, api="Ollama")},
         "/api/tags": {"get": _get("OllamaModels", "the models served (ollama)", _LISTING, "Ollama")},
         "/api/ps": {"get": _get("OllamaModels", "the models loaded (ollama)", _LISTING, "Ollama")},
         "/api/show": {"post": _post("OllamaShow", "one served model (ollama)", _ASKING, api="Ollama")},
@@ -286,6 +293,10 @@ def _either(name: str, idle: list[object], other: str, needed: list[object]) -> 
     }
 
 
+def _or_several(kinds: list[Schema], most: int) -> list[Schema]:
+    return kinds + [{"type": "array", "items": each, "minItems": 1, "maxItems": most} for each in kinds]
+
+
 def _requests() -> dict[str, Schema]:
     """The models of shared/api.py with the additions of HTTP: null for any field but the prompt, also for one
     that is not known; several prompts and `echo` of a completion."""
@@ -294,15 +305,17 @@ def _requests() -> dict[str, Schema]:
         (kind, "validation")
         for kind in (
             ChatRequest, CompletionRequest, MessagesRequest, CountTokensRequest, OllamaChatRequest,
-            OllamaGenerateRequest, OllamaShowRequest, ResponseRequest,
+            OllamaGenerateRequest, OllamaShowRequest, ResponseRequest, EmbeddingRequest,
+            OllamaEmbedRequest,
         )
     ]  # fmt: skip
     schemas: dict[str, Schema]
     schemas = models_json_schema(kinds, ref_template="#/components/schemas/{model}")[1]["$defs"]
     chat, completion = (schemas[kind.__name__]["properties"] for kind in (ChatRequest, CompletionRequest))
     prompts = completion["prompt"]["anyOf"]
-    several = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_PROMPTS} for each in prompts]
-    completion["prompt"]["anyOf"] = prompts + several
+    completion["prompt"]["anyOf"] = _or_several(prompts, MAX_PROMPTS)
+    given = schemas["EmbeddingRequest"]["properties"]["input"]
+    given["anyOf"] = _or_several(given["anyOf"], MAX_INPUTS)
     completion["echo"] = {"type": "boolean", "description": "start with the prompt; not with `logprobs`"}
     for name in (*(kind.__name__ for kind, _ in kinds), "Options", "OllamaMessage"):
         fields, required = schemas[name]["properties"], schemas[name].get("required", ())
@@ -427,6 +440,7 @@ _ASSISTANT = _object(
 )
 _ERROR = _object("request_id", message=TEXT, type=TEXT, param=_WORD, code=_WORD, request_id=TEXT)
 
+_NUMBERS: Schema = {"type": "array", "items": {"type": "number"}}
 _NAME: Schema = {**TEXT, "minLength": 1, "maxLength": 128}
 _TIME: Schema = {"type": ["integer", "null"], "description": "seconds since 1970"}
 _METADATA: Schema = {
@@ -496,6 +510,20 @@ COMPONENTS: dict[str, Schema] = {
     "CompletionAnswer": _answer("text_completion", text=TEXT),
     "ResponseAnswer": _response(),
     "Accepted": _object(id=TEXT, object=_one_of("chat.completion", "text_completion"), status=TEXT),
+    "EmbeddingAnswer": _object(
+        object=_one_of("list"),
+        data={
+            "type": "array",
+            "items": _object(object=_one_of("embedding"), index=COUNT, embedding={"anyOf": [_NUMBERS, TEXT]}),
+        },
+        model=TEXT,
+        usage=_object(prompt_tokens=COUNT, total_tokens=COUNT),
+    ),
+    "OllamaEmbedAnswer": _object(
+        model=TEXT,
+        embeddings={"type": "array", "items": _NUMBERS},
+        **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), COUNT),
+    ),
     "MessagesAnswer": _object(
         id=TEXT,
         type=_one_of("message"),

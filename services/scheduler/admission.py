@@ -432,4 +432,5 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
         processors=tokenized.processors,
         tenant=tokenized.tenant,
         min_tokens=tokenized.min_tokens,
+        pooling=tokenized.pooling,
     )

@@ -21,7 +21,8 @@ TOMBSTONE_US = 60_000_000
 
 def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
     """End a live sequence normally after `final` generated tokens."""
-    headroom.observe_output(state, final)
+    if not sequence.vector:
+        headroom.observe_output(state, final)
     first_us, last_us = sequence.first_token_us, sequence.last_token_us
     state.counters.add_ended(
         state.now_us - sequence.request.arrival_us, last_us - first_us, sequence.generated

@@ -89,7 +89,11 @@ def _give(
         paired = enumerate(zip(flight.rows, ids, strict=True))
         at = [i for i, ((s, placement), token) in paired if s.placement == placement and token >= 0]
         rows, ids = [flight.rows[i][0] for i in at], ints([ids[i] for i in at])
-    _send_tokens(state, executor, result, TokenRows(at, rows, ids))
+    given = TokenRows(at, rows, ids)
+    if result.vectors:
+        given = _without_pooled(state, dict(result.vectors), given, over)
+    _send_tokens(state, executor, result, given)
+    at, rows, ids = given
     if result.logprobs:
         _keep_scores(result, at, rows)
     now_us = state.now_us
@@ -112,6 +116,19 @@ def _give(
         if sequence.placement == placement:
             over.append((sequence, why))
     return len(rows)
+
+
+def _without_pooled(
+    state: State, vectors: dict[int, bytes], given: TokenRows, over: list[tuple[Sequence, str]]
+) -> TokenRows:
+    """Keep the vectors of these rows, which end their sequences. Returns the rows with a token."""
+    for index, s in zip(given.at, given.rows, strict=True):
+        if index in vectors:
+            s.vector = vectors[index]
+            s.first_token_us = s.last_token_us = state.now_us
+            state.counters.ttft_us.add(state.now_us - s.request.arrival_us)
+            over.append((s, "stop"))
+    return given.of([i for i, index in enumerate(given.at) if index not in vectors])
 
 
 def _send_tokens(state: State, executor: Executor, result: StepResult, given: TokenRows) -> None:

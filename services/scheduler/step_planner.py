@@ -48,6 +48,7 @@ LATE_PART = 4  # that part is a quarter of the tokens
 
 HELD_LOOPS = 64  # so a step that waits for a slot costs at most 1.6 % of the time: see room_comes_soon
 OVERDUE = 2  # a copy that takes so many times its predicted time has no foreseeable end
+MOST_VECTORS = 256  # in one step: with hidden states of 8,192 numbers 8 MiB of a result's 15
 MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 KiB; a longer table needs a plan without others
 EMPTY = partial(array, "i")  # as `ints()`, in a third of the time
 NO_ROWS = StepShape(0, 0, 0, 0)
@@ -189,9 +190,13 @@ def _add_chunks(
     budget = whole = chunk_budget(state, executor, columns, prompts[0].computed, left_tokens, share)
     state.counters.budget_tokens = budget
     executor.pace.crowded = left_tokens > state.limits.step_tokens
+    vectors = 0
     for sequence in prompts:
         if budget <= 0:
             break
+        vectors += bool(sequence.request.tokenized.pooling)
+        if vectors > MOST_VECTORS and sequence.request.tokenized.pooling:
+            continue
         prefix_cache.catch_up(executor, sequence)
         unsent = len(sequence.table) - sequence.table_sent
         if unsent and not columns.has_table_room(unsent):

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from services.tokenizer.prepare import ServedModel, Submission, prepared
 from shared.actor.mailbox import Mailbox
-from shared.errors import HeadraceError, Overloaded
+from shared.errors import BadRequest, HeadraceError, Overloaded
+from shared.messages import Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
 from shared.replies import error_reply, to_json
@@ -67,6 +68,8 @@ class Checks:
         )
         loop = asyncio.get_running_loop()
         outcome = (await loop.run_in_executor(self._thread, prepared, submission, self._model)).outcome
+        if isinstance(outcome, Tokenized) and outcome.pooling:
+            outcome = BadRequest("`input`: vectors are not kept for later; do not submit it", param="input")
         if isinstance(outcome, HeadraceError):
             body = error_reply(outcome, "", "")
         else:

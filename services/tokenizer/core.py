@@ -51,6 +51,8 @@ MOST_ASKED = 2
 
 def _refused_field(code: int, asked: Tokenized) -> str | None:
     """The request field that a scheduler's refusal is about."""
+    if code == BadRequest.code and asked.pooling:
+        return "input"
     if code == BadRequest.code and asked.open_end:
         return "messages" if asked.format == "chat" else "prompt"
     return {BadRequest.code: "max_tokens", DuplicateRequest.code: "request_id"}.get(code)

@@ -28,6 +28,7 @@ from shared.api import (
     UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     GenerateRequest,
     bad_field,
 )
@@ -35,7 +36,7 @@ from shared.checkpoints import body_hash
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
 from shared.json_body import read_json, refuse_odd_values
-from shared.messages import Sampling, Tokenized, floats, ints
+from shared.messages import EMBEDDING, EMBEDDING_BASE64, WHOLE_VECTOR, Sampling, Tokenized, floats, ints
 from shared.nats import subjects
 from shared.nats.access import CLASSES, is_keepers
 from shared.vocab.vocabulary import Vocabulary
@@ -50,14 +51,19 @@ CANCELLED = "the request was cancelled"
 LATE = "the request's time limit passed in intake"
 
 Request = ChatRequest | CompletionRequest
-_KNOWN = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+_KINDS: dict[str, type[Request | EmbeddingRequest]] = {
+    "messages": ChatRequest,
+    "prompt": CompletionRequest,
+    "input": EmbeddingRequest,
+}
+_KNOWN = {name for kind in _KINDS.values() for name in kind.model_fields}
 _HINTS = {  # names of other servers and clients
     **dict.fromkeys(
         ("max_new_tokens", "max_output_tokens", "max_length", "max_gen_len", "num_predict"), "max_tokens"
     ),
     **dict.fromkeys(("top_n", "top_n_tokens"), "top_logprobs"),
     **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
-    **dict.fromkeys(("input", "system", "instructions"), "messages"),
+    **dict.fromkeys(("system", "instructions"), "messages"),
     **dict.fromkeys(("json_schema", "response_schema", "format", "text"), "response_format"),
     "inputs": "prompt",
     "num_beams": "n",
@@ -68,7 +74,7 @@ _HINTS = {  # names of other servers and clients
     "thinking": "chat_template_kwargs",
     "enable_thinking": "chat_template_kwargs",
 }
-_JUDGED = frozenset({"prompt", "logits_processors"})  # checked where they are read
+_JUDGED = frozenset({"prompt", "input", "logits_processors"})  # checked where they are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,17 +206,15 @@ def _map(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     return fields
 
 
-def read_request(fields: dict[str, Any]) -> Request:
-    """The validated request: a chat if it has `messages`, else a completion. Raises BadRequest with the name
-    of the field."""
+def read_request(fields: dict[str, Any]) -> Request | EmbeddingRequest:
+    """The validated request: a chat if it has `messages`, a completion if it has `prompt`, else one for a
+    vector. Raises BadRequest with the name of the field."""
     if not fields.keys() <= _KNOWN:
         raise _unknown(next(name for name in fields if name not in _KNOWN))
-    if ("messages" in fields) == ("prompt" in fields):
-        raise BadRequest("give either `messages` or `prompt`")
-    kind: type[Request] = ChatRequest if "messages" in fields else CompletionRequest
+    if len(given := _KINDS.keys() & fields.keys()) != 1:
+        raise BadRequest("give either `messages` or `prompt`, or `input` for a vector")
     try:
-        request: Request = kind.model_validate(fields)
-        return request
+        return _KINDS[given.pop()].model_validate(fields)
     except ValidationError as error:
         raise bad_field(error) from error
 
@@ -255,7 +259,6 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     """The request for the scheduler, from the `fields` of its body. Raises BadRequest, Forbidden, and
     DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields)
-    tools = read_tools(request)
     if not _is_for(request.model, submission.alias, model):
         raise BadRequest(
             f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
@@ -265,6 +268,9 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     timeout_us = model.default_timeout_us if request.timeout_s is None else int(request.timeout_s * 1e6)
     if 0 < submission.received_us <= submission.handled_us - timeout_us:
         raise DeadlineExceeded(LATE)
+    if isinstance(request, EmbeddingRequest):
+        return _for_vector(submission, request, model, timeout_us)
+    tools = read_tools(request)
     prompt = encode_prompt(request, tools, model, submission.received_wall_us)
     form, thinking = _answer_format(request, tools, model, prompt)
     grammar = grammar_of(request, tools, form, thinking=thinking, available=submission.grammars)
@@ -306,12 +312,40 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     )
 
 
+def _for_vector(
+    submission: Submission, request: EmbeddingRequest, model: ServedModel, timeout_us: int
+) -> Tokenized:
+    """A prompt whose vector is wanted: to the scheduler a greedy request for one token."""
+    prompt = encode_input(request, model)
+    if len(prompt) >= model.max_context:
+        why = f"the input has {len(prompt)} tokens, and a vector takes one more; shorten the input"
+        raise _over_context(model.max_context, why, "input")
+    return Tokenized(
+        request=request.request_id or submission.fresh_id,
+        attempt=submission.attempt,
+        tenant=submission.tenant,
+        model=model.name,
+        inbox=submission.inbox,
+        slo_class=_slo_class(request, submission),
+        timeout_us=timeout_us,
+        received_wall_us=submission.received_wall_us,
+        max_tokens=1,
+        format=EMBEDDING if request.encoding_format == "float" else EMBEDDING_BASE64,
+        sampling=Sampling(temperature=0.0),
+        tokens=ints(prompt),
+        handled_wall_us=submission.handled_wall_us,
+        parent_span=submission.parent_span,
+        routing_key=_routing_key(submission.tenant, request, prompt),
+        pooling=request.dimensions or WHOLE_VECTOR,
+    )
+
+
 def _is_for(asked: str | None, alias: str, model: ServedModel) -> bool:
     """True if the model in a body agrees with the subject of the request."""
     return asked in (None, *model.names) or (bool(alias and asked) and subjects.token(str(asked)) == alias)
 
 
-def _routing_key(tenant: str, request: Request, prompt: list[int]) -> str:
+def _routing_key(tenant: str, request: Request | EmbeddingRequest, prompt: list[int]) -> str:
     """The hash of a tenant and its `prompt_cache_key`, else the start of the prompt. That of a chat ends with
     the first message of the user: it is the same in every turn, and chats with one long system prompt do not
     all go to one scheduler."""
@@ -340,7 +374,7 @@ def _checkpoints(request: Request, submission: Submission) -> str:
     return body_hash(submission.body)
 
 
-def _slo_class(request: Request, submission: Submission) -> str:
+def _slo_class(request: Request | EmbeddingRequest, submission: Submission) -> str:
     """The class of a request. Without one it gets the default, or the highest class of its tenant if the
     default is not allowed. Raises Forbidden."""
     allowed = submission.classes
@@ -358,23 +392,35 @@ def _slo_class(request: Request, submission: Submission) -> str:
 def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wall_us: int) -> list[int]:
     """The prompt's token ids. A text prompt gets the model's BOS token; ids are used unchanged. Raises
     BadRequest."""
-    vocabulary = model.vocabulary
     if isinstance(request, ChatRequest):
         _check_chars("messages", sum(len(message.content) for message in request.messages), model)
         messages = [message.model_dump() for message in request.messages]
         options = _template_options(request, model)
         starts = request.add_generation_prompt and not request.continue_final_message
         ids = model.template.encode(messages, tools, starts, wall_us, options)
-    elif isinstance(request.prompt, str):
-        _check_chars("prompt", len(request.prompt), model)
-        ids = [*vocabulary.prefix_ids, *vocabulary.encode(request.prompt, special=True)]
     else:
-        ids = request.prompt
-        if len(ids) < model.max_context:
-            _check_ids("prompt", ids, vocabulary.size)
+        ids = _encoded("prompt", request.prompt, model)
     if not ids:
         raise BadRequest("the prompt is empty", param="prompt")
     return ids
+
+
+def encode_input(request: EmbeddingRequest, model: ServedModel) -> list[int]:
+    """The token ids of an input. A text gets what the model's tokenizer puts around it. Raises BadRequest."""
+    if not request.input:
+        raise BadRequest("the input is empty", param="input")
+    ids = _encoded("input", request.input, model)
+    return [*ids, *model.vocabulary.suffix_ids] if isinstance(request.input, str) else ids
+
+
+def _encoded(param: str, given: str | list[int], model: ServedModel) -> list[int]:
+    vocabulary = model.vocabulary
+    if isinstance(given, str):
+        _check_chars(param, len(given), model)
+        return [*vocabulary.prefix_ids, *vocabulary.encode(given, special=True)]
+    if len(given) < model.max_context:
+        _check_ids(param, given, vocabulary.size)
+    return given
 
 
 def _template_options(request: ChatRequest, model: ServedModel) -> TemplateOptions:

@@ -15,12 +15,20 @@ from typing import Any
 from pydantic_core import from_json
 
 from services.tokenizer.core import Fail
-from services.tokenizer.prepare import Origin, ServedModel, encode_prompt, read_body, read_request
+from services.tokenizer.prepare import (
+    Origin,
+    ServedModel,
+    encode_input,
+    encode_prompt,
+    read_body,
+    read_request,
+)
 from services.tokenizer.structured_output import grammar_of, read_tools
 from shared import codec
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers
 from shared.aliases import Alias, Aliases
+from shared.api import EmbeddingRequest
 from shared.errors import (
     BadRequest,
     HeadraceError,
@@ -305,12 +313,15 @@ def models_body(
 
 
 def tokenize_body(data: bytes, model: ServedModel, wall_us: int) -> dict[str, Any]:
-    """Token ids of the `prompt` or `messages` in `data`, the same as for a generate request. Raises
+    """Token ids of the `prompt`, `messages` or `input` in `data`, the same as for a generate request. Raises
     BadRequest."""
     request = read_request(read_body(data))
-    tools = read_tools(request)
-    grammar_of(request, tools)  # raises for a wrong one
-    ids = encode_prompt(request, tools, model, wall_us)
+    if isinstance(request, EmbeddingRequest):
+        ids = encode_input(request, model)
+    else:
+        tools = read_tools(request)
+        grammar_of(request, tools)  # raises for a wrong one
+        ids = encode_prompt(request, tools, model, wall_us)
     return {"model": model.name, "count": len(ids), "tokens": ids}
 
 

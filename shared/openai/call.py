@@ -19,6 +19,7 @@ from shared.nats.subjects import MAX_NAME_CHARS
 from shared.openai.answer_parts import Functions, functions_of
 
 MAX_PROMPTS = 64  # of one completion
+MAX_INPUTS = 2_048  # of one call for vectors, as in the OpenAI API
 _LONG_CHARS, _DIGEST_CHARS = 96, 24  # of a long id and its digest, when prompts get numbered ids
 
 _ID_BYTES = 12
@@ -89,7 +90,7 @@ def read_call(fields: Body, *, chat: bool, request_id: str) -> Call:
     return Call(
         chat=chat,
         request_id=str(named),
-        bodies=tuple(_bodies(native)),
+        bodies=tuple(_bodies(native, "prompt", MAX_PROMPTS)),
         stream=stream,
         include_usage=usage,
         continuous_usage=usage and native["stream_options"].get("continuous_usage_stats") is True,
@@ -112,17 +113,30 @@ def _usage(fields: Body, *, stream: bool) -> tuple[bool, Body]:
     return wanted is True, {**fields, "stream_options": options}
 
 
-def _bodies(native: Body) -> list[Body]:
-    """One body for each prompt; a list of numbers is one prompt."""
-    prompts = native.get("prompt")
+def read_vectors_call(fields: Body, *, chat: bool, request_id: str) -> Call:
+    """The call of `fields` for the vectors of `input`, likewise; it is no `chat`."""
+    if "input" not in fields:
+        raise BadRequest("`input` is missing", param="input")
+    if other := {"messages", "prompt"} & fields.keys():
+        raise BadRequest(f"`{min(other)}` is not for this path: leave it out", param=min(other))
+    if fields.get("stream", False) is not False:
+        raise BadRequest("`stream`: vectors come at once; leave it out", param="stream")
+    native = {"request_id": request_id, **fields}
+    bodies = tuple(_bodies(native, "input", MAX_INPUTS))
+    return Call(chat=chat, request_id=str(native["request_id"]), bodies=bodies)
+
+
+def _bodies(native: Body, name: str, most: int) -> list[Body]:
+    """One body for each prompt, the field `name`; a list of numbers is one prompt."""
+    prompts = native.get(name)
     if not isinstance(prompts, list) or not prompts or not isinstance(prompts[0], str | list):
         return [native]
-    if len(prompts) > MAX_PROMPTS:
-        raise BadRequest(f"`prompt`: {len(prompts)} prompts are over {MAX_PROMPTS}", param="prompt")
+    if len(prompts) > most:
+        raise BadRequest(f"`{name}`: {len(prompts)} {name}s are over {most}", param=name)
     if len(prompts) == 1:
-        return [{**native, "prompt": prompts[0]}]
+        return [{**native, name: prompts[0]}]
     stem = _short(native["request_id"])
-    return [{**native, "prompt": p, "request_id": f"{stem}:{i}"} for i, p in enumerate(prompts)]
+    return [{**native, name: p, "request_id": f"{stem}:{i}"} for i, p in enumerate(prompts)]
 
 
 def _short(request_id: str) -> str:
@@ -130,7 +144,7 @@ def _short(request_id: str) -> str:
     invalid id stays, for the tokenizer to refuse."""
     if not isinstance(request_id, str) or not re.fullmatch(REQUEST_ID, request_id):
         return request_id
-    if len(request_id) <= MAX_NAME_CHARS - len(f":{MAX_PROMPTS}"):
+    if len(request_id) <= MAX_NAME_CHARS - len(f":{MAX_INPUTS}"):
         return request_id
     return request_id[:_LONG_CHARS] + "." + sha256(request_id.encode()).hexdigest()[:_DIGEST_CHARS]
 

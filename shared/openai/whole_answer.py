@@ -32,6 +32,20 @@ def answer(call: Call, native: Sequence[Body], echoed: Sequence[str]) -> Body:
     return body
 
 
+def vectors(call: Call, native: Sequence[Body], _: Sequence[str]) -> Body:
+    """The answer of `/v1/embeddings` from the native vectors of all inputs."""
+    usage = total([each["usage"] for each in native])
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": each["embedding"]}
+            for index, each in enumerate(native)
+        ],
+        "model": call.model,
+        "usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens")},
+    }
+
+
 def total(usages: Sequence[Body]) -> Body:
     """The total usage of several prompts."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")

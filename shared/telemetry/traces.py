@@ -60,7 +60,10 @@ GEN_AI_FIRST_CHUNK_S = "gen_ai.response.time_to_first_chunk"
 GEN_AI_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 GEN_AI_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 GEN_AI_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
-OPERATIONS = {"chat": "chat", "completion": "text_completion"}  # Open.format -> gen_ai.operation.name
+OPERATIONS = {  # Open.format -> gen_ai.operation.name
+    "chat": "chat", "completion": "text_completion", "embedding": "embeddings",
+    "embedding_base64": "embeddings",
+}  # fmt: skip
 PROVIDER = "headrace"
 
 # messaging

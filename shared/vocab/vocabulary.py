@@ -66,6 +66,7 @@ class VocabularyParts:
     # and match only these, neither their old names nor merges; all ids stay.
     build: Callable[[Mapping[str, str]], Tokenizer]
     prefix_ids: tuple[int, ...]  # put before a completion prompt: BOS, or nothing
+    suffix_ids: tuple[int, ...] = ()  # put after a text whose vector is wanted: an end token, or nothing
     bos_id: int | None
     eos_ids: tuple[int, ...]
     chat_template: str  # jinja source, "" if the model has none
@@ -86,7 +87,7 @@ class Vocabulary:
         self._parts = parts
         self.size = len(parts.tokens)
         self.special_ids = parts.special
-        self.prefix_ids = parts.prefix_ids
+        self.prefix_ids, self.suffix_ids = parts.prefix_ids, parts.suffix_ids
         self.eos_ids = parts.eos_ids
         self.chat_template = parts.chat_template
         self.context_tokens = parts.context_tokens
@@ -265,6 +266,7 @@ def hf_parts(folder: Path) -> VocabularyParts:
         byte_level=_is_byte_level(json.loads(source), file),
         build=lambda names: _renamed(Tokenizer.from_str(source), names),
         prefix_ids=_prefix_ids(tokenizer, config, bos),
+        suffix_ids=_suffix_ids(tokenizer, config, vocab),
         bos_id=bos,
         eos_ids=_eos_ids(folder, config, vocab),
         chat_template=_chat_template(folder, config),
@@ -303,6 +305,16 @@ def _prefix_ids(tokenizer: Tokenizer, config: dict[str, Any], bos: int | None) -
     around = tokenizer.encode("a")
     put = takewhile(lambda pair: pair[1], zip(around.ids, around.special_tokens_mask, strict=True))
     return tuple(i for i, _ in put)
+
+
+def _suffix_ids(tokenizer: Tokenizer, config: dict[str, Any], vocab: dict[str, int]) -> tuple[int, ...]:
+    """The ids that the tokenizer puts after a text: those of its post-processor, else what `add_eos_token`
+    asks for."""
+    around = tokenizer.encode("a")
+    pairs = zip(reversed(around.ids), reversed(around.special_tokens_mask), strict=True)
+    put = tuple(i for i, _ in takewhile(lambda pair: pair[1], pairs))[::-1]
+    eos = vocab.get(_text_of(config.get("eos_token")))
+    return put or ((eos,) if config.get("add_eos_token") and eos is not None else ())
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str:
@@ -354,6 +366,7 @@ def gguf_parts(path: Path) -> VocabularyParts:
         byte_level=model == "gpt2",
         build=builders[model](data),
         prefix_ids=(bos,) if add_bos and bos is not None else (),
+        suffix_ids=ends[:1] if data.get("tokenizer.ggml.add_eos_token") else (),
         bos_id=bos,
         eos_ids=ends,
         chat_template=data.get("tokenizer.chat_template", ""),

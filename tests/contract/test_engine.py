@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from support.executor.plan_maker import PlanMaker, Row
 from support.executor.tiny_models import VOCAB, save_tiny
 
 from services.executor.engine import Backend, StepOutput
-from shared.messages import Sampling, ints
+from shared.messages import WHOLE_VECTOR, Sampling, ints
 
 HOT = Sampling(temperature=1.5)
 Make = Callable[[], Backend]
@@ -139,3 +140,44 @@ def test_warm_up_leaves_no_trace_and_closing_twice_is_closing(make: Make) -> Non
     assert maker.prefill({0: len(PROMPT)}).ids[0] == alone(make, 1, 0, 2)[0]
     backend.close()
     backend.close()
+
+
+def test_a_row_that_pools_gives_a_vector_and_changes_no_other_row(make: Make) -> None:
+    def answers(*, pooled: bool) -> tuple[list[list[int]], dict[int, bytes]]:
+        maker, count = PlanMaker(make()), len(PROMPT)
+        for slot in range(3):
+            maker.open(slot, PROMPT, HOT, seed=slot)
+        ids = [list(maker.run([Row(slot, 0, count, feeds=(slot,)) for slot in range(3)]).ids)]
+        decodes = [Row(slot, count, 1, True, (slot,)) for slot in range(3)]
+        if not pooled:
+            return [*ids, list(maker.run(decodes).ids)], {}
+        for slot, numbers in ((5, WHOLE_VECTOR), (6, 4), (7, WHOLE_VECTOR)):
+            maker.open(slot, PROMPT[slot:], pooling=numbers, max_length=count - slot + 1)
+        assert not maker.run([Row(6, 0, 5)]).vectors  # a chunk that is not the prompt's last
+        starts = {5: 0, 6: 5, 7: 0}
+        prompts = [Row(s, start, count - s - start, feeds=(s,)) for s, start in starts.items()]
+        found = maker.run([*decodes, *prompts])
+        assert list(found.done[3:]) == [1, 1, 1]
+        return [*ids, list(found.ids[:3])], dict(found.vectors)
+
+    plain, _ = answers(pooled=False)
+    beside, vectors = answers(pooled=True)
+    assert beside == plain
+    assert sorted(vectors) == [3, 4, 5]
+    assert len(vectors[3]) == len(vectors[5]) == 4 * make().info.hidden
+    assert len(vectors[4]) == 4 * 4
+    for data in vectors.values():
+        assert sum(x * x for x in array("f", data)) == pytest.approx(1)
+
+
+def test_the_vector_of_a_prompt_is_the_same_for_all_engines_with_weights(make: Make, folder: Path) -> None:
+    if make().info.backend == "sim":
+        return  # it has none
+    found = []
+    for engine in (make(), small_engine("torch", folder, {})):
+        maker = PlanMaker(engine)
+        maker.open(0, PROMPT, pooling=WHOLE_VECTOR)
+        ((_, data),) = maker.prefill({0: len(PROMPT)}).vectors
+        found.append(array("f", data))
+    least = 0.99999 if make().info.dtype == "f32" else 0.99  # keys and values in fp8
+    assert sum(x * y for x, y in zip(*found, strict=True)) > least

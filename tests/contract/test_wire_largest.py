@@ -15,6 +15,7 @@ from support.wire_samples import SAMPLES
 from services.kv_offload.peers.book import BATCH
 from services.scheduler.kv_tiers.lookups import MAX_KEYS
 from services.scheduler.state.requests import MAX_CHUNKS, MAX_DECISIONS, MAX_IDS
+from services.scheduler.step_planner import MOST_VECTORS
 from services.tokenizer.structured_output import MAX_GRAMMAR_CHARS
 from shared import codec
 from shared.api import (
@@ -144,7 +145,9 @@ def rows(draw: st.DrawFn, kind: str, most: int) -> Message:
             copy_from=many, copy_to=many, wait_jobs=many,
         ),
         "StepResult": lambda: but(
-            kind, ids=many, done=many, error=WHY, row_errors=((0, "e" * 1_000),), **scores(count, tops)
+            kind, ids=many, done=many, error=WHY, row_errors=((0, "e" * 1_000),),
+            vectors=((0, bytes(32_768)),),
+            **scores(count, tops),
         ),
         "Tokens": lambda: but(
             kind, **names(kind), seqs=many, first=many, counts=ints([1]) * count, ids=many,
@@ -216,6 +219,13 @@ def test_the_longest_sequence_arrives_whole_and_a_longer_one_is_refused(kind: st
 def test_columns_of_any_length_arrive_whole(kind: str, data: st.DataObject) -> None:
     message = data.draw(rows(kind, MAX_KEYS if kind in TIERS else MAX_SLOTS))
     assert travelled(message) == message
+
+
+def test_the_vectors_of_a_step_arrive_whole() -> None:
+    rows = ints(range(2 * MOST_VECTORS))
+    vectors = tuple((row, bytes(4 * 8_192)) for row in range(MOST_VECTORS))
+    message = but("StepResult", ids=rows, done=rows, vectors=vectors, **scores(len(rows), 20))
+    assert (travelled(message) == message) is True
 
 
 @pytest.mark.parametrize("kind", FIXED)

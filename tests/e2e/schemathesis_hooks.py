@@ -19,7 +19,7 @@ TOKENS = 49_152
 OLLAMA = ("/api/chat", "/api/generate")
 RESPONSES = "/v1/responses"
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict", "min_tokens")
-MOST = {**dict.fromkeys(_LIMITS, 4), "n": 3}
+MOST = {**dict.fromkeys(_LIMITS, 4), "n": 3, "dimensions": 64}
 BUSY = (404, 409, 413, 429)  # no such model, the same id, too large, too many
 REASONS = re.compile(
     "context_length_exceeded|no executor of this model can follow a grammar|cannot be followed"
@@ -57,7 +57,8 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, kwar
         body["max_tokens"] = body.get("max_tokens") or 4
     if case.path in OLLAMA and isinstance(body.get("options"), dict):
         body["options"]["num_predict"] = 4
-    for name in ("prompt", "tokens", "stop_token_ids"):
+    given = "input" if "embed" in case.path else "prompt"
+    for name in (given, "tokens", "stop_token_ids"):
         if name in body:
             body[name] = _known(body[name])
     if isinstance(body.get("logit_bias"), dict):

@@ -116,6 +116,7 @@ REQUESTS: tuple[Message, ...] = (
         answer_format="qwen3/thinking",
         checkpoints="9f86d081884c7d65",
         routing_key="5f0c2b",
+        pooling=256,
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(
@@ -203,6 +204,7 @@ REQUESTS: tuple[Message, ...] = (
             Chunk(at_us=1_100, took_us=6_000, tokens=2, step=30, executor="e0"),
             Chunk(at_us=1_200, took_us=8_800, tokens=1, step=31, executor="e0"),
         ),
+        vector=floats([0.6, -0.8]).tobytes(),
     ),
     Ended(
         seq=70_000,
@@ -266,6 +268,7 @@ STEPS: tuple[Message, ...] = (
         processors=('{"name":"no_digits","args":{}}', '{"name":"wait","args":{"ms":20}}'),
         tenant="acme",
         min_tokens=5,
+        pooling=-1,
     ),
     SlotClose(slot=5, generation=9, last_step=41),
     GrammarReady(slot=5, generation=9, compile_us=12_000),
@@ -313,6 +316,7 @@ STEPS: tuple[Message, ...] = (
         host_us=600,
         row_errors=((1, "no_digits failed"),),
         segments=ints([0, 0, 700, 2, 700, 650]),
+        vectors=((1, floats([0.6, -0.8]).tobytes()),),
     ),
     Resend(first_seq=42),
     StreamReset(next_seq=57, lost=True),

@@ -14,13 +14,17 @@ from typing import Any
 
 from services.executor.checkpoint.families import FAMILIES, Family
 from services.executor.checkpoint.known_keys import check_gguf, check_hf, rope_type
+from services.executor.engine import LAST_TOKEN
 from services.executor.model.shapes import ExpertShapes, Shapes
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
+from shared.vocab.gguf import read_metadata
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
 SUPPORTED = tuple(FAMILIES)
 _MOST_LAYERS = 4096  # far above any model's; a damaged number would take minutes to describe
+_MODE = "pooling_mode_"
+_IN_GGUF = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
 IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
 
 
@@ -79,6 +83,32 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
         experts=_hf_experts(family, config),
         **family.options,
     ))  # fmt: skip
+
+
+def pooling_of(path: Path) -> str:
+    """How the model's authors make a vector of a text: LAST_TOKEN, or what the engine lacks for it. A folder
+    of sentence-transformers names it; without a name it is LAST_TOKEN. Raises SetupError for a damaged
+    file."""
+    if path.suffix == ".gguf":
+        data = read_metadata(path)
+        kind = int(data.get(f"{data.get('general.architecture')}.pooling_type", 0))
+        return _IN_GGUF.get(kind, f"pooling of type {kind}")
+    file = path / "modules.json"
+    if not file.is_file():
+        return LAST_TOKEN
+    try:
+        modules = {str(each["type"]).rpartition(".")[2]: each for each in json.loads(file.read_text("utf-8"))}
+        if more := modules.keys() - {"Transformer", "Pooling", "Normalize"}:
+            return f"a module {min(more)}"
+        if "Pooling" not in modules:
+            return LAST_TOKEN
+        file = path / str(modules["Pooling"]["path"]) / "config.json"
+        given = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise unreadable(file, "a configuration of sentence-transformers", error) from error
+    modes = [key.removeprefix(_MODE) for key, on in given.items() if key.startswith(_MODE) and on is True]
+    modes = modes or [str(given.get("pooling_mode", "mean"))]
+    return LAST_TOKEN if modes == [LAST_TOKEN] else f"pooling {'+'.join(modes)}"
 
 
 def _plausible(shapes: Shapes) -> Shapes:

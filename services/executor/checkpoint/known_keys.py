@@ -65,7 +65,7 @@ _GGUF_READ = frozenset((
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",
+    "rope.scaling.finetuned", "pooling_type",
 ))  # fmt: skip
 _GGUF_ONE_VALUE: Mapping[str, object] = {
     "attention.causal": True,
@@ -93,9 +93,9 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
         raise SetupError("a bias on the attention output or the MLP is not supported; use another model")
     if str(given.get("hidden_act", "silu")) != "silu":
         raise SetupError(f"activation {given['hidden_act']!r} is not supported; use a model with 'silu'")
-    made_for = kind.replace("_", "") + "forcausallm"
+    plain = kind.replace("_", "")
     for name in given.get("architectures", ()):
-        if str(name).lower() != made_for:
+        if str(name).lower() not in (f"{plain}forcausallm", f"{plain}model"):  # the second: for vectors
             raise SetupError(
                 f"config.json has model_type {kind!r}, but architectures {_shown(name)}, which is not "
                 "supported; use a model that generates text in the plain architecture"

@@ -17,7 +17,7 @@ import torch
 
 import kernels.cpu_jit
 from kernels.attention import FP8
-from services.executor.checkpoint.config import read_shapes
+from services.executor.checkpoint.config import pooling_of, read_shapes
 from services.executor.checkpoint.fp8 import LEAST_CAPABILITY, part_in_fp8
 from services.executor.checkpoint.gguf import load_gguf, stored_gguf, type_of_blocks
 from services.executor.checkpoint.int4 import LEAST_CAPABILITY as LEAST_FOR_INT4
@@ -245,6 +245,8 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         flags=_flags(computed, kept, deterministic=options.deterministic),
         memory_bytes=cache.tensor.nbytes + size_bytes(loaded.weights),
         only_tier=options.only_tier,
+        hidden=loaded.shapes.hidden,
+        pooling=pooling_of(options.model_path),
     )
 
 

@@ -213,6 +213,9 @@ def load_dummy(
     return shard.shapes, assemble(shard, find, dtype, device, load_part)
 
 
+_PREFIX, _BARE = "model.", "embed_tokens.weight"  # sentence-transformers writes names without the prefix
+
+
 class _Names:
     """The names of a model's tensors in a folder."""
 
@@ -273,12 +276,16 @@ class _Tensors:
             if twice:
                 raise SetupError(f"{folder} has tensor {twice[0]!r} twice, also in {file}; fetch it again")
             self._files.update(dict.fromkeys(names, file))
+        self._bare = _BARE in self._files
+        if self._bare:
+            head = _MODEL["head"]
+            self._files = {n if n == head else f"{_PREFIX}{n}": f for n, f in self._files.items()}
 
     def check(self, shapes: Shapes, names: _Names) -> None:
         """Raises SetupError unless the folder has exactly the tensors of such a model, in plain types."""
         sizes, of_weights = {}, set[str]()
         for name, file in self._files.items():
-            stored = self._open(file).get_slice(name)
+            stored = self._open(file).get_slice(self._name(name))
             kind = stored.get_dtype()
             if isinstance(self._scheme, Int4Format) and (weight := self._scheme.weight_of(name, self._files)):
                 if weight in self._files:
@@ -314,8 +321,12 @@ class _Tensors:
 
     def read(self, name: str) -> Tensor:
         """A whole tensor, in the file's memory."""
-        tensor: Tensor = self._open(self._files[name]).get_tensor(name)
+        tensor: Tensor = self._open(self._files[name]).get_tensor(self._name(name))
         return tensor
+
+    def _name(self, name: str) -> str:
+        """The name in the file."""
+        return name.removeprefix(_PREFIX) if self._bare else name
 
     def stored(self, name: str) -> Stored:
         """A tensor, not yet read. Raises SetupError for scales that do not fit."""
@@ -329,7 +340,7 @@ class _Tensors:
         return with_scales(name, found, self.read(scales), self._scheme.block)
 
     def _lazy(self, name: str) -> Dense:
-        lazy = self._open(self._files[name]).get_slice(name)
+        lazy = self._open(self._files[name]).get_slice(self._name(name))
         return Dense.of(_InFile(self, name, lazy), lazy.get_shape())
 
 

@@ -128,19 +128,19 @@ class TorchBackend:
         if plan.two_stream and self._comm_thread is not None and (parts := split(plan)) is not None:
             return self._forward_micro_batches(plan, parts, self._comm_thread)
         batch = self._batches.build(plan)
-        logits = self._model.forward(batch, self._cache.tensor)
-        forwarded = self._host_rows.forwarded()
-        return Pending(plan=plan, logits=logits, padding_rows=batch.padding, forwarded=forwarded)
+        logits, hidden = self._model.forward(batch, self._cache.tensor)
+        padding, forwarded = batch.padding, self._host_rows.forwarded()
+        return Pending(plan=plan, logits=logits, hidden=hidden, padding_rows=padding, forwarded=forwarded)
 
     def _forward_micro_batches(self, plan: StepPlan, parts: MicroBatches, comm_thread: CommThread) -> Pending:
         batches = [self._batches.build(micro_batch) for micro_batch in (parts.first, parts.second)]
         order, timer = torch.tensor(parts.order, dtype=torch.int64), HostSegmentTimer()
         kv = self._cache.tensor
-        logits = self._model.forward_micro_batches(
+        logits, hidden = self._model.forward_micro_batches(
             batches, order, kv, lambda forward_passes: comm_thread.run_interleaved(forward_passes, timer)
         )
         padding = sum(batch.padding for batch in batches)
-        return Pending(plan=plan, logits=logits, padding_rows=padding, segments=timer.segments)
+        return Pending(plan=plan, logits=logits, hidden=hidden, padding_rows=padding, segments=timer.segments)
 
     @torch.inference_mode()
     def sample(self, pending: Pending) -> StepOutput:
@@ -167,6 +167,7 @@ class TorchBackend:
                 row_errors=tuple((flaws | failures).items()),
                 segments=pending.segments(),
             )
+            output = self._sampler.with_vectors(output, pending.hidden, slots)
             return self._sampler.with_logprobs(output, logits, chosen, slots)
 
     def take(self, pending: Pending, ids: Ints, done: Ints) -> None:

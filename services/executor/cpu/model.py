@@ -62,21 +62,21 @@ class Model:
         """Compile the kernels of the products for up to `most_rows` rows, so that no step waits for them."""
         self._products.compile(most_rows, self._like)
 
-    def forward(self, batch: Batch, kv: Tensor) -> Tensor | None:
-        """Writes the KV of all rows. Returns the logits of the sampled rows, `[samples, vocab]` float32, or
-        None on any stage but the last."""
+    def forward(self, batch: Batch, kv: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Writes the KV of all rows. Returns the logits of the sampled rows, `[samples, vocab]` float32, and
+        their hidden states, `[samples, hidden]`; None on any stage but the last."""
         found = run_alone(self._forward_pass(batch, kv))
         if self._stage.last:
-            return self._logits(found)
+            return self._logits(found), found
         self._stage.send(found)
-        return None
+        return None, None
 
     def forward_micro_batches(
         self, micro_batches: Sequence[Batch], order: Tensor, kv: Tensor, run_interleaved: RunInterleaved
-    ) -> Tensor:
-        """The same for a split step: its logits in the `order` of parallel/step_split.py."""
-        found = run_interleaved([self._forward_pass(batch, kv) for batch in micro_batches])
-        return self._logits(torch.cat(found)[order])
+    ) -> tuple[Tensor, Tensor]:
+        """The same for a split step, in the `order` of parallel/step_split.py."""
+        found = torch.cat(run_interleaved([self._forward_pass(batch, kv) for batch in micro_batches]))[order]
+        return self._logits(found), found
 
     def _forward_pass(self, batch: Batch, kv: Tensor) -> ForwardPass:
         """The head's input for the sampled rows; on any stage but the last, the next stage's input."""

@@ -189,8 +189,10 @@ class CudaBackend:
         if not self._stage.last:
             return Pending(plan=plan, forwarded=self._host_rows.forwarded())
         if self._sampling.outside(plan.sample_slots):
-            logits = self._runner.logits(samples)
-            return Pending(plan=plan, logits=logits, forwarded=self._host_rows.forwarded(), segments=segments)
+            logits, pools = self._runner.logits(samples), self._sampling.sampler.pools(plan.sample_slots)
+            hidden = self._runner.hidden(samples) if pools else None
+            forwarded = self._host_rows.forwarded()
+            return Pending(plan=plan, logits=logits, hidden=hidden, forwarded=forwarded, segments=segments)
         answer, ready = self._runner.sample(samples)
         tokens = tuple(self._slots.tokens(slot) for slot in plan.sample_slots)
         return Pending(plan=plan, forwarded=ready, answer=answer, tokens=tokens, segments=segments)
@@ -244,6 +246,7 @@ class CudaBackend:
                 row_errors=tuple(failures.items()),
                 segments=pending.segments(),
             )
+            output = self._sampling.sampler.with_vectors(output, pending.hidden, slots)
             return self._sampling.sampler.with_logprobs(output, logits, answer[0].long(), slots)
 
     @torch.inference_mode()
@@ -311,7 +314,7 @@ class DeviceSampling:
         self.close(opened.slot)
         self.sampler.open(opened)
         changes = self.sampler.changes_logits(opened.slot) or bool(opened.processors)
-        if changes or opened.grammar or opened.logprobs:
+        if changes or opened.grammar or opened.logprobs or opened.pooling:
             self._outside[opened.slot] = changes
 
     def close(self, slot: int) -> None:

@@ -178,6 +178,10 @@ class GraphRunner:
         """Logits `[count, vocab]` float32 of the first sample rows of the step queued last."""
         return self._model.logits(self._hidden, self._staging.words[:count]).float()
 
+    def hidden(self, count: int) -> Tensor:
+        """The hidden states `[count, hidden]` of the same rows."""
+        return self._hidden.index_select(0, self._staging.words[:count])
+
     def _receive(self, tokens: int, rows: int) -> Tensor | None:
         """The rows from the stage before, followed by zeros: `[rows, hidden]`. None on the first stage."""
         if self._received is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.sampling.ref import COLUMN, FILTERS, INVALID, LOGITS, PARAMETERS, Stages, draw
 from services.executor.engine import StepOutput
-from shared.messages import ROW_REFUSED, Sampling, SlotOpen, floats, ints
+from shared.messages import ROW_REFUSED, WHOLE_VECTOR, Sampling, SlotOpen, floats, ints
 
 # Ids of rows without a token, and why; negated, codes of a done column. BY_REQUEST: its penalties or bias.
 BY_MODEL, BY_REQUEST = -INVALID, -INVALID - 1
@@ -60,6 +60,7 @@ class Sampler:
         self._hot: set[int] = set()  # slots that draw
         self._seeds = np.zeros(slots, dtype=np.int64)
         self._logprobs = np.zeros(slots, dtype=np.int32)  # of SlotOpen
+        self._pooling: dict[int, int] = {}  # of SlotOpen, by slot
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._unending: dict[int, tuple[int, Tensor]] = {}  # stop ids, forbidden below this position
         # `[slots, vocab]`: whether a token is in the prompt or the output, and how often in the output.
@@ -71,6 +72,8 @@ class Sampler:
         self.close(slot)
         row = self._table[slot] = slot_row(wanted)
         self._seeds[slot], self._logprobs[slot] = seed_key(opened.seed), opened.logprobs
+        if opened.pooling:
+            self._pooling[slot] = opened.pooling
         if row[_HEAT] > 0:
             self._hot.add(slot)
         for stage in (*_LOGITS, *(_FILTERS if slot in self._hot else ())):
@@ -92,6 +95,24 @@ class Sampler:
             slots.discard(slot)
         self._bias.pop(slot, None)
         self._unending.pop(slot, None)
+        self._pooling.pop(slot, None)
+
+    def pools(self, slots: Iterable[int]) -> bool:
+        """Whether a row of these slots gives a vector."""
+        return bool(self._pooling) and not self._pooling.keys().isdisjoint(slots)
+
+    def with_vectors(self, output: StepOutput, hidden: Tensor | None, slots: list[int]) -> StepOutput:
+        """`output` with the vectors of the rows that pool: their leading numbers, of length 1. `hidden`: see
+        Pending."""
+        if not self.pools(slots) or hidden is None:
+            return output
+        asked = [(row, self._pooling[slot]) for row, slot in enumerate(slots) if slot in self._pooling]
+        rows = torch.tensor([row for row, _ in asked], device=hidden.device)
+        vectors = []
+        for (row, numbers), vector in zip(asked, hidden[rows].double().cpu(), strict=True):
+            cut = vector if numbers == WHOLE_VECTOR else vector[:numbers]
+            vectors.append((row, (cut / cut.norm()).float().numpy().tobytes()))
+        return replace(output, vectors=tuple(vectors))
 
     def changes_logits(self, slot: int) -> bool:
         """Whether `prepare` changes a slot's logits: penalties, bias, a least length, a filter left to it."""

@@ -30,7 +30,7 @@ from services.executor.sampling.logits_processors import HostRow, MakeProcessor,
 from shared.codec import MAX_STAGES
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
-from shared.messages import ROW_REFUSED, Ints, SlotOpen, StepPlan, ints
+from shared.messages import ROW_REFUSED, WHOLE_VECTOR, Ints, SlotOpen, StepPlan, ints
 from shared.step_model import PRESETS, StepModel, StepShape, shape_of
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, as in SplitMix64
 _MASK = (1 << 64) - 1
 _NO_GRAMMARS = f"{ROW_REFUSED}the simulated engine follows no grammar: ask an engine with weights"
+HIDDEN = 64
 FIRST_TEXT_ID = 256  # most vocabularies have control tokens below
 _WORDS = 4
 SIGNATURE_BYTES = 8 * _WORDS  # the contents of a simulated block
@@ -105,6 +106,7 @@ class SimBackend:
             stages=self._timing.stages,
             model_digest=hashlib.sha256(f"sim {o.model} {o.vocab}".encode()).hexdigest()[:32],
             sleeps=True,
+            hidden=HIDDEN,
             memory_bytes=o.blocks * block_bytes,
         )
 
@@ -145,8 +147,12 @@ class SimBackend:
         ids, done = self._choose(pending.plan)
         for row in hosted:
             self._slots[slots[row]].tokens.append(ids[row])
+        opened = [(row, self._slots[slot].opened) for row, slot in enumerate(slots)]
+        vectors = tuple((row, _vector(each)) for row, each in opened if each.pooling)
         _sleep_until(pending.due_s)
-        return StepOutput(ids=ids, done=done, host_us=host_us, row_errors=tuple(failures.items()))
+        return StepOutput(
+            ids=ids, done=done, host_us=host_us, row_errors=tuple(failures.items()), vectors=vectors
+        )
 
     def _choose(self, plan: StepPlan) -> tuple[Ints, Ints]:
         """The columns `ids` and `done` of a step."""
@@ -204,6 +210,15 @@ class SimBackend:
         mixed ^= mixed >> 27
         low = min(FIRST_TEXT_ID, self._options.vocab - 1)
         return low + mixed % (self._options.vocab - low)
+
+
+def _vector(opened: SlotOpen) -> bytes:
+    """Any vector of length 1 that depends on the prompt alone."""
+    drawn = hashlib.shake_256(opened.tokens.tobytes()).digest(2 * HIDDEN)
+    numbers = np.frombuffer(drawn, np.int16).astype(np.float64) + 0.5
+    if opened.pooling != WHOLE_VECTOR:
+        numbers = numbers[: opened.pooling]
+    return (numbers / np.linalg.norm(numbers)).astype(np.float32).tobytes()
 
 
 def _sleep_until(at_s: float) -> None:

@@ -205,6 +205,7 @@ class Sequence(StepFields):
     reason: str = ""
     close_deadline_us: int = 0
     close: Close | None = None  # as sent, to send it again
+    vector: bytes = b""  # of a request with `pooling`, once it is computed
     admitted_us: int = 0
     prefill_chunks: int = 0
     steps: int = 0  # without the decodes since its admission
@@ -337,6 +338,7 @@ def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> Close:
         decisions=tuple(sequence.decisions),
         executor=sequence.last_executor,
         chunks=chunks_of(sequence, now_us),
+        vector=sequence.vector,
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import torch
 from support.default_model import greedy_cases
 from support.executor.engine_pair import KIND, PROMPT
 from support.executor.plan_maker import GREEDY, PlanMaker, Row
@@ -18,9 +20,10 @@ from support.shm import segment
 
 from services.executor.arena import Arena
 from services.executor.checkpoint.loader import TorchOptions
+from services.executor.engine import Backend
 from services.executor.group.driver import GroupBackend, build_group
 from shared.errors import EngineError
-from shared.messages import Sampling, ints
+from shared.messages import WHOLE_VECTOR, Sampling, ints
 
 FIRST = 24  # tokens of an answer
 DEFAULT: dict[str, Any] = {"blocks": 200, "slots": 20, "max_context": 512, "deterministic": False}
@@ -85,6 +88,26 @@ def go_down_and_come_back(group: GroupBackend) -> None:
         assert [second, *maker.decode({1: len(PROMPT) + 2}, 3)[1]] == rest
         copier.detach()
         arena.close()  # raises where the copier keeps a view of it
+
+
+def gives_the_vectors_of(made: Watched, alone: Backend) -> None:
+    """Vectors beside tokens, as those of one rank."""
+    found = []
+    for engine in (made.group, alone):
+        maker = PlanMaker(engine)
+        maker.open(0, PROMPT, HOT, seed=1)
+        maker.open(1, PROMPT[3:], GREEDY, pooling=WHOLE_VECTOR)
+        maker.open(2, PROMPT[5:], GREEDY, pooling=6)
+        maker.run([Row(slot, 0, 9) for slot in range(3)])
+        skips = {0: 0, 1: 3, 2: 5}
+        output = maker.run([Row(s, 9, len(PROMPT) - skip - 9, feeds=(s,)) for s, skip in skips.items()])
+        rest = maker.decode({0: len(PROMPT) + 1}, 4)[0]
+        found.append(([*output.ids, *rest], [torch.tensor(array("f", data)) for _, data in output.vectors]))
+    (ids, vectors), (wanted_ids, wanted) = found
+    assert ids == wanted_ids
+    assert [len(each) for each in vectors] == [alone.info.hidden, 6]
+    for vector, its in zip(vectors, wanted, strict=True):
+        assert torch.allclose(vector, its, atol=1e-5)
 
 
 def dies_as_one(made: Watched) -> None:

@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 
 from support.scheduler.fake_tier import WRONG, Arena
 
-from shared.messages import ExecHello, KvCopied, KvCopy, SlotClose, SlotOpen, StepPlan, StepResult, ints
+from shared.messages import (
+    ExecHello,
+    KvCopied,
+    KvCopy,
+    SlotClose,
+    SlotOpen,
+    StepPlan,
+    StepResult,
+    floats,
+    ints,
+)
 
 VOCAB, STOP_ID = 1000, 2
 
@@ -27,6 +37,12 @@ def next_token(prefix: list[int], seed: int, stops: bool) -> int:
     if stops and value % 12 == 0:
         return STOP_ID
     return 3 + value % (VOCAB - 3)
+
+
+def vector_of(prefix: list[int]) -> bytes:
+    """Four finite numbers that depend on the whole prefix."""
+    digest = hashlib.blake2b(repr(prefix).encode(), digest_size=4).digest()
+    return floats(byte - 100.0 for byte in digest).tobytes()
 
 
 def expected_tokens(prompt: list[int], seed: int, max_tokens: int, stops: bool) -> list[int]:
@@ -79,12 +95,16 @@ class PagedEngine:
         prefixes = [self._forward(plan, row) for row in range(len(plan.slots))]
         tokens = sum(plan.counts)
         assert tokens <= self.hello.max_step_tokens
-        ids, done = ints(), ints()
+        ids, done, vectors = ints(), ints(), []
         for row, slot_id in zip(plan.sample_rows, plan.sample_slots, strict=True):
+            if self.slots[slot_id].opened.pooling:
+                vectors.append((len(ids), vector_of(prefixes[row])))
             token, state = self._sample(self.slots[slot_id], prefixes[row])
             ids.append(token)
             done.append(state)
-        return StepResult(exec_epoch=plan.exec_epoch, step=plan.step, ids=ids, done=done)
+        return StepResult(
+            exec_epoch=plan.exec_epoch, step=plan.step, ids=ids, done=done, vectors=tuple(vectors)
+        )
 
     def copy(self, copy: KvCopy) -> KvCopied:
         """Move blocks now. What is not `ok` has moved nothing, or half of it."""

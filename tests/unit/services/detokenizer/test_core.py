@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from array import array
+from base64 import b64encode
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.text_models import write_sentencepiece_gguf
 
-from services.detokenizer.core import MOST_ASKED, DetokenizerCore
+from services.detokenizer.core import MOST_ASKED, NO_VECTOR, DetokenizerCore
 from services.detokenizer.open_requests import Command, Fault, Publish, SendTo
 from shared.messages import (
+    EMBEDDING,
+    EMBEDDING_BASE64,
     Close,
     Detached,
     Ended,
@@ -496,3 +500,35 @@ def test_a_request_that_moved_to_another_shard_is_dropped_without_a_word(core: D
     assert run(core, close(0, "moved"), close(0, "moved", seq=8)) == []
     assert core.idle
     assert core.flush() == []
+
+
+@pytest.mark.parametrize("base64", [False, True])
+def test_a_vector_is_the_whole_reply_and_an_executor_without_vectors_an_error(
+    core: DetokenizerCore, base64: bool
+) -> None:
+    form = EMBEDDING_BASE64 if base64 else EMBEDDING
+    data = floats([0.6, -0.8]).tobytes()
+    out = run(core, opened(stream=False, format=form), close(0, vector=data), close(0, vector=data))
+    (reply,) = frames(out)
+    assert (reply["object"], reply["id"], reply["model"]) == ("embedding", "r1", "tiny")
+    assert reply["embedding"] == (b64encode(data).decode() if base64 else list(array("f", data)))
+    assert reply["usage"]["total_tokens"] == reply["usage"]["prompt_tokens"] == 4
+    assert told(out) == [Ended(seq=7, index=0, reason="stop")] * 2
+    out = run(core, opened(8, stream=False, format=form, request="r2"), tokens(0, "a", 8), close(1, seq=8))
+    (reply,) = frames(out)
+    assert (reply["error"]["code"], reply["error"]["message"]) == (500, NO_VECTOR)
+    assert told(out) == [Ended(seq=8, index=1, reason="error")]
+
+
+def test_a_vector_comes_after_its_scheduler_was_replaced(core: DetokenizerCore) -> None:
+    kept = Tokenized(
+        request="r1", attempt=1, tenant="t", model="tiny", inbox="in", format=EMBEDDING, pooling=-1
+    )
+    run(core, opened(stream=False, format=EMBEDDING), kept)
+    core.lost(SCHEDULER, "it is gone", lambda source: False, void=True)
+    (again,) = [c.message for c in core.failover.turn(["b"], 1) if isinstance(c, SendTo)]
+    assert isinstance(again, Tokenized)
+    assert (again.pooling, again.format, list(again.generated)) == (-1, EMBEDDING, [0])
+    out = core.handle("scheduler.b", opened(1, stream=False, format=EMBEDDING), TRACE)
+    out += core.handle("scheduler.b", close(0, seq=1, vector=bytes(4)), TRACE)
+    assert [frame["embedding"] for frame in frames(out)] == [[0.0]]

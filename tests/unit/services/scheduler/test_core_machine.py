@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from support.executor.paged_engine import STOP_ID, expected_tokens
+from support.executor.paged_engine import STOP_ID, expected_tokens, vector_of
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World, any_limits
 from support.scheduler.world_checks import ALL, Turns
@@ -39,7 +39,7 @@ from services.scheduler.state.requests import (
 )
 from services.scheduler.state.state import Executor, State
 from shared.kv_blocks import choice_seed
-from shared.messages import Cancel, Detached, StepResult, StopFound, ints
+from shared.messages import WHOLE_VECTOR, Cancel, Detached, StepResult, StopFound, ints
 
 LEAST_EVENTS = 15_000
 ENGINES, SHARDS = ("e1", "e2"), ("d1", "d2")
@@ -150,16 +150,18 @@ class Machine(RuleBasedStateMachine):
         self.asked += 1
         if all(e.draining for e in self.world.scheduler.state.executors.values()):
             self.excuse(f"r{self.asked}", 400)  # whether it fits is known when one joins
+        pools = dice.random() < 0.2
         self.world.ask(
             f"r{self.asked}",
             [token for _ in range(dice.randint(1, 5)) for token in dice.choice(PARTS)],
-            dice.randint(1, 14),
+            1 if pools else dice.randint(1, 14),
             seed=seed,
-            n=dice.choice((1, 1, 1, 2, 3)),
+            pooling=WHOLE_VECTOR if pools else 0,
+            n=1 if pools else dice.choice((1, 1, 1, 2, 3)),
             slo_class=dice.choice(requests.CLASS_NAMES),
             tenant=dice.choice(("one", "two")),
-            stops=dice.random() < 0.3,
-            processors=PROCESSORS if dice.random() < 0.3 else (),
+            stops=dice.random() < 0.3 and not pools,
+            processors=PROCESSORS if dice.random() < 0.3 and not pools else (),
             timeout_us=dice.choice((30_000, 10**8, 10**8, 10**8)),
         )
 
@@ -342,7 +344,7 @@ class Machine(RuleBasedStateMachine):
         asked = self.world.asked[request]
         reader = next(r for r in self.world.readers_of(request) if r.opened.choice == choice)
         closed, seed, stops = reader.closed, choice_seed(asked.seed, choice), STOP_ID in asked.stop_ids
-        want = expected_tokens(list(asked.tokens), seed, asked.max_tokens, stops)
+        want = [] if asked.pooling else expected_tokens([*asked.tokens], seed, asked.max_tokens, stops)
         assert reader.tokens == want[: len(reader.tokens)]
         assert closed is not None
         assert closed.final <= len(reader.tokens)
@@ -352,7 +354,9 @@ class Machine(RuleBasedStateMachine):
             assert closed.code != 429 or (closed.retry_after_ms >= 1_000 and closed.final == 0)
         elif (request, choice) not in self.cut or len(reader.tokens) == closed.final == len(want):
             assert (reader.tokens, closed.final) == (want, len(want))
-            assert closed.reason == ("stop" if want[-1] == STOP_ID else "length") or self.cut
+            assert closed.vector == (vector_of([*asked.tokens]) if asked.pooling else b"")
+            stopped = asked.pooling or want[-1] == STOP_ID
+            assert closed.reason == ("stop" if stopped else "length") or self.cut
         usage = closed.usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(asked.tokens), closed.final)
         assert 0 <= usage.cached_tokens < len(asked.tokens)

@@ -4,11 +4,14 @@ one that was placed first comes to its end, whoever goes before it.
 
 from __future__ import annotations
 
+import pytest
+from support.executor.paged_engine import vector_of
 from support.scheduler.world import World
 
 from services.scheduler import step_planner
 from services.scheduler.state import requests
 from services.scheduler.state.state import Limits
+from shared.messages import WHOLE_VECTOR
 
 NEVER = requests.parse("interactive=0/50/0,standard=0/50/0,batch=0/500/0")
 STEP_TOKENS, STEP_US = 16, 50_000
@@ -123,3 +126,36 @@ def test_a_late_prompt_has_what_the_others_leave() -> None:
     world.ask("c", [98] * 3, 4, tenant="c")
     world.deliver()
     assert sum(world.plans[-1].counts) == STEP_TOKENS
+
+
+def test_a_step_has_no_more_vectors_than_its_result_can_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts beside them are not held up."""
+    monkeypatch.setattr(step_planner, "MOST_VECTORS", 3)
+    world = World(Limits(overlap="single", step_tokens=64))
+    world.add_engine(blocks=200, slots=16)
+    for i in range(10):
+        world.ask(f"v{i}", [7, 8 + i], 1, pooling=WHOLE_VECTOR)
+    world.ask("chat", [5, 6], 1)
+    world.run()
+    assert [len(plan.sample_slots) for plan in world.plans] == [1, 3 + 1, 3, 3]  # the first came alone
+    for i in range(10):
+        (reader,) = world.readers_of(f"v{i}")
+        assert reader.tokens == []
+        assert reader.closed is not None
+        assert (reader.closed.reason, reader.closed.final) == ("stop", 0)
+        assert reader.closed.vector == vector_of([7, 8 + i])
+    world.assert_idle()
+
+
+def test_the_prompt_of_a_vector_serves_the_next_one() -> None:
+    """All its full blocks, since its last token is computed, too."""
+    world = World()
+    world.add_engine()
+    world.ask("first", list(range(10, 18)), 1, pooling=WHOLE_VECTOR)
+    world.run()
+    world.ask("second", [*range(10, 18), 5], 1, pooling=WHOLE_VECTOR)
+    world.ask("again", list(range(10, 18)), 1, pooling=4)
+    world.run()
+    closed = [world.readers_of(name)[0].closed for name in ("first", "second", "again")]
+    assert [each.usage.cached_tokens for each in closed if each is not None] == [0, 8, 4]
+    assert world.scheduler.state.counters.generated_tokens == 0

@@ -91,6 +91,28 @@ def test_what_a_folder_puts_before_a_completion(
     assert loaded(folder).prefix_ids == prefix
 
 
+@pytest.mark.parametrize(
+    ("template", "asked", "suffix"),
+    [
+        ("<|im_start|> $A", None, ()),
+        ("$A <|endoftext|>", None, (0,)),  # Qwen3-Embedding
+        ("$A <|im_end|> <|endoftext|>", False, (2, 0)),
+        ("$A", True, (2,)),
+        ("$A", False, ()),
+    ],
+)
+def test_what_a_folder_puts_after_a_text_for_a_vector(
+    tmp_path: Path, template: str, asked: bool | None, suffix: tuple[int, ...]
+) -> None:
+    folder = write_hf_folder(tmp_path / "m")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    named = [(token, i) for i, token in enumerate(CONTROLS)]
+    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=named)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    change(folder / "tokenizer_config.json", add_eos_token=asked)
+    assert loaded(folder).suffix_ids == suffix
+
+
 def test_no_merge_of_plain_pieces_makes_a_control_token(tmp_path: Path) -> None:
     """SentencePiece models have `</` and `s>`, and a control token scores highest of all."""
     pieces = {"<": -5.0, "/": -5.0, "s": -5.0, ">": -5.0, "</": -2.0, "s>": -2.0, "<s": -2.0, "▁": -1.0}

@@ -15,10 +15,11 @@ from kernels.sampling.gpu import TAKEN, choose, scratch
 from kernels.sampling.ref import FILTERS, LOGITS
 from services.executor.cuda.engine import DeviceSampling
 from services.executor.cuda.input_batch import CudaSlots
+from services.executor.engine import StepOutput
 from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, ROW_ERRORS, Sampler, row_errors
 from services.executor.sampling.slot_tokens import end_slots, take
 from services.executor.sim.engine import SimBackend, SimOptions
-from shared.messages import Sampling, SlotOpen, floats, ints
+from shared.messages import WHOLE_VECTOR, Sampling, SlotOpen, floats, ints
 
 VOCAB, CONTEXT = 1000, 90
 PROMPT = [1, 2, 3]
@@ -184,3 +185,22 @@ def test_a_kernel_takes_the_end_of_the_pipeline() -> None:
     for taken in (LOGITS, (*TAKEN, *LOGITS), (*FILTERS, *FILTERS)):
         with pytest.raises(ValueError, match="only take the last filters"):
             Sampler(1, VOCAB, torch.device("cpu"), deterministic=False, taken=taken)
+
+
+def test_a_slot_that_pools_is_sampled_outside_and_its_row_has_a_vector() -> None:
+    sampling, _ = made(opened(0, pooling=3), opened(1), opened(2, pooling=WHOLE_VECTOR))
+    assert [sampling.outside([slot]) for slot in range(3)] == [True, False, True]
+    logits = torch.randn(3, VOCAB, device=DEVICE)
+    plain, _ = made(opened(0), opened(1), opened(2))
+    ids, wanted_ids = (each.choose(logits, [2, 1, 0], [3, 3, 3])[0].tolist() for each in (sampling, plain))
+    assert ids == wanted_ids
+    hidden = torch.randn(3, 8, device=DEVICE).bfloat16()
+    output = sampling.sampler.with_vectors(StepOutput(ids=ints(), done=ints()), hidden, [2, 1, 0])
+    vectors = {row: torch.frombuffer(bytearray(data), dtype=torch.float32) for row, data in output.vectors}
+    assert sorted(vectors) == [0, 2]
+    for row, vector in vectors.items():
+        wanted = hidden[row, : len(vector)].double().cpu()
+        assert torch.allclose(vector.double(), wanted / wanted.norm(), atol=1e-6)
+    assert (len(vectors[0]), len(vectors[2])) == (8, 3)
+    sampling.close(0)
+    assert not sampling.outside([0])

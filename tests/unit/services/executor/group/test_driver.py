@@ -15,6 +15,7 @@ from support.executor.groups import (
     Watched,
     dies_as_one,
     gives_the_reference_ids,
+    gives_the_vectors_of,
     go_down_and_come_back,
     life,
     options,
@@ -52,6 +53,10 @@ def watched(folder: Path) -> Iterator[Watched]:
 def group(watched: Watched) -> GroupBackend:
     watched.group.reset()
     return watched.group
+
+
+def test_vectors_are_those_of_one_rank(group: GroupBackend, watched: Watched, folder: Path) -> None:
+    gives_the_vectors_of(watched, build(options(folder)))
 
 
 def test_what_two_ranks_choose_is_what_one_chooses(group: GroupBackend, folder: Path) -> None:

@@ -19,6 +19,7 @@ from support.executor.groups import (
     Watched,
     dies_as_one,
     gives_the_reference_ids,
+    gives_the_vectors_of,
     go_down_and_come_back,
     life,
     options,
@@ -65,6 +66,10 @@ def test_what_stages_choose_is_what_one_rank_chooses(group: GroupBackend, folder
     assert life(PlanMaker(group)) == life(PlanMaker(alone))
     group.reset()
     assert life(PlanMaker(group, seed=5)) == life(PlanMaker(alone, seed=6))
+
+
+def test_vectors_are_those_of_one_rank(group: GroupBackend, watched: Watched, folder: Path) -> None:
+    gives_the_vectors_of(watched, build(options(folder)))
 
 
 def test_the_facts_are_those_of_all(group: GroupBackend, folder: Path) -> None:
