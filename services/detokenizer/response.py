@@ -373,7 +373,9 @@ def answer(opened: Open, whole: list[tuple[Delta, dict[str, str]]], facts: Mappi
 
 def embedding(opened: Open, vector: bytes, facts: Mapping[str, Any]) -> bytes:
     """The reply of a request for a vector."""
-    numbers = array("f", vector).tolist() if opened.format == EMBEDDING else b64encode(vector).decode()
+    numbers: Any = b64encode(vector).decode()
+    if opened.format == EMBEDDING:
+        numbers = [float(f"{number:.9g}") for number in array("f", vector)]  # exact in float32
     return to_json(
         {
             "id": opened.request,

@@ -260,13 +260,14 @@ def ttft_us(state: State, tokenized: Tokenized, level: int, limit_us: int = 0) -
     groups, tokens = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
     ahead = sum([prompt_tokens(executor, level) for executor in executors]) + tokens + len(tokenized.tokens)
     slots, tokens = groups // len(executors) + 1, tokens // len(executors) + len(tokenized.tokens)
-    most_wait_us, us = _most_wait_us(state, executors[0], slots, tokens), 0
+    output = state.waiting.output_tokens(tokenized.model, level, state.mean_output_tokens)
+    most_wait_us, us = _most_wait_us(state, executors[0], slots, tokens, output), 0
     for some in (executors[:1], executors):  # the first one alone takes longer
         us = ahead * 1_000_000_000 // max(sum([_speed(e) for e in some]), 1)
         us += min([e.cost_model.loop_us for e in some])
         if us + most_wait_us <= limit_us:
             return us + most_wait_us  # the others may be sooner
-    return us + min(_slot_wait_us(state, e, level, slots, tokens) for e in executors)
+    return us + min(_slot_wait_us(state, e, level, slots, tokens, output) for e in executors)
 
 
 def prompt_tokens(executor: Executor, level: int) -> int:
@@ -302,23 +303,28 @@ def ns_per_token(executor: Executor) -> int:
     return executor.cost_model.predict_us(shape) * 1000 // CHUNK_TOKENS
 
 
-def _most_wait_us(state: State, executor: Executor, slots: int, tokens: int) -> int:
+def _most_wait_us(state: State, executor: Executor, slots: int, tokens: int, output: int) -> int:
     """An upper bound of `_slot_wait_us`, without a loop over rows: none is preempted, and each takes the mean
     output to end."""
     pool, running = executor.pool, len(executor.running)
-    slots -= len(pool.free_slots)
+    slots -= executor.hello.slots - running
     if slots <= 0 and blocks_for(tokens, pool.block_tokens) <= pool.unreserved_blocks + pool.coming_blocks:
         return 0
-    turns = 1 + max(-(-(slots - running) // max(running, 1)), 0)
-    return turns * state.mean_output_tokens * executor.pace.step_us
+    turns = max(-(-(slots - running) // _used_slots(executor)), 0)
+    return (state.mean_output_tokens + turns * output) * executor.pace.step_us
 
 
-def _slot_wait_us(state: State, executor: Executor, level: int, slots: int, tokens: int) -> int:
-    """Time until slots and blocks are free for the work ahead, the new request included. Lower classes free
-    theirs at once."""
+def _used_slots(executor: Executor) -> int:
+    """Slots of running sequences, and of those that have ended but are in a step in flight; at least 1."""
+    return max(executor.hello.slots - len(executor.pool.free_slots), 1)
+
+
+def _slot_wait_us(state: State, executor: Executor, level: int, slots: int, tokens: int, output: int) -> int:
+    """Time until slots and blocks are free for the work ahead, the new request included, of which each takes
+    `output` steps. Lower classes free theirs at once."""
     pool = executor.pool
     ends, other_blocks = _ends(state, executor, level)
-    slots -= len(pool.free_slots) + len(executor.running) - len(ends)
+    slots -= executor.hello.slots - len(ends)
     free = pool.unreserved_blocks + pool.coming_blocks + other_blocks
     blocks = blocks_for(tokens, pool.block_tokens) - free
     if slots <= 0 and blocks <= 0:
@@ -329,7 +335,7 @@ def _slot_wait_us(state: State, executor: Executor, level: int, slots: int, toke
             break
         slots, blocks, steps = slots - 1, blocks - held, left
     if slots > 0:  # waiting sequences run and end in turn, too
-        steps += -(-slots // max(len(executor.running), 1)) * state.mean_output_tokens
+        steps += -(-slots // _used_slots(executor)) * output
     return steps * executor.pace.step_us
 
 

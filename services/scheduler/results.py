@@ -72,24 +72,25 @@ def _apply(state: State, executor: Executor, result: StepResult) -> None:
         _fail_step(state, executor, flight, result)
         return
     over: list[tuple[Sequence, str]] = []
-    given = _give(state, executor, flight, result, over)
-    state.counters.wasted_rows += len(flight.rows) - given
-    state.counters.generated_tokens += given
+    used, tokens = _give(state, executor, flight, result, over)
+    state.counters.wasted_rows += len(flight.rows) - used
+    state.counters.generated_tokens += tokens
     _end(state, executor, over)
 
 
 def _give(
     state: State, executor: Executor, flight: InFlight, result: StepResult, over: list[tuple[Sequence, str]]
-) -> int:
-    """Append each row's token to its sequence and send the tokens on. Returns how many there were. A row of
-    an earlier placement is ignored. Builds whole columns, since this runs for each row of each step."""
+) -> tuple[int, int]:
+    """Append each row's token to its sequence and send the tokens on. Returns how many rows gave a token or a
+    vector, and how many tokens. A row of an earlier placement is ignored. Builds whole columns, since this
+    runs for each row of each step."""
     rows, ids = [s for s, placement in flight.rows if s.placement == placement], result.ids
     at: SequenceOf[int] = range(len(ids))  # of each row, its index in the result
     if len(rows) < len(ids) or min(ids, default=0) < 0:
         paired = enumerate(zip(flight.rows, ids, strict=True))
         at = [i for i, ((s, placement), token) in paired if s.placement == placement and token >= 0]
         rows, ids = [flight.rows[i][0] for i in at], ints([ids[i] for i in at])
-    given = TokenRows(at, rows, ids)
+    given, used = TokenRows(at, rows, ids), len(rows)
     if result.vectors:
         given = _without_pooled(state, dict(result.vectors), given, over)
     _send_tokens(state, executor, result, given)
@@ -115,7 +116,7 @@ def _give(
         sequence, placement = flight.rows[index]
         if sequence.placement == placement:
             over.append((sequence, why))
-    return len(rows)
+    return used, len(rows)
 
 
 def _without_pooled(

@@ -136,6 +136,7 @@ class ClassQueue:
     client_tokens: dict[Client, int] = field(default_factory=dict)  # prompt tokens of groups that never ran
     groups: int = 0
     tokens: int = 0  # prompt tokens; the choices of a request share theirs
+    max_tokens: int = 0  # that one choice of each group may generate
 
 
 @dataclass(slots=True)
@@ -182,6 +183,13 @@ class WaitingQueue:
         tokens += queue.tokens - sum(queue.client_tokens.values())
         return groups, tokens + sum(min(of, own_tokens) for of in queue.client_tokens.values())
 
+    def output_tokens(self, model: str, level: int, mean: int) -> int:
+        """The output to expect of a group of this class or a higher one: `mean`, or less if the groups that
+        wait may generate less."""
+        queues = [queue for queue in self._queues(model) if queue.level <= level]
+        groups = sum([queue.groups for queue in queues])
+        return max(min(mean, sum([queue.max_tokens for queue in queues]) // groups), 1) if groups else mean
+
     def set_policy(self, policy: Policy) -> None:
         """Order the queue by another policy. Its counters start again: what was served in another order is no
         debt of the client that came first there."""
@@ -212,6 +220,7 @@ class WaitingQueue:
             return
         queue.groups -= 1
         queue.tokens -= tokens_of(group)
+        queue.max_tokens -= group.request.tokenized.max_tokens
         if group.resumes:
             queue.preempted.remove(group)
             return
@@ -351,6 +360,7 @@ class WaitingQueue:
         self.groups[group.number] = group
         queue.groups += 1
         queue.tokens += tokens_of(group)
+        queue.max_tokens += group.request.tokenized.max_tokens
         self._count(group)
         if level and self.age_us[level]:
             queue.promotions.append((now_us + self.age_us[level], group))

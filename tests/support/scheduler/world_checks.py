@@ -147,9 +147,9 @@ def sums(world: World) -> None:
             ends = sorted((rules._left(state, s), len(s.table)) for s in stay)
             others = sum(len(s.table) for s in running if s not in stay)
             assert rules._ends(state, executor, level) == (ends, others)
-            for slots, tokens in ((1, 8), (4, 100), (12, 8)):
-                bound_us = rules._most_wait_us(state, executor, slots, tokens)
-                assert rules._slot_wait_us(state, executor, level, slots, tokens) <= bound_us
+            for slots, tokens, output in ((1, 8, 1), (4, 100, 5), (12, 8, state.mean_output_tokens)):
+                bound_us = rules._most_wait_us(state, executor, slots, tokens, output)
+                assert rules._slot_wait_us(state, executor, level, slots, tokens, output) <= bound_us
         for group in state.waiting:
             bound = headroom_bound(state, executor, group.sequences[0])
             # Until it is forked, a choice holds no prompt block: its parent's are counted twice.

@@ -47,14 +47,23 @@ def slow_ttft_us(state: State, tokenized: Tokenized, level: int, limit_us: int =
         shape = StepShape(rows + 1, rows + chunk, kv_tokens + chunk, kv_tokens + chunk * chunk // 2)
         speed += 1_000_000_000_000 // max(e.cost_model.predict_us(shape) * 1000 // chunk, 1)
     slots, tokens = groups // len(executors) + 1, tokens // len(executors) + len(tokenized.tokens)
-    wait_us = min(slow_wait_us(state, e, level, slots, tokens) for e in executors)
+    waits = [
+        group.request.tokenized.max_tokens
+        for group in state.waiting
+        if group.queue is not None
+        and group.level <= level
+        and group.request.tokenized.model == tokenized.model
+    ]
+    mean = state.mean_output_tokens
+    output = max(min(mean, sum(waits) // len(waits)), 1) if waits else mean
+    wait_us = min(slow_wait_us(state, e, level, slots, tokens, output) for e in executors)
     return ahead * 1_000_000_000 // max(speed, 1) + wait_us + min(e.cost_model.loop_us for e in executors)
 
 
-def slow_wait_us(state: State, executor: Executor, level: int, slots: int, tokens: int) -> int:
+def slow_wait_us(state: State, executor: Executor, level: int, slots: int, tokens: int, output: int) -> int:
     pool, mean = executor.pool, state.mean_output_tokens
     stay = [s for s in executor.running if s.level <= level or s.pinned]
-    slots -= len(pool.free_slots) + len(executor.running) - len(stay)
+    slots -= len(pool.free_slots) + pool.fenced_slots + len(executor.running) - len(stay)
     blocks = blocks_for(tokens, pool.block_tokens) - pool.unreserved_blocks - pool.coming_blocks
     blocks -= sum(len(s.table) for s in executor.running if s not in stay)
     if slots <= 0 and blocks <= 0:
@@ -64,7 +73,8 @@ def slow_wait_us(state: State, executor: Executor, level: int, slots: int, token
         if slots <= 0 and blocks <= 0:
             break
         slots, blocks, steps = slots - 1, blocks - held, left
-    steps += -(-max(slots, 0) // max(len(executor.running), 1)) * mean
+    used = len(executor.running) + pool.fenced_slots
+    steps += -(-max(slots, 0) // max(used, 1)) * output
     return steps * executor.pace.step_us
 
 

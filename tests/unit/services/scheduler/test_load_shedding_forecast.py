@@ -55,6 +55,23 @@ def test_more_before_it_is_never_sooner() -> None:
     assert found[-1] > found[0] > 0
 
 
+def test_requests_for_one_token_hold_their_slots_for_one_step() -> None:
+    """40 of them wait for one slot, although the mean output is 256 tokens; so do requests for vectors."""
+    found = {}
+    for tokens in (1, 5, 20):
+        world = World(Limits(classes=SLO))
+        world.add_engine(slots=1)
+        (executor,) = world.scheduler.state.executors.values()
+        executor.cost_model = Known(StepModel(weights_us=0, token_ns=1_000), loop_us=700)
+        executor.pace.step_us = 1_000
+        for i in range(40):
+            world.ask(f"r{i}", [5, i], tokens)
+        assert world.scheduler.state.mean_output_tokens == 256
+        found[tokens] = ttft_us(world)
+    assert 39_000 < found[1] < 60_000
+    assert found[1] < found[5] < found[20] < 50 * 20_000
+
+
 def test_a_lower_class_waits_for_the_higher_ones_too() -> None:
     world = busy_world(8)
     assert ttft_us(world, 2) >= ttft_us(world, 1) >= ttft_us(world, 0)
