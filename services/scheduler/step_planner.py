@@ -194,9 +194,10 @@ def _add_chunks(
     for sequence in prompts:
         if budget <= 0:
             break
-        vectors += bool(sequence.request.tokenized.pooling)
-        if vectors > MOST_VECTORS and sequence.request.tokenized.pooling:
-            continue
+        if sequence.request.tokenized.pooling:
+            vectors += 1
+            if vectors > MOST_VECTORS:
+                continue
         prefix_cache.catch_up(executor, sequence)
         unsent = len(sequence.table) - sequence.table_sent
         if unsent and not columns.has_table_room(unsent):

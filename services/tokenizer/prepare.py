@@ -279,14 +279,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     if request.min_tokens > max_tokens:
         raise BadRequest(f"`min_tokens`: an answer has at most {max_tokens} tokens", param="min_tokens")
     return Tokenized(
-        request=request.request_id or submission.fresh_id,
-        attempt=submission.attempt,
-        tenant=submission.tenant,
-        model=model.name,
-        inbox=submission.inbox,
-        slo_class=_slo_class(request, submission),
-        timeout_us=timeout_us,
-        received_wall_us=submission.received_wall_us,
+        **_common(submission, request, model, timeout_us, prompt),
         n=request.n,
         max_tokens=max_tokens,
         stream=request.stream,
@@ -297,19 +290,39 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         stop=tuple(request.stop),
         stop_ids=ints(_stop_ids(request, model.vocabulary)),
         logprobs=_logprobs(request),
-        tokens=ints(prompt),
         include_stop=request.include_stop_str_in_output,
         include_usage=request.stream_options.include_usage,
-        handled_wall_us=submission.handled_wall_us,
-        parent_span=submission.parent_span,
         processors=_processors(request, model),
         grammar=grammar,
         open_end=request.limit[1] is None,
         min_tokens=request.min_tokens,
         answer_format="" if form is None else f"{form.name}{THINKING if thinking else ''}",
         checkpoints=_checkpoints(request, submission),
-        routing_key=_routing_key(submission.tenant, request, prompt),
     )
+
+
+def _common(
+    submission: Submission,
+    request: Request | EmbeddingRequest,
+    model: ServedModel,
+    timeout_us: int,
+    prompt: list[int],
+) -> dict[str, Any]:
+    """The fields that requests of all kinds have: the prompt, whose it is, where its answer goes."""
+    return {
+        "request": request.request_id or submission.fresh_id,
+        "attempt": submission.attempt,
+        "tenant": submission.tenant,
+        "model": model.name,
+        "inbox": submission.inbox,
+        "slo_class": _slo_class(request, submission),
+        "timeout_us": timeout_us,
+        "received_wall_us": submission.received_wall_us,
+        "tokens": ints(prompt),
+        "handled_wall_us": submission.handled_wall_us,
+        "parent_span": submission.parent_span,
+        "routing_key": _routing_key(submission.tenant, request, prompt),
+    }
 
 
 def _for_vector(
@@ -321,21 +334,10 @@ def _for_vector(
         why = f"the input has {len(prompt)} tokens, and a vector takes one more; shorten the input"
         raise _over_context(model.max_context, why, "input")
     return Tokenized(
-        request=request.request_id or submission.fresh_id,
-        attempt=submission.attempt,
-        tenant=submission.tenant,
-        model=model.name,
-        inbox=submission.inbox,
-        slo_class=_slo_class(request, submission),
-        timeout_us=timeout_us,
-        received_wall_us=submission.received_wall_us,
+        **_common(submission, request, model, timeout_us, prompt),
         max_tokens=1,
         format=EMBEDDING if request.encoding_format == "float" else EMBEDDING_BASE64,
         sampling=Sampling(temperature=0.0),
-        tokens=ints(prompt),
-        handled_wall_us=submission.handled_wall_us,
-        parent_span=submission.parent_span,
-        routing_key=_routing_key(submission.tenant, request, prompt),
         pooling=request.dimensions or WHOLE_VECTOR,
     )
 

@@ -99,6 +99,7 @@ class SequenceGroup:
     held_since_us: int = 0
     overtaken: int = 0  # groups that have started there since, although this one was first
     queued_us: int = 0  # when it was queued
+    max_tokens: int = 0  # as its queue has counted them: the request's may be cut while it waits
 
     @property
     def client(self) -> Client:
@@ -220,7 +221,7 @@ class WaitingQueue:
             return
         queue.groups -= 1
         queue.tokens -= tokens_of(group)
-        queue.max_tokens -= group.request.tokenized.max_tokens
+        queue.max_tokens -= group.max_tokens
         if group.resumes:
             queue.preempted.remove(group)
             return
@@ -360,7 +361,8 @@ class WaitingQueue:
         self.groups[group.number] = group
         queue.groups += 1
         queue.tokens += tokens_of(group)
-        queue.max_tokens += group.request.tokenized.max_tokens
+        group.max_tokens = group.request.tokenized.max_tokens
+        queue.max_tokens += group.max_tokens
         self._count(group)
         if level and self.age_us[level]:
             queue.promotions.append((now_us + self.age_us[level], group))

@@ -48,6 +48,7 @@ def counts(world: World) -> None:
     for (model, level), line in waiting.queues.items():
         here = [group for group in groups if group.queue is line]
         assert (line.groups, line.tokens) == (len(here), sum(len(u.sequences[0].tokens) for u in here))
+        assert line.max_tokens == sum(group.max_tokens for group in here)
         assert line.groups == 0 or waiting.first(model) is not None
         assert level in range(3)
     queued = [s for group in groups for s in group.sequences]

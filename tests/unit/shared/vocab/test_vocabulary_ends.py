@@ -69,6 +69,17 @@ def test_a_folder_ends_where_its_files_say(tmp_path: Path) -> None:
     assert loaded(folder).eos_ids == (2, 8)
 
 
+def with_template(tmp_path: Path, template: str, **config: bool | None) -> Path:
+    """A folder whose tokenizer puts its tokens around a text."""
+    folder = write_hf_folder(tmp_path / "m")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    named = [(token, i) for i, token in enumerate(CONTROLS)]
+    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=named)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    change(folder / "tokenizer_config.json", **config)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("template", "asked", "prefix"),
     [
@@ -82,12 +93,7 @@ def test_a_folder_ends_where_its_files_say(tmp_path: Path) -> None:
 def test_what_a_folder_puts_before_a_completion(
     tmp_path: Path, template: str, asked: bool | None, prefix: tuple[int, ...]
 ) -> None:
-    folder = write_hf_folder(tmp_path / "m")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    named = [(token, i) for i, token in enumerate(CONTROLS)]
-    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=named)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    change(folder / "tokenizer_config.json", add_bos_token=asked)
+    folder = with_template(tmp_path, template, add_bos_token=asked)
     assert loaded(folder).prefix_ids == prefix
 
 
@@ -104,12 +110,7 @@ def test_what_a_folder_puts_before_a_completion(
 def test_what_a_folder_puts_after_a_text_for_a_vector(
     tmp_path: Path, template: str, asked: bool | None, suffix: tuple[int, ...]
 ) -> None:
-    folder = write_hf_folder(tmp_path / "m")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    named = [(token, i) for i, token in enumerate(CONTROLS)]
-    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=named)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    change(folder / "tokenizer_config.json", add_eos_token=asked)
+    folder = with_template(tmp_path, template, add_eos_token=asked)
     assert loaded(folder).suffix_ids == suffix
 
 
