@@ -23,7 +23,7 @@ from numba import types
 from numba.extending import intrinsic
 
 import kernels.cpu_jit
-from kernels.cpu_jit.vectors import call, loop
+from kernels.cpu_jit.vectors import call, loop, read_ahead
 
 VNNI = kernels.cpu_jit.has("avx512vnni")
 LANES = 16 if VNNI else 8
@@ -118,6 +118,7 @@ def unpack(format_: Format) -> Any:
             def store(block: Any, sums: list[Any]) -> list[Any]:
                 chunk = builder.gep(panel, [builder.mul(block, _index(format_.bytes))])
                 to = builder.gep(wide, [builder.mul(block, _index(WIDE_BYTES))])
+                read_ahead(builder, chunk, format_.bytes)
                 for column, odd, part in product(range(0, BLOCK, 4), range(2), range(PARTS)):
                     found = _shorts(builder, format_, chunk, column, odd, part)
                     at = builder.gep(to, [_index(_place(column, odd, part))])
@@ -147,6 +148,8 @@ def _generator(rows: int, kind: Format, stored: Any, *, unpacked: bool) -> Calla
             of_x = [builder.gep(facts, [builder.mul(place, _index(FACTS))]) for place in places]
             lines = [builder.gep(x, [builder.mul(place, _index(kind.x_bytes))]) for place in places]
             apart = builder.gep(wide, [builder.mul(block, _index(WIDE_BYTES))]) if unpacked else None
+            if not unpacked:
+                read_ahead(builder, chunk, kind.bytes)
             at = BLOCK * PANEL * kind.bits // 8
             for first in range(0, BLOCK, kind.columns):
                 whole = _integers(builder, kind, lines, of_x, chunk, first, apart)

@@ -52,7 +52,7 @@ from kernels.cpu_jit.llvm_intrinsics import (
     offset_by,
     on_stack,
 )
-from kernels.cpu_jit.thread_team import Call, Kernel, Number
+from kernels.cpu_jit.thread_team import Call, Kernel, Number, shares, team_size
 
 FORMATS = (
     Format(4, 8),
@@ -212,13 +212,14 @@ _PANELS = {  # kernels of a panel, by the dtype of results
 
 
 def _all_panels(p: Any) -> None:
-    table = i64_at(p[3])
+    table, starts = i64_at(p[3]), i64_at(p[9])
     while True:
-        number = fetch_add(p)
-        if number >= p[4]:
+        piece = fetch_add(p)
+        if piece >= p[4]:
             return
-        panel = offset_by(table, 3 * number)
-        call_with(panel[1], p, panel)
+        for number in range(starts[piece], starts[piece + 1]):
+            panel = offset_by(table, 3 * number)
+            call_with(panel[1], p, panel)
 
 
 _MULTIPLY = Kernel(_all_panels)
@@ -271,11 +272,12 @@ class BlockMatrix:
         facts = scratch.data_ptr()
         quantised = (facts + 4 * FACTS * blocks, facts)
         (table,) = parts
-        to = (table, len(self.table), out.data_ptr(), rows, width, self.height)
+        starts = shares(len(self.table), team_size())
+        to = (table, len(starts) - 1, out.data_ptr(), rows, width, self.height, starts.ctypes.data)
         pieces, shape = -(-rows // PIECE_ROWS), (rows, width, self.terms)
         return (
             Call(QUANTISE[x.dtype], pieces, (x.data_ptr(), *quantised, *shape), scratch),
-            Call(_MULTIPLY, len(self.table), (*quantised, *to), scratch),
+            Call(_MULTIPLY, len(starts) - 1, (*quantised, *to), scratch),
         )
 
 

@@ -15,7 +15,7 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu_jit.vectors import LANES, NARROW, BFloat, broadcast, call
+from kernels.cpu_jit.vectors import LANES, NARROW, BFloat, broadcast, call, read_ahead
 
 PANEL = 48  # rows of the matrix packed together
 
@@ -61,9 +61,9 @@ class _Floats:
 _KINDS: dict[Any, _Pairs | _Floats] = {types.float32: _Floats(), types.uint16: _Pairs()}  # by elements
 
 
-def microkernel(rows: int, parts: int = PANEL // LANES, *, onto: bool = False) -> Any:
+def microkernel(rows: int, parts: int = PANEL // LANES, *, onto: bool = False, ahead: bool = False) -> Any:
     """See the function in it. `parts` of LANES columns of the product at once. `onto`: the product is added
-    to what is at `out`, float32."""
+    to what is at `out`, float32. `ahead`: the panel comes from memory."""
 
     @intrinsic
     def tile(
@@ -71,13 +71,15 @@ def microkernel(rows: int, parts: int = PANEL // LANES, *, onto: bool = False) -
     ) -> Any:
         """Store the product of `rows` rows at `x`, `apart`, of `width` columns, with a panel to `out`,
         float32 or bfloat16, with rows `height` apart. `line`: rows of the matrix packed together."""
-        generate = _generator(rows, parts, onto, _KINDS[panel.dtype], out.dtype)
+        generate = _generator(rows, parts, onto, ahead, _KINDS[panel.dtype], out.dtype)
         return types.void(x, apart, width, panel, line, out, height), generate
 
     return tile
 
 
-def _generator(rows: int, parts: int, onto: bool, kind: _Pairs | _Floats, stored: Any) -> Callable[..., Any]:
+def _generator(
+    rows: int, parts: int, onto: bool, ahead: bool, kind: _Pairs | _Floats, stored: Any
+) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, apart, width, panel, line, out, height = args
         lines = [builder.gep(x, [builder.mul(apart, _number(row))]) for row in range(rows)]
@@ -95,6 +97,8 @@ def _generator(rows: int, parts: int, onto: bool, kind: _Pairs | _Floats, stored
         def add(column: Any, sums: _Sums) -> _Sums:
             at = builder.gep(panel, [builder.mul(column, line)])
             matrix = [kind.read(builder, at, part) for part in range(parts)]
+            if ahead:
+                read_ahead(builder, at, 64 * parts)
             found = []
             for source, own in zip(lines, sums, strict=True):
                 own_x = kind.broadcast(builder, source, column)

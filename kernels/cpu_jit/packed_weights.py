@@ -36,14 +36,15 @@ from kernels.cpu_jit.llvm_intrinsics import (
     f32_at,
     fast,
     fetch_add,
+    i64_at,
     offset_by,
 )
 from kernels.cpu_jit.microkernel import PANEL, microkernel
-from kernels.cpu_jit.thread_team import Call, Kernel, Number, team_size
+from kernels.cpu_jit.thread_team import Call, Kernel, Number, shares, team_size
 
 _TILE = 8  # rows of x
 
-_eight, _four, _two, _one = (microkernel(rows) for rows in (8, 4, 2, 1))
+_eight, _four, _two, _one = (microkernel(rows, ahead=True) for rows in (8, 4, 2, 1))
 
 
 @fast
@@ -65,12 +66,15 @@ def _all(x: Any, panel: Any, out: Any, rows: int, width: int, height: int) -> No
 @fast
 def _multiply(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p: Any) -> None:
     """Multiply all rows of `x` by the panels that this thread gets."""
+    starts = i64_at(p[8])
     while True:
-        to = fetch_add(p) * PANEL
-        if to >= height:
+        piece = fetch_add(p)
+        if piece >= p[7]:
             return
-        target = offset_by(out, min(to, height - PANEL))  # the last panel may begin within the one before
-        _all(x, offset_by(panels, to * width), target, rows, width, height)
+        for number in range(starts[piece], starts[piece + 1]):
+            to = number * PANEL
+            target = offset_by(out, min(to, height - PANEL))  # the last panel may begin within the one before
+            _all(x, offset_by(panels, to * width), target, rows, width, height)
 
 
 _multiply_panels = amx.product()
@@ -78,13 +82,16 @@ _multiply_panels = amx.product()
 
 @fast
 def _multiply_in_tiles(x: Any, panels: Any, out: Any, rows: int, width: int, height: int, p: Any) -> None:
-    """The same; a piece of work has `p[7]` panels, which read a row of `x` from the first cache."""
-    count = (height + amx.PANEL - 1) // amx.PANEL
+    """The same; `p[9]` panels at once read a row of `x` from the first cache."""
+    starts, together = i64_at(p[8]), p[9]
     while True:
-        first = fetch_add(p) * p[7]
-        if first >= count:
+        piece = fetch_add(p)
+        if piece >= p[7]:
             return
-        _multiply_panels(x, panels, out, rows, width, height, first, min(first + p[7], count))
+        first, end = starts[piece], starts[piece + 1]
+        while first < end:
+            _multiply_panels(x, panels, out, rows, width, height, first, min(first + together, end))
+            first += together
 
 
 def _bf16(p: Any) -> None:
@@ -143,13 +150,13 @@ class PackedWeights:
         return (self.data,)
 
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
-        numbers = (x.data_ptr(), *parts, out.data_ptr(), *x.shape, self.height)
         in_tiles = self.data.shape[2] == amx.PANEL
         kernel = _IN_TILES[out.dtype] if in_tiles else _KERNELS[x.dtype, out.dtype]
-        if not in_tiles:
-            return (Call(kernel, len(self.data), numbers),)
-        together = max(1, min(amx.GROUP, len(self.data) // (4 * team_size()))) if len(x) > 2 * amx.ROWS else 2
-        return (Call(kernel, -(-len(self.data) // together), (*numbers, together)),)
+        together = amx.GROUP if len(x) > 2 * amx.ROWS else 2
+        starts = shares(len(self.data), team_size())
+        numbers = (x.data_ptr(), *parts, out.data_ptr(), *x.shape, self.height)
+        pieces = len(starts) - 1
+        return (Call(kernel, pieces, (*numbers, pieces, starts.ctypes.data, together)),)
 
 
 def can_multiply(weight: Tensor) -> bool:

@@ -129,6 +129,17 @@ class Kernel:
                 self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
 
+@cache
+def shares(count: int, threads: int) -> NDArray[np.int64]:
+    """Where pieces of work begin, and the end, of `count` panels that follow each other in memory. The first
+    pieces are long: a thread that takes each second panel reads half of what it has read ahead for the other.
+    The last ones are short, so that all threads end together."""
+    starts = [0]
+    while starts[-1] < count:
+        starts.append(starts[-1] + max(1, (count - starts[-1]) // (2 * threads)))
+    return np.array(starts, np.int64)
+
+
 Number = int | NDArray[np.int64]  # an array: one for each of several equal calls
 
 

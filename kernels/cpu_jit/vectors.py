@@ -13,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 LANES = 16
+AHEAD = 1 << 13  # bytes
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _HALVES, _WORDS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(_I32, LANES)
@@ -118,6 +119,16 @@ def prefetch(typing: Any, pointer: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(pointer), generate
+
+
+def read_ahead(builder: ir.IRBuilder, pointer: Any, size: int) -> None:
+    """Start to read `size` bytes, AHEAD bytes after `pointer`, into the second cache. A CPU does it by itself
+    only to the end of a page, and a panel of weights is longer."""
+    first = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    read, second, data = (ir.Constant(_I32, value) for value in (0, 2, 1))
+    for line in range(0, size, 64):
+        at = builder.gep(first, [_index(AHEAD + line)])
+        call(builder, "llvm.prefetch.p0i8", ir.VoidType(), at, read, second, data)
 
 
 @intrinsic

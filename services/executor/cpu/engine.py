@@ -44,7 +44,7 @@ TRIAL_STEPS = 4
 SOONEST, LATEST = 8, 256  # steps between two trials: doubled after each trial that found nothing faster
 BETTER = 0.93  # a tried count is taken if it needs at most so much of the time
 SLOWER = 1.3  # steps that take so many times as long as before: trials are due again
-HOPELESS = 2.0  # a trial ends at once if a step takes so many times as long
+HOPELESS = 1.5  # a trial ends at once if a step takes so many times as long
 _RISE = 1.002  # growth of all least times with each step: machines and contexts change
 
 
@@ -246,7 +246,8 @@ class ThreadCount:
                 self._least[other] *= _RISE
             self._least[size] = took_us if least is None else min(took_us, self._least[size])
         if least is None or len(self._ladder) == 1:
-            return  # nothing to compare with
+            self._tried = None  # nothing to compare with: such steps would never end a trial
+            return
         slowness = took_us / least
         if self._tried is None:
             self._without_trial(slowness)

@@ -80,3 +80,15 @@ def test_steps_of_one_size_alone_say_nothing_of_the_threads() -> None:
     for tokens in (1, 2, 4, 8, 16, 32):
         count.observe(tokens, 10**9)
         assert count.now == 4
+
+
+def test_a_trial_ends_when_steps_come_to_have_a_size_not_seen_before() -> None:
+    """Else the tried count would compute all steps of a batch that just grew."""
+    count, machine = ThreadCount(2), beside(0, 2)
+    while count.now == 2:
+        count.observe(100, round(machine(2, 100)))
+    used = []
+    for _ in range(100):
+        used.append(count.now)
+        count.observe(8, round(machine(count.now, 8)))
+    assert used.count(1) <= 20
