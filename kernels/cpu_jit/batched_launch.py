@@ -5,7 +5,10 @@ into a table,
 
     table [layer][call][function, 0, numbers...]
 
-and each thread of torch's team runs through it, with a barrier after every call.
+and each thread of torch's team runs through it, and waits for the others after every call: a thread that has
+waited for LOOKS gives its core away, since the one that it waits for may need it. OpenMP's own barrier is of
+no use here: it waits either too long for that, or not long enough for the worker threads to be still awake
+when the next step begins (services.launcher.serve).
 
 The team uses all cores, so the processes that send the last tokens would wait for the next tick of Linux (4
 ms). So a thread yields its core every EVERY_NS. If it returns late, because other processes compute, too, it
@@ -21,23 +24,30 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cpu_jit.llvm_intrinsics import call_at, clock_ns, i64_at, offset_by
+from kernels.cpu_jit.llvm_intrinsics import call_at, clock_ns, fetch_add, i64_at, look_for, offset_by
 from kernels.cpu_jit.thread_team import Call, Kernel, openmp, team_size
 
 EVERY_NS = 150_000
 LONG_NS = 3_000_000  # longer than a service works at a time
 BACK_OFF_NS = 50_000_000
-_WIDTH = 24  # numbers of a call: whole cache lines, so that the counters of two calls share none
+LOOKS = 500  # about 25 us
+_WIDTH, _LINE = 24, 8  # numbers of a call: whole cache lines, so that the counters of two calls share none
 
 
 def _run(p: Any) -> None:
-    entry, barrier, clock, give_way, not_before = i64_at(p[1]), p[3], p[4], p[5], i64_at(p[6])
-    since = clock_ns(clock)
-    for i in range(p[2]):
-        call = offset_by(entry, i * _WIDTH)
+    table, barrier, clock, give_way, not_before = i64_at(p[1]), p[3], p[4], p[5], i64_at(p[6])
+    ends, team = table, offset_by(table, _LINE)  # how often a thread has ended a call; threads
+    fetch_add(team)
+    if barrier:
+        call_at(barrier, table)
+    all_ends, since = 0, clock_ns(clock)
+    for i in range(1, p[2]):
+        call = offset_by(table, i * _WIDTH)
         call_at(call[0], offset_by(call, 1))
-        if barrier:
-            call_at(barrier, call)
+        all_ends += team[0]
+        fetch_add(ends)
+        while not look_for(ends, all_ends, LOOKS):
+            call_at(give_way, call)
         now = clock_ns(clock)
         if now - since >= EVERY_NS and now >= not_before[0]:
             call_at(give_way, call)
@@ -52,14 +62,15 @@ _RUN = Kernel(_run)
 def run(calls: Sequence[Call], times: int) -> None:
     """Run the calls in order, `times` times. A number of a call is an int for all times, or an array with one
     for each. The caller keeps the memory that they point to until this returns."""
-    table = np.zeros((times, len(calls), _WIDTH), np.int64)
+    table = np.zeros((1 + times * len(calls), _WIDTH), np.int64)  # counters, calls
+    each = table[1:].reshape(times, len(calls), _WIDTH)
     for i, call in enumerate(calls):
-        table[:, i, 0] = call.kernel.address
+        each[:, i, 0] = call.kernel.address
         for place, number in enumerate(call.numbers, 2):
-            table[:, i, place] = number
+            each[:, i, place] = number
     threads, team = team_size(), openmp()
     barrier = team.barrier if team is not None and threads > 1 else 0
-    _RUN(threads, table.ctypes.data, times * len(calls), barrier, *_libc(), _not_before.ctypes.data)
+    _RUN(threads, table.ctypes.data, len(table), barrier, *_libc(), _not_before.ctypes.data)
 
 
 @cache

@@ -122,9 +122,35 @@ def fetch_add(typing: Any, pointer: types.Type) -> Any:
     """The number at `pointer`, which is incremented atomically: every thread gets another number."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", args[0], ir.Constant(_I64, 1), "monotonic")
+        return builder.atomic_rmw("add", args[0], ir.Constant(_I64, 1), "acq_rel")
 
     return types.int64(types.CPointer(types.int64)), generate
+
+
+@intrinsic
+def look_for(typing: Any, pointer: types.Type, goal: types.Type, most: types.Type) -> Any:
+    """Look at the number at `pointer`, which other threads increment, until it is at least `goal`, `most`
+    times at most. Returns whether it was."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        pointer, goal, most = args
+        entry, look, pause, end = builder.block, *map(builder.append_basic_block, ("look", "pause", "end"))
+        builder.branch(look)
+        builder.position_at_end(look)
+        looks = builder.phi(_I64)
+        reached = builder.icmp_signed(">=", builder.load_atomic(pointer, "acquire", 8), goal)
+        last = builder.icmp_signed(">=", looks, most)
+        builder.cbranch(builder.or_(reached, last), end, pause)
+        builder.position_at_end(pause)
+        nothing = ir.FunctionType(ir.VoidType(), [])
+        builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), nothing), [])
+        looks.add_incoming(ir.Constant(_I64, 1), entry)
+        looks.add_incoming(builder.add(looks, ir.Constant(_I64, 1)), pause)
+        builder.branch(look)
+        builder.position_at_end(end)
+        return reached
+
+    return types.boolean(pointer, types.int64, types.int64), generate
 
 
 @intrinsic

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kernels.cpu_jit import batched_launch
+from kernels.cpu_jit.llvm_intrinsics import fetch_add, i64_at
 from kernels.cpu_jit.thread_team import Call, Kernel
 
 TICK_NS = 20_000  # from one look at the clock to the next
@@ -29,6 +30,16 @@ def _one_thread() -> Iterator[None]:
 
 def _nothing(p: Any) -> None:
     p[0] = 0
+
+
+def _add_neighbours(p: Any) -> None:
+    """One row of Pascal's triangle from the one before, a number for each piece of work."""
+    before, row = i64_at(p[1]), i64_at(p[2])
+    while True:
+        piece = fetch_add(p)
+        if piece >= p[3]:
+            return
+        row[piece] = (before[piece] + before[(piece + 1) % p[3]]) % 1_000_003
 
 
 def offers(monkeypatch: pytest.MonkeyPatch, calls: int, away_ns: int) -> list[int]:
@@ -65,6 +76,19 @@ def test_it_is_not_offered_for_a_while_where_it_came_back_late(monkeypatch: pyte
     between = [later - sooner for sooner, later in pairwise(offered)]
     assert len(between) == 3
     assert min(between) >= batched_launch.LONG_NS + batched_launch.BACK_OFF_NS
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_call_begins_when_all_threads_have_ended_the_one_before(threads: int) -> None:
+    calls, width = 2_000, 16
+    rows = np.zeros((calls + 1, width), np.int64)
+    rows[0] = expected = np.arange(width) ** 2
+    at = rows.ctypes.data + np.arange(calls) * rows[0].nbytes
+    torch.set_num_threads(threads)
+    batched_launch.run([Call(Kernel(_add_neighbours), width, (at, at + rows[0].nbytes, width))], calls)
+    for _ in range(calls):
+        expected = (expected + np.roll(expected, -1)) % 1_000_003
+    assert rows[-1].tolist() == expected.tolist()
 
 
 def test_the_clock_and_the_offer_are_there() -> None:
