@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -115,25 +116,33 @@ def product() -> Any:
     return multiply
 
 
-@intrinsic
-def configure(typing: Any, config: Any, rows: Any) -> Any:
-    """Prepare the tiles of this thread for so many rows of `x`. `config`: memory for the setting."""
+def setting(widths: Sequence[int], heights: Sequence[int]) -> Any:
+    """See the function in it. The bytes of a row of each tile, and its rows; 0: as many as of `x`."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        config, rows = args
-        setting = ir.VectorType(_I8, CONFIG_BYTES)
-        numbers = [0] * CONFIG_BYTES
-        numbers[0] = 1  # the palette
-        for tile in range(_TILES):
-            numbers[16 + 2 * tile] = 4 * ROWS  # bytes of a row
-            numbers[48 + tile] = ROWS
-        builder.store(ir.Constant(setting, numbers), builder.bitcast(config, setting.as_pointer()), align=1)
-        for tile in range(_X + 1):
-            builder.store(builder.trunc(rows, _I8), _byte(builder, config, 48 + tile))
-        call(builder, "llvm.x86.ldtilecfg", _VOID, config)
-        return context.get_dummy_value()
+    @intrinsic
+    def configure(typing: Any, config: Any, rows: Any) -> Any:
+        """Prepare the tiles of this thread for so many rows of `x`. `config`: memory for the setting."""
 
-    return types.void(config, types.int64), generate
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            config, rows = args
+            kind = ir.VectorType(_I8, CONFIG_BYTES)
+            numbers = [0] * CONFIG_BYTES
+            numbers[0] = 1  # the palette
+            for tile, (width, height) in enumerate(zip(widths, heights, strict=True)):
+                numbers[16 + 2 * tile], numbers[48 + tile] = width, height
+            builder.store(ir.Constant(kind, numbers), builder.bitcast(config, kind.as_pointer()), align=1)
+            for tile, height in enumerate(heights):
+                if not height:
+                    builder.store(builder.trunc(rows, _I8), _byte(builder, config, 48 + tile))
+            call(builder, "llvm.x86.ldtilecfg", _VOID, config)
+            return context.get_dummy_value()
+
+        return types.void(config, types.int64), generate
+
+    return configure
+
+
+configure = setting([4 * ROWS] * _TILES, [0] * (_X + 1) + [ROWS] * (_TILES - _X - 1))
 
 
 @intrinsic

@@ -29,13 +29,18 @@ import torch
 from torch import Tensor
 
 import kernels.cpu_jit
+from kernels.cpu_jit import amx
 from kernels.cpu_jit.block_microkernel import (
+    AMX_BYTES,
+    AMX_ROWS,
+    AMX_TILES,
     BLOCK,
     FACTS,
     PANEL,
     VNNI,
     WIDE_BYTES,
     Format,
+    amx_tiles,
     tile,
     unpack,
 )
@@ -65,8 +70,10 @@ FORMATS = (
 NIBBLES, NIBBLES_MINIMUM, INT8 = FORMATS[0], FORMATS[1], FORMATS[5]
 _TILE = 6 if VNNI else 3  # rows of `x`: their sums fill the registers
 # On AVX2 numbers become int16, which costs half as much as a tile's products: from _MANY rows on, a panel of
-# up to 4,096 columns is unpacked once, to 128 KiB on the stack (the second cache holds them).
-_MANY, _UNPACKED_BLOCKS = 12, 128
+# up to 4,096 columns is unpacked once, to 128 KiB on the stack (the second cache holds them). For AMX half
+# bytes become bytes, of up to 16,384 columns.
+_MANY, _UNPACKED_BLOCKS = 12, 512 if VNNI else 128
+_IN_TILES, _LEFT = 24, 8  # rows from which on AMX is faster, and those that it computes at the end
 _HALF = BLOCK // 2
 
 
@@ -101,7 +108,8 @@ def _by_a_panel(format_: Format) -> Any:
 def _by_an_unpacked_panel(format_: Format) -> Any:
     """A function for the first rows of `x`, if they are many; it returns their number."""
     if VNNI:  # tiles have rows enough to unpack in registers
-        return fast(lambda p, panel, out: 0)
+        in_tiles = amx.usable() and kernels.cpu_jit.has("amx-int8") and format_.columns == BLOCK
+        return _by_amx(format_) if in_tiles and format_.terms == 2 else fast(lambda p, panel, out: 0)
     widen, some, size = unpack(format_), tile(_TILE, format_, unpacked=True), format_.x_bytes
     scratch = on_stack(_UNPACKED_BLOCKS * WIDE_BYTES)
 
@@ -118,6 +126,36 @@ def _by_an_unpacked_panel(format_: Format) -> Any:
             of_x = offset_by(i32_at(p[2]), row * blocks * FACTS)
             some(at, of_x, blocks, numbers, goal, height, wide)
             row += _TILE
+        return row
+
+    return multiply
+
+
+def _by_amx(format_: Format) -> Any:
+    """The same."""
+    product, widen, four_bits = amx_tiles(format_), unpack(format_), format_.bits == 4
+    configure, size = amx.setting(*AMX_TILES), format_.x_bytes
+    setting, memory, scratch = map(on_stack, (amx.CONFIG_BYTES, AMX_BYTES, _UNPACKED_BLOCKS * WIDE_BYTES))
+
+    @fast
+    def multiply(p: Any, panel: Any, out: Any) -> Any:
+        rows, blocks, height, numbers = p[6], p[7] // BLOCK, p[8], i8_at(panel[0])
+        row = 0
+        if rows < _IN_TILES or (four_bits and blocks > _UNPACKED_BLOCKS):
+            return row
+        wide, own, config = scratch(), memory(), setting()
+        if four_bits:
+            widen(blocks, numbers, wide)
+        here = 0
+        while rows - row >= _LEFT:
+            if here != min(AMX_ROWS, rows - row):
+                here = min(AMX_ROWS, rows - row)
+                configure(config, here)
+            at, goal = offset_by(i8_at(p[1]), row * blocks * size), offset_by(out, row * height)
+            of_x = offset_by(i32_at(p[2]), row * blocks * FACTS)
+            product(at, of_x, blocks, numbers, goal, height, wide, here, own)
+            row += here
+        amx.release()
         return row
 
     return multiply

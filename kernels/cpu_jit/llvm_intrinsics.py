@@ -72,7 +72,9 @@ def on_stack(size: int) -> Any:
     def memory(typing: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             with builder.goto_entry_block():  # not by cgutils, which would store zeros
-                return builder.alloca(ir.IntType(8), ir.Constant(_I64, size))
+                found = builder.alloca(ir.IntType(8), ir.Constant(_I64, size))
+                found.align = 64  # a cache line
+                return found
 
         return types.CPointer(types.int8)(), generate
 
