@@ -42,10 +42,11 @@ from shared.processes import give_back_memory
 
 TRIAL_STEPS = 4
 SOONEST, LATEST = 8, 256  # steps between two trials: doubled after each trial that found nothing faster
+LATEST_AT_MOST = 1024  # with the most threads: that fewer are faster shows in slow steps, too
 BETTER = 0.93  # a tried count is taken if it needs at most so much of the time
 SLOWER = 1.3  # steps that take so many times as long as before: trials are due again
 HOPELESS = 1.5  # a trial ends at once if a step takes so many times as long
-_RISE = 1.002  # growth of all least times with each step: machines and contexts change
+_RISE = 1.002  # growth of a class's least time with each of its steps: machines and contexts change
 
 
 def build(options: TorchOptions, ranks: Ranks = SOLO) -> TorchBackend:
@@ -227,7 +228,7 @@ class ThreadCount:
         self._at = self._ladder.index(first or most)  # index of the chosen count
         self._tried: int | None = None  # index of the count in a trial
         self._failed = 0  # trials since the choice changed or steps became slow: each goes farther away
-        self._least: dict[int, float] = {}  # least us by size of step: makes steps of all sizes comparable
+        self._least: dict[int, float] = {}  # least us by class of step: makes steps of all sizes comparable
         self._recent: deque[float] = deque(maxlen=2 * TRIAL_STEPS)  # chosen count: times / least times
         self._trial: list[float] = []
         self._starts = False  # a trial's first step does not count: it creates threads or compiles for them
@@ -239,12 +240,10 @@ class ThreadCount:
 
     def observe(self, tokens: int, took_us: int) -> None:
         """Take the time of a step with `now` threads."""
-        size = tokens.bit_length()
+        size = _class_of(tokens)
         least = self._least.get(size)
         if self._tried is None:  # a trial is compared with the times before it
-            for other in self._least:
-                self._least[other] *= _RISE
-            self._least[size] = took_us if least is None else min(took_us, self._least[size])
+            self._least[size] = took_us if least is None else min(took_us, least * _RISE)
         if least is None or len(self._ladder) == 1:
             self._tried = None  # nothing to compare with: such steps would never end a trial
             return
@@ -284,8 +283,16 @@ class ThreadCount:
             self._recent.clear()
         else:
             self._failed += 1
-            self._wait = min(2 * self._wait, LATEST)
+            fewer = self._at + 1 < len(self._ladder)
+            self._wait = min(2 * self._wait, LATEST if fewer else LATEST_AT_MOST)
         self._tried = None
+
+
+def _class_of(tokens: int) -> int:
+    """The four first digits in base 2, and how many follow: steps of one class are alike to an eighth, else a
+    short prompt with one thread would look faster than a longer one with two."""
+    below = max(0, tokens.bit_length() - 4)
+    return 16 * below + (tokens >> below)
 
 
 def _thread_count() -> ThreadCount:

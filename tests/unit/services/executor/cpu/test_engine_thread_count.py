@@ -92,3 +92,20 @@ def test_a_trial_ends_when_steps_come_to_have_a_size_not_seen_before() -> None:
         used.append(count.now)
         count.observe(8, round(machine(count.now, 8)))
     assert used.count(1) <= 20
+
+
+def test_prompts_of_other_lengths_do_not_look_like_a_faster_count() -> None:
+    """One thread computes 33 tokens sooner than two compute 60."""
+
+    def took(tokens: int) -> int:
+        return round(600 * tokens / count.now**0.6)
+
+    count = ThreadCount(2)
+    for tokens in (33, 60, 33, 60):
+        count.observe(tokens, took(tokens))
+    used = []
+    for _ in range(400):
+        tokens = 60 if count.now == 2 else 33
+        used.append(count.now)
+        count.observe(tokens, took(tokens))
+    assert used.count(1) <= 40
