@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import struct
@@ -259,6 +260,7 @@ async def test_no_wait_for_a_server_that_stopped_answering_is_without_end(
     monkeypatch.setattr("shared.nats.bus.FLUSH_TIMEOUT_S", 0.2)
     bus = await NatsBus.connect(own_server[0].url, timeout_s=30)
     own_server[0].process.send_signal(signal.SIGSTOP)
+    os.waitpid(own_server[0].process.pid, os.WUNTRACED)  # it may answer until it has stopped
     try:
         with pytest.raises(Unavailable, match=r"the nats-server did not answer within 0\.2 s"):
             await bus.flush()
