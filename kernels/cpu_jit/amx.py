@@ -183,9 +183,9 @@ def tiles(number: int, parts: int, *, panels: int = 1, onto: bool = False, ahead
             targets = [_byte(builder, builder.gep(out, [row]), offset) for row, offset in places]
             for sums, target in enumerate(targets):
                 if onto:
-                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(sums), target, out_bytes)
+                    call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(sums), target, out_bytes)
                 else:
-                    call(builder, "llvm.x86.tilezero", _VOID, _number(sums))
+                    call(builder, "llvm.x86.tilezero", _VOID, tile_number(sums))
 
             def add(step: Any, sums: list[Any]) -> list[Any]:
                 column = builder.mul(step, _index(COLUMNS))
@@ -193,22 +193,24 @@ def tiles(number: int, parts: int, *, panels: int = 1, onto: bool = False, ahead
                 for tile in range(number):
                     at = builder.add(builder.mul(x_apart, _index(tile * ROWS)), column)
                     of_x = _byte(builder, builder.gep(x, [at]), 0)
-                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(_X + tile), of_x, x_bytes)
+                    call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(_X + tile), of_x, x_bytes)
                 for place in range(panels * parts):
                     away = builder.mul(x_apart, _index(place // parts * PANEL))
                     matrix = _byte(builder, builder.gep(chunk, [away]), 4 * ROWS * (place % parts))
                     if ahead and place % parts == 0:
                         read_ahead(builder, matrix, 2 * COLUMNS * PANEL)
                     own = first + place % (_TILES - first)
-                    call(builder, "llvm.x86.tileloadd64", _VOID, _number(own), matrix, panel_bytes)
+                    call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(own), matrix, panel_bytes)
                     for tile in range(number):
-                        names = (_number(each) for each in (tile * parts * panels + place, _X + tile, own))
+                        names = (
+                            tile_number(each) for each in (tile * parts * panels + place, _X + tile, own)
+                        )
                         call(builder, "llvm.x86.tdpbf16ps", _VOID, *names)
                 return sums
 
             loop(builder, builder.sdiv(width, _index(COLUMNS)), [], add)
             for sums, target in enumerate(targets):
-                call(builder, "llvm.x86.tilestored64", _VOID, _number(sums), target, out_bytes)
+                call(builder, "llvm.x86.tilestored64", _VOID, tile_number(sums), target, out_bytes)
             return context.get_dummy_value()
 
         return types.void(x, types.int64, types.int64, panel, types.int64, out, types.int64), generate
@@ -221,7 +223,7 @@ def _byte(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
     return builder.gep(builder.bitcast(pointer, _I8.as_pointer()), [_index(offset)])
 
 
-def _number(tile: int) -> Any:
+def tile_number(tile: int) -> Any:
     return ir.Constant(_I8, tile)
 
 

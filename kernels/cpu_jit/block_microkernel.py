@@ -25,6 +25,7 @@ from numba import types
 from numba.extending import intrinsic
 
 import kernels.cpu_jit
+from kernels.cpu_jit import amx
 from kernels.cpu_jit.vectors import call, loop, read_ahead
 
 VNNI = kernels.cpu_jit.has("avx512vnni")
@@ -121,16 +122,14 @@ def unpack(format_: Format) -> Any:
                 chunk = builder.gep(panel, [builder.mul(block, _index(format_.bytes))])
                 to = builder.gep(wide, [builder.mul(block, _index(WIDE_BYTES))])
                 read_ahead(builder, chunk, format_.bytes)
-                for column, odd, part in product(range(0, BLOCK, 4), range(2), range(PARTS)):
-                    if not VNNI:
-                        found, place = (
-                            _shorts(builder, format_, chunk, column, odd, part),
-                            (column, odd, part),
-                        )
-                        _put(builder, found, to, _place(*place))
-                    elif not odd:
+                for column, part in product(range(0, BLOCK, 4), range(PARTS)):
+                    if VNNI:
                         found = _numbers(builder, format_, chunk, column, part)
                         _put(builder, found, to, column * PANEL + part * 4 * LANES)
+                        continue
+                    for odd in range(2):
+                        found = _shorts(builder, format_, chunk, column, odd, part)
+                        _put(builder, found, to, _place(column, odd, part))
                 return sums
 
             loop(builder, blocks, [], store)
@@ -141,9 +140,9 @@ def unpack(format_: Format) -> Any:
     return widen
 
 
-AMX_ROWS, _AMX_SUMS = 16, 1024  # rows of `x` at once; bytes of a tile of sums
+_AMX_SUMS = 1024  # bytes of a tile of sums
 _AMX_RESULTS = PARTS * 2 * _AMX_SUMS  # where the memory has the results so far
-AMX_BYTES = _AMX_RESULTS + 4 * AMX_ROWS * PANEL
+AMX_BYTES = _AMX_RESULTS + 4 * amx.ROWS * PANEL
 # The bytes of a row and the rows (0: of `x`) of each tile: sums, two of `x`, two of the matrix.
 AMX_TILES = ([64] * 4 + [BLOCK] * 2 + [64] * 2, [0] * 6 + [BLOCK // 4] * 2)
 _UPPER, _LOWER, _MATRIX = 4, 5, 6
@@ -224,24 +223,20 @@ def _amx_generator(kind: Format, stored: Any) -> Callable[..., Any]:
 def _amx_products(builder: ir.IRBuilder, x: Any, line: Any, numbers: Any, memory: Any) -> None:
     """Store the sums of a block: part by part those of the upper bytes, then those of the lower ones."""
     load = partial(call, builder, "llvm.x86.tileloadd64", ir.VoidType())
-    load(_tile_number(_UPPER), x, line)
-    load(_tile_number(_LOWER), builder.gep(x, [_index(BLOCK)]), line)
+    load(amx.tile_number(_UPPER), x, line)
+    load(amx.tile_number(_LOWER), builder.gep(x, [_index(BLOCK)]), line)
     for part in range(PARTS):
         at = builder.gep(numbers, [_index(4 * LANES * part)])
-        load(_tile_number(_MATRIX + part), at, _index(4 * PANEL))
+        load(amx.tile_number(_MATRIX + part), at, _index(4 * PANEL))
     pairs = [*enumerate(product(range(PARTS), (_UPPER, _LOWER)))]
     for sums, _ in pairs:
-        call(builder, "llvm.x86.tilezero", ir.VoidType(), _tile_number(sums))
+        call(builder, "llvm.x86.tilezero", ir.VoidType(), amx.tile_number(sums))
     for sums, (part, of_x) in pairs:
-        numbers_of = map(_tile_number, (sums, of_x, _MATRIX + part))
+        numbers_of = map(amx.tile_number, (sums, of_x, _MATRIX + part))
         call(builder, "llvm.x86.tdpbsud", ir.VoidType(), *numbers_of)
     for sums, _ in pairs:
         at = builder.gep(memory, [_index(sums * _AMX_SUMS)])
-        call(builder, "llvm.x86.tilestored64", ir.VoidType(), _tile_number(sums), at, _index(4 * LANES))
-
-
-def _tile_number(number: int) -> Any:
-    return ir.Constant(_I8, number)
+        call(builder, "llvm.x86.tilestored64", ir.VoidType(), amx.tile_number(sums), at, _index(4 * LANES))
 
 
 def _amx_sum(builder: ir.IRBuilder, kind: Format, sums: Any, facts: Any, part: int) -> Any:

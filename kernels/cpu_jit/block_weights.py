@@ -32,7 +32,6 @@ import kernels.cpu_jit
 from kernels.cpu_jit import amx
 from kernels.cpu_jit.block_microkernel import (
     AMX_BYTES,
-    AMX_ROWS,
     AMX_TILES,
     BLOCK,
     FACTS,
@@ -148,8 +147,8 @@ def _by_amx(format_: Format) -> Any:
             widen(blocks, numbers, wide)
         here = 0
         while rows - row >= _LEFT:
-            if here != min(AMX_ROWS, rows - row):
-                here = min(AMX_ROWS, rows - row)
+            if here != min(amx.ROWS, rows - row):
+                here = min(amx.ROWS, rows - row)
                 configure(config, here)
             at, goal = offset_by(i8_at(p[1]), row * blocks * size), offset_by(out, row * height)
             of_x = offset_by(i32_at(p[2]), row * blocks * FACTS)
