@@ -30,6 +30,7 @@ from kernels.cpu_jit.llvm_intrinsics import (
     as_i32,
     bf16_at,
     exp,
+    f16_at,
     f32_at,
     fast,
     fetch_add,
@@ -47,6 +48,9 @@ from kernels.cpu_jit.vectors import LANES, highest, prefetch, transpose, weigh
 ROWS = 192  # of a piece of a prompt, about: they share the transposition of the keys
 PANEL = 128  # tokens of the context at once
 _FEW = 16  # rows for which values are not packed
+_WHOLE = (
+    4  # sequences of a thread from which on a decode row's KV heads, which lie side by side, are one piece
+)
 _MANY, _SOME = 6, 3  # rows of a product at once; with _WIDE vectors of columns the sums fit the registers
 _WIDE = 4 if kernels.cpu_jit.has("avx512f") else 1
 _ZERO, _ONE, _LOWEST, _LOG2E = (np.float32(each) for each in (0.0, 1.0, -3.0e38, 1.44269504))
@@ -63,9 +67,9 @@ class Sequences:
     counts: NDArray[np.int64]
     _pieces: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
-    def pieces(self, shared: int) -> NDArray[np.int64]:
-        """The work with `shared` query heads of a KV head, the longest first: `[pieces, 4]`, the sequence,
-        the first token row, token rows, tokens before them."""
+    def pieces(self, shared: int, kv_heads: int) -> NDArray[np.int64]:
+        """The work with `shared` query heads of a KV head, the longest first: `[pieces, 6]`, the sequence,
+        the first token row, token rows, tokens before them, the first KV head, KV heads."""
         found = self._pieces.get(shared)
         if found is None:
             size = max(1, ROWS // shared)
@@ -73,8 +77,17 @@ class Sequences:
             sequence = np.repeat(np.arange(len(parts)), parts)
             before = (np.arange(len(sequence)) - np.repeat(np.cumsum(parts) - parts, parts)) * size
             tokens = np.minimum(self.counts[sequence] - before, size)
-            columns = sequence, self.firsts[sequence] + before, tokens, self.starts[sequence] + before
-            order = np.argsort(-(tokens * (columns[3] + tokens)), kind="stable")
+            whole = len(tokens) >= _WHOLE * team_size() and shared <= _FEW
+            heads = np.where((tokens == 1) & whole, kv_heads, 1)
+            each = kv_heads // heads
+            first = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+            sequence, before, tokens, heads = (
+                np.repeat(column, each) for column in (sequence, before, tokens, heads)
+            )
+            columns = (
+                sequence, self.firsts[sequence] + before, tokens, self.starts[sequence] + before, first, heads
+            )  # fmt: skip
+            order = np.argsort(-(tokens * (columns[3] + tokens) * heads), kind="stable")
             found = self._pieces[shared] = np.ascontiguousarray(np.stack(columns, 1)[order])
         return found
 
@@ -284,6 +297,22 @@ def _memory(own_at: Any, apart: bool) -> Any:
 
 
 @fast
+def _of_head(memory: Any, head: int, rows: int, dim: int) -> Any:
+    """The memory of a KV head of a piece of several."""
+    return _Memory(
+        offset_by(memory.queries, head * rows * dim),
+        offset_by(memory.sums, head * rows * dim),
+        memory.keys,
+        memory.values,
+        memory.scores,
+        memory.weights,
+        offset_by(memory.states, head * 2 * rows),
+        memory.offsets,
+        memory.setting,
+    )
+
+
+@fast
 def _start(query: Any, memory: Any, tokens: int, stride: int, shared: int, dim: int) -> None:
     """Copy the queries of a piece, and set its sums to zero."""
     width, sums, states = shared * dim, memory.sums, memory.states
@@ -361,10 +390,12 @@ def _clear_tiles() -> None:
 
 
 def _attention(
-    memory_at: Any, multiply: Any, add_values: Any, of_a_lane: int, set_tile: Any, end: Any
+    memory_at: Any, multiply: Any, add_values: Any, of_a_lane: int, set_tile: Any, end: Any, stored_bytes: int
 ) -> Any:
-    """The work of a kernel: see the top. Each thread takes the next piece."""
+    """The work of a kernel: see the top. Each thread takes the next piece. `stored_bytes`: of a number of
+    KV."""
     group = LANES * of_a_lane  # tokens of a panel are computed in such groups
+    cache_line = 64 // stored_bytes
 
     @fast
     def attend(query: Any, kv: Any, out: Any, p: Any) -> None:
@@ -375,13 +406,15 @@ def _attention(
         memory = memory_at(p[5] + fetch_add(offset_by(p, 1)) * 4 * _numbers(room, dim), room, dim)
         while True:
             number = fetch_add(p)
-            if number >= count * kv_heads:
+            if number >= count:
                 break
-            piece, head = offset_by(pieces, number // kv_heads * 4), number % kv_heads
+            piece = offset_by(pieces, number * 6)
             table, row, tokens, before = offset_by(tables, piece[0] * blocks), piece[1], piece[2], piece[3]
-            tile = set_tile(memory.setting, tokens * shared)
-            source = offset_by(query, row * query_stride + head * width)
-            _start(source, memory, tokens, query_stride, shared, dim)
+            head, heads, rows = piece[4], piece[5], tokens * shared
+            tile = set_tile(memory.setting, rows)
+            for i in range(heads):
+                source = offset_by(query, row * query_stride + (head + i) * width)
+                _start(source, _of_head(memory, i, rows, dim), tokens, query_stride, shared, dim)
             keys = offset_by(kv, layer + head * dim)
             values = offset_by(keys, block_tokens * line)
             for at in range(0, before + tokens, PANEL):
@@ -389,18 +422,22 @@ def _attention(
                 padded = (here + group - 1) // group * group
                 _find(table, at, here, padded, block_tokens, block_stride, line, memory.offsets)
                 if tokens == 1:  # rows of a prompt compute for longer than they read
-                    _fetch(keys, memory.offsets, here, dim, LANES * of_a_lane)
-                    _fetch(values, memory.offsets, here, dim, LANES * of_a_lane)
-                _pack_keys(keys, memory.offsets, padded, dim, memory.keys, of_a_lane)
+                    _fetch(keys, memory.offsets, here, heads * dim, cache_line)
+                    _fetch(values, memory.offsets, here, heads * dim, cache_line)
                 first = max(0, at - before)  # no token before sees this panel
-                rows, skip = (tokens - first) * shared, first * shared
-                of, scores = offset_by(memory.queries, skip * dim), offset_by(memory.scores, skip * padded)
-                multiply(of, dim, dim, memory.keys, padded, scores, rows, padded, tile)
-                _soften_rows(memory, first, tokens, before + 1 - at, here, padded, shared, dim)
-                weights, sums = offset_by(memory.weights, skip * padded), offset_by(memory.sums, skip * dim)
-                add_values(weights, values, memory, line, here, padded, dim, sums, rows, tile)
-            to = offset_by(out, (row * kv_heads + head) * width)
-            _finish(memory, to, tokens, kv_heads * width, shared, dim)
+                skip = first * shared
+                for i in range(heads):
+                    own = _of_head(memory, i, rows, dim)
+                    _pack_keys(offset_by(keys, i * dim), own.offsets, padded, dim, own.keys, of_a_lane)
+                    of, scores = offset_by(own.queries, skip * dim), offset_by(own.scores, skip * padded)
+                    multiply(of, dim, dim, own.keys, padded, scores, rows - skip, padded, tile)
+                    _soften_rows(own, first, tokens, before + 1 - at, here, padded, shared, dim)
+                    weights, sums = offset_by(own.weights, skip * padded), offset_by(own.sums, skip * dim)
+                    of_values = offset_by(values, i * dim)
+                    add_values(weights, of_values, own, line, here, padded, dim, sums, rows - skip, tile)
+            for i in range(heads):
+                to = offset_by(out, (row * kv_heads + head + i) * width)
+                _finish(_of_head(memory, i, rows, dim), to, tokens, kv_heads * width, shared, dim)
         end()
 
     return attend
@@ -410,9 +447,9 @@ _multiply, _add_product = _by_vectors(False), _by_vectors(True)
 _floats, _pairs = _memory(f32_at, apart=False), _memory(bf16_at, apart=True)
 _add_floats, _add_widened = (wrap(_pack_values, _add_product) for wrap in (_in_place, _after_packing))
 _add_pairs = _after_packing(_pack_value_pairs, _by_tiles(True))
-_of_floats = _attention(_floats, _multiply, _add_floats, 1, _no_tile, _nothing)
-_by_widening = _attention(_floats, _multiply, _add_widened, 1, _no_tile, _nothing)
-_in_pairs = _attention(_pairs, _by_tiles(False), _add_pairs, 2, _set_tile, _clear_tiles)
+_of_floats = _attention(_floats, _multiply, _add_floats, 1, _no_tile, _nothing, 4)
+_by_widening = _attention(_floats, _multiply, _add_widened, 1, _no_tile, _nothing, 2)
+_in_pairs = _attention(_pairs, _by_tiles(False), _add_pairs, 2, _set_tile, _clear_tiles, 2)
 
 
 def _f32(p: Any) -> None:
@@ -427,18 +464,25 @@ def _bf16_in_tiles(p: Any) -> None:
     _in_pairs(bf16_at(p[2]), bf16_at(p[3]), bf16_at(p[4]), p)
 
 
-_KERNELS = {torch.float32: Kernel(_f32), torch.bfloat16: Kernel(_bf16)}
+def _f16(p: Any) -> None:
+    _by_widening(f32_at(p[2]), f16_at(p[3]), f32_at(p[4]), p)
+
+
+_KERNELS = {torch.float32: Kernel(_f32), torch.bfloat16: Kernel(_bf16)}  # by the dtype of KV
+if kernels.cpu_jit.has("f16c"):
+    _KERNELS[torch.float16] = Kernel(_f16)
 _TILES = Kernel(_bf16_in_tiles)
 
 
-def can_attend(kv: Tensor) -> bool:
-    """Whether kernels exist for the dtype and the head size of `kv`."""
-    return kv.dtype in _KERNELS and kv.shape[-1] % LANES == 0
+def can_attend(kv: Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels exist for the dtype and the head size of `kv`, with queries of `dtype`."""
+    wanted = torch.float32 if kv.dtype == torch.float16 else kv.dtype
+    return kv.dtype in _KERNELS and dtype == wanted and kv.shape[-1] % LANES == 0
 
 
 def attend(query: Tensor, kv: Tensor, layer: int, sequences: Sequences) -> Tensor:
     """Each token row over its context, its own token included. `query` `[rows, heads, head_dim]` of the dtype
-    of `kv`, with any stride between rows. Returns the shape of `query`."""
+    of `kv`, or float32 over float16, with any stride between rows. Returns the shape of `query`."""
     out = query.new_empty(query.shape)
     attention_call(query, kv, layer * kv.stride(1), sequences, out).run()
     return out
@@ -449,12 +493,13 @@ def attention_call(query: Tensor, kv: Tensor, layer: Number, sequences: Sequence
     _, heads, dim = query.shape
     _, _, _, block_tokens, kv_heads, _ = kv.shape
     shared, tables = heads // kv_heads, sequences.tables
-    pieces = sequences.pieces(shared)
-    room = -(-int(pieces[:, 2].max()) * shared // amx.ROWS) * amx.ROWS + amx.ROWS  # tiles may compute more
+    pieces = sequences.pieces(shared, kv_heads)
+    rows = int((pieces[:, 2] * pieces[:, 5]).max()) * shared
+    room = -(-rows // amx.ROWS) * amx.ROWS + amx.ROWS  # tiles may compute more
     scratch = torch.empty(team_size() * _numbers(room, dim))
     addresses = [each.data_ptr() for each in (query, kv, out, scratch)]
     sizes = len(pieces), shared, kv_heads, query.stride(0), tables.shape[1], block_tokens, kv.stride(0)
     in_tiles = kv.dtype == torch.bfloat16 and dim % amx.COLUMNS == 0 and amx.usable()
     kernel = _TILES if in_tiles else _KERNELS[kv.dtype]
     numbers = (0, *addresses, tables.ctypes.data, pieces.ctypes.data, *sizes, layer, dim, room)
-    return Call(kernel, len(pieces) * kv_heads, numbers, scratch)
+    return Call(kernel, len(pieces), numbers, scratch)

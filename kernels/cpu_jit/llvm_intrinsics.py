@@ -13,7 +13,7 @@ import llvmlite.ir as ir
 import numpy as np
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, models, register_model
 
 # Vectors need both: sums may be reordered, and a division by zero does not raise. Inlined by LLVM: else the
 # process that compiles a kernel calls the function's own code, and one that reads the kernel from the cache
@@ -23,6 +23,20 @@ fast = njit(fastmath=True, error_model="numpy", forceinline=True)
 strict = njit(fastmath={"contract", "nsz"}, error_model="numpy", forceinline=True)
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+F16_MAX = 65504.0  # the largest float16
+
+
+class _Float16(types.Type):  # type: ignore[misc]  # numba has no types
+    """Numba has float16 on GPUs only."""
+
+
+@register_model(_Float16)
+class _Float16Model(models.PrimitiveModel):  # type: ignore[misc]  # the same
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, ir.HalfType())
+
+
+float16 = _Float16("float16")
 
 
 def _pointer(element: types.Type, code: ir.Type) -> Any:
@@ -36,6 +50,7 @@ def _pointer(element: types.Type, code: ir.Type) -> Any:
 
 
 bf16_at = _pointer(types.uint16, _I16)  # address -> pointer
+f16_at = _pointer(float16, ir.HalfType())
 i8_at = _pointer(types.int8, ir.IntType(8))
 i32_at = _pointer(types.int32, _I32)
 f32_at = _pointer(types.float32, _F32)
@@ -179,11 +194,13 @@ def float_of(typing: Any, bits: types.Type) -> Any:
 
 @intrinsic
 def widen(typing: Any, value: types.Type) -> Any:
-    """A stored bfloat16 (its bits as uint16) or float32, as float32."""
+    """A stored bfloat16 (its bits as uint16), float16 or float32, as float32."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         if signature.args[0] == types.float32:
             return args[0]
+        if signature.args[0] == float16:
+            return builder.fpext(args[0], _F32)
         return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
 
     return types.float32(value), generate
@@ -191,11 +208,14 @@ def widen(typing: Any, value: types.Type) -> Any:
 
 @intrinsic
 def narrow(typing: Any, value: types.Type, like: types.Type) -> Any:
-    """A float32 in the stored type of `like`: rounded to nearest, ties to even; NaN stays NaN."""
+    """A float32 in the stored type of `like`: rounded to nearest, ties to even; NaN stays NaN. A number of
+    that type stays as it is."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        if signature.args[1] == types.float32:
+        if signature.args[0] == signature.args[1]:
             return args[0]
+        if signature.args[1] == float16:
+            return to_float16(builder, args[0])
         number = [ir.Constant(_I32, n) for n in (16, 1, 0x7FFF, 0x7FFFFFFF, 0x7F800000, 0x7FC00000)]
         sixteen, one, half, positive, infinite, nan = number
         bits = builder.bitcast(args[0], _I32)
@@ -204,7 +224,23 @@ def narrow(typing: Any, value: types.Type, like: types.Type) -> Any:
         is_nan = builder.icmp_unsigned(">", builder.and_(bits, positive), infinite)
         return builder.trunc(builder.lshr(builder.select(is_nan, nan, rounded), sixteen), _I16)
 
-    return like(types.float32, like), generate
+    return like(like if value == like else types.float32, like), generate
+
+
+def to_float16(builder: ir.IRBuilder, value: Any) -> Any:
+    """A float32 or a vector of them, saturated: what is stored is finite, or NaN."""
+    lanes = getattr(value.type, "count", 0)
+
+    def like(number: Any, kind: ir.Type) -> Any:
+        return (
+            ir.Constant(ir.VectorType(kind, lanes), [number] * lanes) if lanes else ir.Constant(kind, number)
+        )
+
+    most, least = like(F16_MAX, _F32), like(-F16_MAX, _F32)
+    value = builder.select(builder.fcmp_ordered(">", value, most), most, value)
+    value = builder.select(builder.fcmp_ordered("<", value, least), least, value)
+    half = ir.HalfType()
+    return builder.fptrunc(value, ir.VectorType(half, lanes) if lanes else half)
 
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)

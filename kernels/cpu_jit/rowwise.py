@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.cpu_jit.llvm_intrinsics import (
     bf16_at,
     exp,
+    f16_at,
     f32_at,
     fast,
     fetch_add,
@@ -151,7 +152,7 @@ def _rope_rows(
                 _rotate(x, at + (heads + head) * dim, rotation, turn, dim, kv, key + head * dim)
             at += (heads + kv_heads) * dim
             for i in range(width):
-                kv[value + i] = x[at + i]
+                kv[value + i] = narrow(x[at + i], kv[0])
 
 
 def _rope_bf16(p: Any) -> None:
@@ -162,14 +163,22 @@ def _rope_f32(p: Any) -> None:
     _rope_rows(f32_at(p[1]), f32_at(p[2]), f32_at(p[3]), i64_at(p[4]), p[5], p[6], p[7], p[8], p)
 
 
-_ROPE = {torch.bfloat16: Kernel(_rope_bf16), torch.float32: Kernel(_rope_f32)}
+def _rope_f16(p: Any) -> None:
+    _rope_rows(f32_at(p[1]), f32_at(p[2]), f16_at(p[3]), i64_at(p[4]), p[5], p[6], p[7], p[8], p)
+
+
+_ROPE = {  # by the dtype of KV
+    torch.bfloat16: Kernel(_rope_bf16),
+    torch.float32: Kernel(_rope_f32),
+    torch.float16: Kernel(_rope_f16),
+}
 
 
 def rotate_and_write(x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
     """Rotate queries and keys of a contiguous `x` `[tokens, heads + 2 * kv_heads, head_dim]` by `rotation`
     `[tokens, 2, head_dim]` float32, and store keys and values at `rows` `[K|V, tokens]` int64 of `write_rows`
-    in `kv`, of the dtype of `x`. Returns the queries `[tokens, heads, head_dim]`: a view of `x`, which is
-    overwritten."""
+    in `kv`, of the dtype of `x`, or float16 for float32. Returns the queries `[tokens, heads, head_dim]`: a
+    view of `x`, which is overwritten."""
     rotation_call(x, rotation, kv, rows.data_ptr(), heads).run()
     return x[:, :heads]
 
@@ -178,4 +187,4 @@ def rotation_call(x: Tensor, rotation: Tensor, kv: Tensor, rows: Number, heads: 
     """See rotate_and_write; `rows` is an address."""
     tokens, every, dim = x.shape
     addresses = (x.data_ptr(), rotation.data_ptr(), kv.data_ptr(), rows)
-    return Call(_ROPE[x.dtype], -(-tokens // _ROWS), (*addresses, tokens, heads, (every - heads) // 2, dim))
+    return Call(_ROPE[kv.dtype], -(-tokens // _ROWS), (*addresses, tokens, heads, (every - heads) // 2, dim))

@@ -12,6 +12,8 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
+from kernels.cpu_jit.llvm_intrinsics import to_float16
+
 LANES = 16
 AHEAD = 1 << 13  # bytes
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -145,7 +147,8 @@ def copy_lanes(typing: Any, source: Any, out: Any) -> Any:
 @intrinsic
 def transpose(typing: Any, source: Any, offsets: Any, out: Any, line: Any) -> Any:
     """Store LANES rows of `source`, `offsets` apart from it, as the columns of `out`, whose rows are `line`
-    apart. Elements are float32, into which bfloat16 is widened, or pairs of bfloat16 if `out` is bfloat16."""
+    apart. Elements are float32, into which bfloat16 and float16 are widened, or pairs of bfloat16 if `out` is
+    bfloat16."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, offsets, out, line = args
@@ -192,15 +195,15 @@ _LOW_DOUBLES, _HIGH_DOUBLES = _order((0, 1, 4, 5)), _order((2, 3, 6, 7))
 
 def _columns(builder: ir.IRBuilder, rows: list[Any], first: int, pairs: bool) -> Any:
     """_PART columns, from `first` on, of every fourth row."""
-    narrow = rows[0].type.pointee != ir.FloatType()
-    element = ir.IntType(16) if narrow and not pairs else _I32 if pairs else ir.FloatType()
+    element = _I32 if pairs else rows[0].type.pointee
+    narrow = element in (ir.IntType(16), ir.HalfType())
     kind = ir.VectorType(element, _PART)
     at = [builder.gep(row, [_index(first * (2 if pairs else 1))]) for row in rows]
     loaded = [builder.load(builder.bitcast(each, kind.as_pointer()), align=2 if narrow else 4) for each in at]
     eight = ir.Constant(ir.VectorType(_I32, 2 * _PART), list(range(2 * _PART)))
     halves = [builder.shuffle_vector(*loaded[i : i + 2], eight) for i in (0, 2)]
     found = builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))
-    return _widened(builder, found) if narrow and not pairs else found
+    return _widened(builder, found) if narrow else found
 
 
 _MAGIC = 1.5 * 2**23  # a float32 of this size has no room for a fraction
@@ -246,10 +249,13 @@ def _lanes_at(builder: ir.IRBuilder, pointer: Any, offset: Any) -> Any:
 
 
 def _store_lanes(builder: ir.IRBuilder, lanes: Any, out: Any, *, any_cpu: bool = False) -> None:
-    """Store LANES float32 numbers, as they are or rounded to bfloat16: by the instruction of AVX512-BF16, or
-    on any CPU, where LLVM would call a function that is not there."""
+    """Store LANES float32 numbers, as they are or rounded to float16 or bfloat16: to the latter by the
+    instruction of AVX512-BF16, or on any CPU, where LLVM would call a function that is not there."""
     if out.type.pointee == ir.FloatType():
         builder.store(lanes, builder.bitcast(out, _FLOATS.as_pointer()), align=4)
+    elif out.type.pointee == ir.HalfType():
+        halves = to_float16(builder, lanes)
+        builder.store(halves, builder.bitcast(out, halves.type.as_pointer()), align=2)
     elif any_cpu:
         halves = _rounded(builder, builder.bitcast(lanes, _WORDS))
         builder.store(halves, builder.bitcast(out, _HALVES.as_pointer()), align=2)
@@ -279,6 +285,8 @@ def read_lanes(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
 
 
 def _widened(builder: ir.IRBuilder, halves: Any) -> Any:
+    if halves.type.element == ir.HalfType():
+        return builder.fpext(halves, _FLOATS)
     words = builder.shl(builder.zext(halves, _WORDS), ir.Constant(_WORDS, [16] * LANES))
     return builder.bitcast(words, _FLOATS)
 

@@ -116,7 +116,8 @@ def _floor_s(built: Built, tokens: int, length: int) -> float:
     hidden = torch.randn(tokens, shapes.hidden, dtype=torch.bfloat16, device="cuda")
     wide = torch.randn(tokens, shapes.intermediate, dtype=torch.bfloat16, device="cuda")
 
-    narrow = {id(x): quantise_rows(x) for x in (hidden, wide)}
+    in_fp8 = any(isinstance(weight, Fp8Rows) for weight in layers[0].values())
+    narrow = {id(x): quantise_rows(x) for x in (hidden, wide)} if in_fp8 else {}
 
     def products() -> None:
         for layer in layers[:4]:

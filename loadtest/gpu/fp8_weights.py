@@ -1,6 +1,7 @@
 """Measures weights in fp8 beside bf16, in one run: products, steps, and what it costs in the logits.
 
-The engines come one after the other, since a GPU of 80 GB has no room for two caches: bf16, fp8, bf16 again.
+The engines come one after the other, since a GPU of 80 GB has no room for two caches: bf16, fp8, fp8 with KV
+in fp8 too, bf16 again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from services.executor.cuda.kernel_configs import device_tuning
 
 ROWS = (1, 32, 64, 128, 256, 1024, 8192)
 BATCHES, PREFILLS = (1, 32, 64, 256), ((8, 8192),)
+ENGINES = (("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8"), ("bf16", "auto"))  # of the weights, of KV
 TOKENS, CHUNK, VOCAB = 192, 64, 128_256  # of the sequence whose logits are compared
 _COPIES = 4  # of a weight: more than the second-level cache holds
 _LAUNCHES = 16
@@ -38,15 +40,15 @@ def fp8_weights(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
     """Steps and prompts of both, how far the logits of both are from each other, kernels alone."""
     found: dict[str, Any] = {"engines": []}
     wanted: dict[str, Tensor] = {}
-    for dtype in ("bf16", "fp8", "bf16"):
-        built = llama_8b(step_tokens, dtype=dtype)
+    for dtype, kv_dtype in ENGINES:
+        built = llama_8b(step_tokens, dtype=dtype, kv_dtype=kv_dtype)
         info = built.backend.info
         row: dict[str, Any] = {
-            "dtype": info.dtype, "load_s": built.load_s, "warm_up_s": built.warm_up_s,
+            "dtype": info.dtype, "kv_dtype": kv_dtype, "load_s": built.load_s, "warm_up_s": built.warm_up_s,
             "weight_bytes": built.weight_bytes, "kv_tokens": info.blocks * info.block_tokens,
             "decode": decode(built, limits, BATCHES),
         }  # fmt: skip
-        if len(found["engines"]) < 2:
+        if len(found["engines"]) < 3:
             row["prefill"] = prefill(built, step_tokens, PREFILLS)
             row["kl"] = _divergence(built, wanted)
         end(built)
@@ -65,14 +67,15 @@ def fp8_exact() -> list[dict[str, Any]]:
 
 
 def _ratios(engines: list[dict[str, Any]]) -> dict[str, float]:
-    """How many times as fast fp8 is as the mean of both runs in bf16."""
-    first, own, again = (row["decode"] for row in engines)
-    found = {
-        f"decode {row['batch']}": (a["step_ms"] + b["step_ms"]) / 2 / row["step_ms"]
-        for a, row, b in zip(first, own, again, strict=True)
-    }
-    speed = [row["prefill"][0]["tok_s"] for row in engines[:2]]
-    found["prefill"] = speed[1] / speed[0]
+    """How many times as fast each engine with weights in fp8 is as the mean of both runs in bf16."""
+    first, *narrow, again = engines
+    found = {}
+    for engine in narrow:
+        name = f"KV {engine['kv_dtype']}"
+        for a, row, b in zip(first["decode"], engine["decode"], again["decode"], strict=True):
+            mean_ms = (a["step_ms"] + b["step_ms"]) / 2
+            found[f"{name}, decode {row['batch']}"] = mean_ms / row["step_ms"]
+        found[f"{name}, prefill"] = engine["prefill"][0]["tok_s"] / first["prefill"][0]["tok_s"]
     print("ratios", {key: round(value, 3) for key, value in found.items()}, flush=True)
     return found
 

@@ -110,7 +110,8 @@ def fitting_blocks(size_bytes: int, device: torch.device, most: int, *, only_tie
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """The dtype of KV: the model's, or fp8 (e4m3), half the size of bf16 in every tier. `scales`
+    """The dtype of KV: the model's, float16 where the model computes in float32 from packed weights, or fp8
+    (e4m3), half the size of bf16 in every tier. `scales`
     `[layers, K|V, kv_heads]` float32: the true number over the stored number; None: 1.
 
     fp8 needs one scale for K and one for V of each layer and KV head. One short pass over fixed tokens finds
@@ -131,18 +132,23 @@ class KvFormat:
     def marks(self) -> tuple[str, ...]:
         """The parts that a fingerprint must distinguish; none for KV in the model's dtype."""
         if self.scales is None:
-            return ()
+            return (self.name,) if self.dtype == torch.float16 else ()
         return self.name, hashlib.sha256(self.scales.cpu().numpy().tobytes()).hexdigest()
 
 
 def kv_format(
-    wanted: str, shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Stage = WHOLE
+    wanted: str,
+    auto: torch.dtype,
+    shapes: Shapes,
+    weights: Weights,
+    ranks: Ranks = SOLO,
+    stage: Stage = WHOLE,
 ) -> KvFormat:
-    """The format `auto` (the model's dtype) or `fp8`, which puts scales into `weights`. Raises SetupError for
+    """The format `auto`, of that dtype, or `fp8`, which puts scales into `weights`. Raises SetupError for
     another format and for a GPU without fp8."""
     device = weights.norm.device
     if wanted == "auto":
-        return KvFormat(weights.norm.dtype)
+        return KvFormat(auto)
     if wanted != "fp8":
         raise SetupError(f"KV cannot be kept in {wanted!r}; use auto or fp8")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:

@@ -63,7 +63,8 @@ _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 # Weights in int8, in the blocks of their file, in fp8 (fp8.py), in 4 bits (int4.py); and the dtype between
 # their products.
 _KEPT = {"int8": torch.bfloat16, "packed": torch.float32, "fp8": torch.bfloat16, "int4": torch.bfloat16}
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", FP8: "fp8"}
+_KV = {**_DTYPES, **_KEPT, "packed": torch.float16}  # of KV, by default; half the reads of float32
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", FP8: "fp8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class TorchOptions:
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
     dtype: str = "auto"  # bf16, f32, int8, packed, fp8, int4; auto: f32 on a CPU, as stored or bf16 on a GPU
-    kv_dtype: str = "auto"  # fp8; auto: the model's dtype
+    kv_dtype: str = "auto"  # fp8; auto: the model's dtype, f16 with packed weights
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
     only_tier: bool = False  # no L1 beside the KV cache of a CPU: it has up to 2 GiB more
@@ -137,7 +138,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     if device.type == "cuda" and (ranks.size > 1 or name in ("fp8", "int4")):
         torch.cuda.empty_cache()  # other ranks' parts, plain numbers: fitting_blocks measures the free memory
     wanted = _context_tokens(shapes, options.max_context)
-    kept = kv_format(options.kv_dtype, shapes, weights, sharing, stage)
+    kept = kv_format(options.kv_dtype, _KV[name], shapes, weights, sharing, stage)
     size = block_bytes(shapes, options.block_tokens, kept.dtype)
     blocks = options.blocks or fitting_blocks(
         size, device, options.slots * blocks_for(wanted, options.block_tokens), only_tier=options.only_tier
@@ -198,12 +199,12 @@ def check_digest(options: TorchOptions, wanted: str) -> None:
     """Raise SetupError unless the engine of these options would have the model digest `wanted`. Reads little
     of the weights, and loads none."""
     dtype = _dtype_name(options, device_of(options.device))
-    kept = _NAMES[{**_DTYPES, **_KEPT}[dtype]] if options.kv_dtype == "auto" else options.kv_dtype
+    kept = _NAMES[_KV[dtype]] if options.kv_dtype == "auto" else options.kv_dtype
     own = model_digest(options, dtype, kept)
     if own == wanted:
         return
     for computed, kv, mode in product((*_DTYPES, *_KEPT), ("", "/fp8"), (False, True)):
-        kept = kv.removeprefix("/") or _NAMES[{**_DTYPES, **_KEPT}[computed]]
+        kept = kv.removeprefix("/") or _NAMES[_KV[computed]]
         if model_digest(replace(options, deterministic=mode), computed, kept) == wanted:
             flags = " ".join(_flags(computed, kept, deterministic=mode))
             raise SetupError(f"the executors that serve this model compute otherwise: start with {flags}")
@@ -215,7 +216,7 @@ def check_digest(options: TorchOptions, wanted: str) -> None:
 
 def _flags(computed: str, kept: str, *, deterministic: bool) -> tuple[str, ...]:
     """The flags that decide which tokens are chosen."""
-    kv = "" if kept == _NAMES[{**_DTYPES, **_KEPT}[computed]] else f"/{kept}"
+    kv = "" if kept == _NAMES[_KV[computed]] else f"/{kept}"
     return f"--dtype {computed}{kv}", f"--{'' if deterministic else 'no-'}deterministic"
 
 

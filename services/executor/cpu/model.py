@@ -104,12 +104,12 @@ class Model:
 def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:
     """The fastest operators that work on this cache."""
     on_cpu = cache.tensor.device.type == "cpu"
-    if on_cpu and cache.activations == cache.tensor.dtype and not deterministic:
+    if on_cpu and not deterministic:
         if not kernels.cpu_jit.available():
             log.warning("no Numba: torch's operators compute attention and norms, several times slower")
             return TorchOperators()
         from services.executor.cpu.compiled import CompiledOperators, can_attend
 
-        if can_attend(cache.tensor):
+        if can_attend(cache.tensor, cache.activations):
             return CompiledOperators()
     return TorchOperators(deterministic=deterministic)

@@ -22,6 +22,14 @@ from kernels.norm import ref as norm_ref
 from kernels.rope import ref as rope_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
+KV_DTYPES = (*DTYPES, torch.float16)
+
+
+def beside(kv: torch.dtype) -> torch.dtype:
+    """What is computed in over KV of that dtype."""
+    return torch.float32 if kv == torch.float16 else kv
+
+
 ROWS = [1, 3, 32, 70]
 
 
@@ -66,12 +74,12 @@ def test_products_of_few_rows(rows: int) -> None:
     assert far(matmul.few_rows(x, weight), wanted) <= 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
 def test_rotation_and_the_way_into_the_cache(rows: int, dtype: torch.dtype) -> None:
     heads, kv_heads, dim, layers, block_tokens = 6, 2, 16, 3, 4
     kv = torch.randn(rows + 1, layers, 2, block_tokens, kv_heads, dim).to(dtype)
-    wanted_kv, x = kv.clone(), torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
+    wanted_kv, x = kv.clone(), torch.randn(rows, heads + 2 * kv_heads, dim).to(beside(dtype))
     table = rope_ref.rope_table(torch.rand(dim // 2, dtype=torch.float64), 500)
     rotation = table[torch.randint(0, 500, (rows,))]
     to = write_rows(kv, torch.randperm(rows + 1)[:rows], torch.randint(0, block_tokens, (rows,)))[1]
@@ -89,24 +97,28 @@ def rows_of(tables: Tensor, *rows: tuple[int, int]) -> attention.Sequences:
     return attention.Sequences(np.ascontiguousarray(tables.numpy()), firsts, starts, counts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 128), (5, 1, 96)])
 def test_attention_over_rows_of_any_length(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     rows, layers, block_tokens, blocks = 7, 2, 4, 6
     kv = torch.randn(rows * blocks, layers, 2, block_tokens, kv_heads, dim).to(dtype)
     tables = torch.randperm(rows * blocks).view(rows, blocks)
     lengths = torch.tensor([1, 3, 4, 5, 17, 23, 24])
-    of_all = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
+    of_all = torch.randn(rows, heads + 2 * kv_heads, dim).to(beside(dtype))
     query = of_all[:, :heads]  # as it comes: a view of the product
     mask = torch.zeros(rows, 24).masked_fill(torch.arange(24) >= lengths[:, None], -torch.inf)
     wanted = attention_ref.attend_decode(
         query.double().contiguous(), kv.double(), 1, tables, mask[:, None, None].double()
     )
-    found = attention.attend(query, kv, 1, rows_of(tables, *((n - 1, 1) for n in lengths.tolist())))
+    befores = [(n - 1, 1) for n in lengths.tolist()]
+    found = attention.attend(query, kv, 1, rows_of(tables, *befores))
     assert far(found, wanted) <= (1 if dtype == torch.bfloat16 else 16)
+    for row, before in enumerate(befores):  # many sequences take all KV heads of one at once
+        alone = attention.attend(query[row : row + 1], kv, 1, rows_of(tables[row : row + 1], before))
+        assert alone.equal(found[row : row + 1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_tokens"), [(9, 3, 64, 16), (2, 2, 48, 20)])
 def test_a_token_has_the_same_attention_in_any_chunk(
     heads: int, kv_heads: int, dim: int, block_tokens: int, dtype: torch.dtype
@@ -115,7 +127,7 @@ def test_a_token_has_the_same_attention_in_any_chunk(
     tokens = 300
     blocks = -(-tokens // block_tokens)
     kv = torch.randn(2 * blocks, 1, 2, block_tokens, kv_heads, dim).to(dtype)
-    query = torch.randn(tokens, heads, dim).to(dtype)
+    query = torch.randn(tokens, heads, dim).to(beside(dtype))
     own, other = torch.randperm(2 * blocks).view(2, blocks)
     whole = attention.attend(query, kv, 0, rows_of(own[None], (0, tokens)))
     keys, values = (kv[own][:, 0, i].flatten(0, 1)[:tokens].double() for i in (0, 1))
@@ -129,13 +141,13 @@ def test_a_token_has_the_same_attention_in_any_chunk(
         alone = attention.attend(rows, kv, 0, rows_of(own[None], (before, count)))
         assert alone.equal(whole[before : before + count])
         both = torch.cat((query[:77], rows))
-        beside = attention.attend(both, kv, 0, rows_of(torch.stack((other, own)), (200, 77), (before, count)))
-        assert beside[77:].equal(alone)
+        found = attention.attend(both, kv, 0, rows_of(torch.stack((other, own)), (200, 77), (before, count)))
+        assert found[77:].equal(alone)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_attention_of_broken_numbers_is_no_number(dtype: torch.dtype) -> None:
-    kv, query = torch.randn(2, 1, 2, 16, 1, 64).to(dtype), torch.randn(4, 3, 64).to(dtype)
+    kv, query = torch.randn(2, 1, 2, 16, 1, 64).to(dtype), torch.randn(4, 3, 64).to(beside(dtype))
     kv[0, 0, 0, 2], query[0, 0, 0] = torch.nan, torch.nan
     found = attention.attend(query, kv, 0, rows_of(torch.tensor([[0]]), (0, 4)))
     assert found.isnan().all(-1).equal(torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 1], [1, 1, 1]]).bool())
@@ -173,9 +185,22 @@ def test_what_attention_has_kernels_for() -> None:
     def kv(dim: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(1, 1, 2, 4, 1, dim, dtype=dtype)
 
-    assert attention.can_attend(kv(64, torch.float32))
-    assert not attention.can_attend(kv(20, torch.float32))
-    assert not attention.can_attend(kv(64, torch.float8_e4m3fn))
+    assert attention.can_attend(kv(64, torch.float32), torch.float32)
+    assert attention.can_attend(kv(64, torch.float16), torch.float32)
+    assert not attention.can_attend(kv(64, torch.float16), torch.bfloat16)
+    assert not attention.can_attend(kv(20, torch.float32), torch.float32)
+    assert not attention.can_attend(kv(64, torch.float8_e4m3fn), torch.float32)
+
+
+def test_float16_is_rounded_as_torch_does_and_saturated() -> None:
+    """As the rotation stores values."""
+    numbers = torch.cat(
+        (torch.randn(60) * 10 ** torch.randint(-9, 5, (60,)), torch.tensor([1e5, -1e30, 65519.0, torch.inf]))
+    )
+    x = torch.cat((torch.zeros(1, 2, 64), numbers.view(1, 1, 64)), 1)
+    kv, rotation = torch.zeros(1, 1, 2, 1, 1, 64, dtype=torch.float16), torch.ones(1, 2, 64)
+    rowwise.rotate_and_write(x, rotation, kv, torch.tensor([[0], [1]]), 1)
+    assert kv[0, 0, 1, 0, 0].equal(numbers.clamp(-65504, 65504).half())
 
 
 def test_a_kernel_is_the_same_on_one_thread_and_without_torchs_team(monkeypatch: pytest.MonkeyPatch) -> None:

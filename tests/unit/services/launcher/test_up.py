@@ -22,7 +22,7 @@ from shared.replies import to_json
     ("dtype", "deterministic", "told"),
     [
         ("f32", False, "same tokens in any batch (f32)"),
-        ("packed/f32", False, "same tokens in any batch (packed)"),
+        ("packed/f16", False, "same tokens in any batch (packed)"),
         ("f32/fp8", False, "other requests may change the tokens (f32/fp8), except with --deterministic"),
         ("bf16", True, "same tokens in any batch (deterministic)"),
         ("bf16", False, "other requests may change the tokens (bf16), except with --deterministic"),

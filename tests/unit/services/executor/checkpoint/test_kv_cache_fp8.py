@@ -247,19 +247,20 @@ def test_a_block_has_half_the_bytes_and_another_fingerprint(tmp_path: Path) -> N
     ones = torch.ones(3, 2, 2)
     twos = ones.clone()
     twos[2, 1, 1] = 2.0
-    formats = (KvFormat(torch.float32), KvFormat(FP8, ones), KvFormat(FP8, twos))
+    plain = (KvFormat(torch.float32), KvFormat(torch.float16))
+    formats = (*plain, KvFormat(FP8, ones), KvFormat(FP8, twos))
     prints = [fingerprint("m deterministic", loaded.shapes, loaded.weights, 16, each) for each in formats]
-    assert len(set(prints)) == 3
+    assert len(set(prints)) == 4
     assert prints[0] == loaded.fingerprint
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(options(save_tiny("llama", tmp_path)))
     with pytest.raises(SetupError, match="KV cannot be kept in 'int4'; use auto or fp8"):
-        kv_format("int4", loaded.shapes, loaded.weights)
+        kv_format("int4", torch.float32, loaded.shapes, loaded.weights)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older GPU")
     there = SimpleNamespace(norm=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
     with pytest.raises(SetupError, match=r"an older GPU has no fp8.*leave /fp8 out of dtype"):
-        kv_format("fp8", loaded.shapes, cast(Weights, there))
-    assert kv_format("auto", loaded.shapes, cast(Weights, there)).dtype == torch.bfloat16
+        kv_format("fp8", torch.bfloat16, loaded.shapes, cast(Weights, there))
+    assert kv_format("auto", torch.float16, loaded.shapes, cast(Weights, there)).dtype == torch.float16

@@ -87,10 +87,11 @@ def test_it_is_checked_before_weights_are_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES), reason="no AVX2: packed weights need it")
 @pytest.mark.parametrize(
-    ("first", "second", "flags"), [("cpu", "cpu/tp2", "packed"), ("cpu/tp2", "cpu", "f32")]
+    ("first", "second", "flags", "kv"),
+    [("cpu", "cpu/tp2", "packed", "f16"), ("cpu/tp2", "cpu", "f32", "f32")],
 )
 def test_one_rank_and_two_choose_other_dtypes_and_the_second_is_told_which(
-    first: str, second: str, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: str, second: str, flags: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `auto` the weights of a GGUF file stay in blocks on one rank alone. Nothing is loaded here."""
     types = dict.fromkeys(("attn_q.weight", "attn_v.weight", "ffn_gate.weight", "ffn_up.weight"), Kind.Q4_0)
@@ -107,7 +108,7 @@ def test_one_rank_and_two_choose_other_dtypes_and_the_second_is_told_which(
         return loaded.pop()
 
     serving = start(first)
-    wanted = model_digest(serving, serving.dtype, "f32")
+    wanted = model_digest(serving, serving.dtype, kv)
     with pytest.raises(SetupError, match=f"compute otherwise: start with --dtype {flags} --no-deterministic"):
         start(second, model_digest=wanted)
     assert not loaded

@@ -82,7 +82,7 @@ def test_a_cpu_keeps_what_lies_in_whole_blocks(kind: str, tmp_path: Path) -> Non
         chunk = logits(maker, [Row(0, 0, 12, feeds=(0,))])
         found[dtype] = torch.cat((chunk, logits(maker, [Row(0, 12, 1, feeds=(0,))]))).double().log_softmax(-1)
     kl = (found["f32"].exp() * (found["f32"] - found["packed"])).sum(-1)
-    assert kl.max() < 1e-5
+    assert kl.max() < 3e-5
 
 
 def test_scales_that_float16_does_not_hold_are_dequantised() -> None:

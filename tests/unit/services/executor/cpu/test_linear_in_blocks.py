@@ -67,9 +67,9 @@ def test_logits_are_those_of_the_dequantised_file(tmp_path: Path) -> None:
     packed, plain = engine(path, "packed"), engine(path, "f32")
     wanted = logits(plain).double().log_softmax(-1)
     found = logits(packed).double().log_softmax(-1)
-    assert ((wanted.exp() * (wanted - found)).sum(-1) < 1e-6).all()
+    assert ((wanted.exp() * (wanted - found)).sum(-1) < 1e-5).all()
     assert not found.equal(wanted)
-    assert packed.info.dtype == "packed/f32"
+    assert packed.info.dtype == "packed/f16"
     assert packed.info.fingerprint != engine(path, "bf16").info.fingerprint
     assert packed.info.memory_bytes < plain.info.memory_bytes
 
