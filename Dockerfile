@@ -20,9 +20,9 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # A named volume takes the owner of the folder that it is first mounted on.
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin headrace \
- && mkdir -m 0700 /cache /data /auth \
+ && mkdir -m 0700 /cache /data /auth /kernels \
       /auth/{nats,tokenizer,scheduler,executor,kv_offload,detokenizer,gateway,keeper,operator,tenants} \
- && chown -R headrace:headrace /cache /data /auth
+ && chown -R headrace:headrace /cache /data /auth /kernels
 WORKDIR /app
 COPY constraints.txt ./
 COPY --from=lists /core.txt /tmp/
@@ -42,8 +42,7 @@ RUN pip install -c constraints.txt -r /tmp/kv.txt
 FROM base AS executor-cuda-base
 # Triton compiles what starts its kernels with a C compiler, and maps it from its cache: /tmp is mounted noexec.
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
- && mkdir -m 0700 /kernels && chown headrace:headrace /kernels
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 ENV CC=gcc TRITON_CACHE_DIR=/kernels
 COPY --from=lists /executor.txt /tmp/
 RUN pip install -c constraints.txt -r /tmp/executor.txt triton transformers \

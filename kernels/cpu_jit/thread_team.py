@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import struct
 import threading
 from collections.abc import Callable
@@ -84,9 +85,10 @@ def _first_start() -> bool:
 
 
 def _code_folder() -> Path:
-    """The folder of the machine code. Its name has a digest of all sources here: Numba only notices changes
-    of a kernel's own file."""
-    return Path.home() / ".cache" / "headrace" / "kernels" / sources_digest()
+    """The folder of the machine code, under XDG_CACHE_HOME or ~/.cache. Its name has a digest of all sources
+    here: Numba only notices changes of a kernel's own file."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "headrace" / "kernels" / sources_digest()
 
 
 class Kernel:
