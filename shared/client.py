@@ -490,7 +490,8 @@ async def gather(
     try:
         bus.publish(subject, body, reply=inbox)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await ended.wait()
     finally:
         await subscription.cancel()
     return not silent

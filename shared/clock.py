@@ -1,9 +1,10 @@
-"""Services read the time from a `Clock`, so that tests can replace it."""
+"""Services read the time from a `Clock`, so that tests can replace it; and how a task is ended in time."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Clock(Protocol):
@@ -29,3 +30,11 @@ class SystemClock:
 def new_epoch(clock: Clock) -> int:
     """The incarnation number of a process: its start in wall microseconds, so a later one is larger."""
     return clock.wall_us()
+
+
+async def end_task(task: asyncio.Future[Any], again_s: float = 1.0) -> None:
+    """Cancel `task`, every `again_s` until it has ended: asyncio.wait_for of Python 3.11, which nats-py uses,
+    loses a cancellation that comes just as what it waits for ends, and the task goes on."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=again_s)

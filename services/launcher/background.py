@@ -97,7 +97,8 @@ async def until_idle(bus: Bus, fleet: str, keep_alive_s: float, may_end: Callabl
     while True:
         used.clear()
         try:
-            await asyncio.wait_for(used.wait(), keep_alive_s)
+            async with asyncio.timeout(keep_alive_s):
+                await used.wait()
         except TimeoutError:
             if may_end():
                 return

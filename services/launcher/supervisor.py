@@ -138,7 +138,8 @@ class Supervisor:
                 waiting.remove(service.spec.name)
                 self.start(without=waiting | {*without})
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(service.logged.wait(), TURN_S)
+                    async with asyncio.timeout(TURN_S):
+                        await service.logged.wait()
 
     async def drain(
         self, order: Sequence[Collection[str]], timeout_s: float, report: Callable[[int, str], None]
@@ -217,7 +218,8 @@ class Supervisor:
                 self.first_failure.set_result(f"{service.spec.name} {how}")
             self._log_line(service.spec.name, f"{how}; starts again in {backoff_s:g} s")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(service.leaving.wait(), backoff_s)
+                async with asyncio.timeout(backoff_s):
+                    await service.leaving.wait()
             backoff_s = min(backoff_s * 2, BACKOFF_LAST_S)
             service.restarts += not service.leaving.is_set()
 
@@ -301,9 +303,9 @@ def service_specs(
 
 
 async def _all_ended(services: Sequence[Service], timeout_s: float) -> None:
-    waits = asyncio.gather(*(s.ended.wait() for s in services))
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(waits, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*(s.ended.wait() for s in services))
 
 
 def ended_how(status: int) -> str:

@@ -51,7 +51,7 @@ from shared import codec
 from shared.actor.membership import Peers, missing
 from shared.actor.runtime import FORCED
 from shared.client import Client, probe, request_all
-from shared.clock import SystemClock
+from shared.clock import SystemClock, end_task
 from shared.config import Settings
 from shared.cores import usable_cores
 from shared.errors import HeadraceError, SetupError, WireError
@@ -296,8 +296,7 @@ class _Up:
             await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
             if not signalled.done():
                 if not ready.done():
-                    ready.cancel()
-                    await asyncio.wait({ready})  # its connection closes while the loop still runs
+                    await end_task(ready)  # its connection closes while the loop still runs
                     raise SetupError(f"{failed.result()} before the server was ready: see its last log lines")
                 await ready
                 self._write_run_state()
@@ -708,7 +707,8 @@ class Readiness:
         self._heartbeat_came.clear()
         while not self._heartbeat_came.is_set():
             try:
-                await asyncio.wait_for(self._heartbeat_came.wait(), REPORT_EVERY_S)
+                async with asyncio.timeout(REPORT_EVERY_S):
+                    await self._heartbeat_came.wait()
             except TimeoutError:
                 report(f"waiting for: {why}")
 

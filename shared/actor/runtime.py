@@ -10,7 +10,6 @@ callbacks of its own timers and subscriptions in `mailbox.guarded`, so that the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import logging
@@ -26,7 +25,7 @@ from typing import Any, ParamSpec
 from shared import codec
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
-from shared.clock import Clock, SystemClock, new_epoch
+from shared.clock import Clock, SystemClock, end_task, new_epoch
 from shared.codec import Envelope
 from shared.errors import SetupError, Unavailable, WireError
 from shared.messages import Heartbeat, Message
@@ -360,8 +359,7 @@ async def _drained(actor: Actor, limit_s: float, hurried: asyncio.Event) -> bool
     if draining in done:
         draining.result()
         return True
-    draining.cancel()
-    await asyncio.wait({draining})
+    await end_task(draining)
     return False
 
 
@@ -438,9 +436,9 @@ async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
     for task in (started, stopping, failing):
         if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await end_task(task)
+            if not task.cancelled():
+                task.result()
     await runtime.finish(options.drain_timeout_s, hurried)
     if runtime.metric_sink is not None:
         runtime.metric_sink.put(runtime.collect_metrics())

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from shared.clock import end_task
 from shared.errors import SetupError, Unavailable
 from shared.nats import access
 from shared.nats.interface import (
@@ -253,7 +254,8 @@ class NatsBus:
         self._replies[token] = answer
         try:
             self.publish(subject, data, reply=f"{self._reply_prefix}.{token}", headers=headers)
-            delivery = await asyncio.wait_for(answer, timeout_us / 1e6)
+            async with asyncio.timeout(timeout_us / 1e6):
+                delivery = await answer
         except TimeoutError:
             raise RequestTimeout(f"no answer on {subject} within {timeout_us / 1e6:g} s") from None
         finally:
@@ -362,8 +364,7 @@ class _Outbox:
 
 
 async def _within(work: Coroutine[Any, Any, None], timeout_s: float | None) -> None:
-    """Await `work`; raises TimeoutError. Cancels until it heeds: Python 3.11's own wait_for, which nats-py
-    uses inside, loses a cancellation that meets a refused connection, and then tries for ever."""
+    """Await `work`; raises TimeoutError."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=timeout_s)
@@ -372,9 +373,7 @@ async def _within(work: Coroutine[Any, Any, None], timeout_s: float | None) -> N
         else:
             raise TimeoutError
     finally:
-        while not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+        await end_task(task, CANCEL_AGAIN_S)
 
 
 def _why_not(url: str, error: BaseException, cause: str) -> str:

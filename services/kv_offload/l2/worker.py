@@ -127,7 +127,8 @@ class L2Pool:
         within GREET_S."""
         self.run(L2Probe(GREETING))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._greeted.wait(), GREET_S)
+            async with asyncio.timeout(GREET_S):
+                await self._greeted.wait()
 
     def run(self, command: L2Command) -> None:
         """Start a command. At its end `done` is called with the job, unless it was abandoned."""

@@ -144,7 +144,8 @@ async def _ended(target: Target, batch: str) -> None:
                         return
                     line.show(f"{batch}: {_progress(found)}")
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await news.wait()
                 news.clear()
 
 

@@ -58,7 +58,8 @@ async def begin(bus: Bus, scheduler: str, into: Recording) -> None:
     await bus.flush()
     await _ask_snapshot(bus, scheduler)
     try:
-        await asyncio.wait_for(into.begun.wait(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await into.begun.wait()
     except TimeoutError:
         raise Unavailable(
             f"no snapshot of {scheduler} came within {WAIT_S:g} s: see `headrace status`"

@@ -122,7 +122,8 @@ async def top(target: Target, fleet: str, interval_s: float, count: int) -> None
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), max(seconds, 0))
+        async with asyncio.timeout(max(seconds, 0)):
+            await event.wait()
     return event.is_set()
 
 

@@ -65,7 +65,8 @@ async def result(target: Target, request_id: str, *, wait: bool, as_json: bool) 
             if found["status"] in ENDED or not wait:
                 return _shown(found, as_json=as_json)
             with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await news.wait()
 
 
 async def _asked(client: Client, subject: str, body: Mapping[str, Any] | None = None) -> Body:
