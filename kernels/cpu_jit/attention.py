@@ -1,5 +1,5 @@
-"""Attention on a CPU: pieces of work of one sequence, one KV head, and up to ROWS rows, a row being a query
-head of a token.
+"""Attention on a CPU: pieces of work of one sequence, one KV head (or all, for one token), and up to ROWS
+rows, a row being a query head of a token.
 
     for each panel of PANEL tokens of the context, read from the KV blocks by the sequence's table:
         keys    [dim][tokens]   transposed; with AMX pairs of bfloat16, as its tiles want them
@@ -48,9 +48,7 @@ from kernels.cpu_jit.vectors import LANES, highest, prefetch, transpose, weigh
 ROWS = 192  # of a piece of a prompt, about: they share the transposition of the keys
 PANEL = 128  # tokens of the context at once
 _FEW = 16  # rows for which values are not packed
-_WHOLE = (
-    4  # sequences of a thread from which on a decode row's KV heads, which lie side by side, are one piece
-)
+_WHOLE = 4  # pieces for each thread from which on all KV heads of a decode row, side by side, are one
 _MANY, _SOME = 6, 3  # rows of a product at once; with _WIDE vectors of columns the sums fit the registers
 _WIDE = 4 if kernels.cpu_jit.has("avx512f") else 1
 _ZERO, _ONE, _LOWEST, _LOG2E = (np.float32(each) for each in (0.0, 1.0, -3.0e38, 1.44269504))
@@ -65,12 +63,12 @@ class Sequences:
     firsts: NDArray[np.int64]
     starts: NDArray[np.int64]
     counts: NDArray[np.int64]
-    _pieces: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    _pieces: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict)
 
     def pieces(self, shared: int, kv_heads: int) -> NDArray[np.int64]:
         """The work with `shared` query heads of a KV head, the longest first: `[pieces, 6]`, the sequence,
         the first token row, token rows, tokens before them, the first KV head, KV heads."""
-        found = self._pieces.get(shared)
+        found = self._pieces.get((shared, kv_heads))
         if found is None:
             size = max(1, ROWS // shared)
             parts = -(-self.counts // size)
@@ -88,7 +86,7 @@ class Sequences:
                 sequence, self.firsts[sequence] + before, tokens, self.starts[sequence] + before, first, heads
             )  # fmt: skip
             order = np.argsort(-(tokens * (columns[3] + tokens) * heads), kind="stable")
-            found = self._pieces[shared] = np.ascontiguousarray(np.stack(columns, 1)[order])
+            found = self._pieces[shared, kv_heads] = np.ascontiguousarray(np.stack(columns, 1)[order])
         return found
 
 
