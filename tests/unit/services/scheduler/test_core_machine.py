@@ -370,7 +370,7 @@ def test_any_history() -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=examples or 150,
+            max_examples=examples or 110,
             stateful_step_count=50,
             deadline=None,
             phases=(Phase.explicit, Phase.generate),  # a failure is shown as found: shrinking takes minutes
