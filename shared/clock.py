@@ -1,4 +1,4 @@
-"""Services read the time from a `Clock`, so that tests can replace it; and how a task is ended in time."""
+"""Services read the time from a `Clock`, so that tests can replace it. `end_task` cancels a task."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def new_epoch(clock: Clock) -> int:
 
 
 async def end_task(task: asyncio.Future[Any], again_s: float = 1.0) -> None:
-    """Cancel `task`, every `again_s` until it has ended: asyncio.wait_for of Python 3.11, which nats-py uses,
-    loses a cancellation that comes just as what it waits for ends, and the task goes on."""
+    """Cancel `task`, every `again_s` until it has ended: in Python 3.11 asyncio.wait_for, which nats-py uses,
+    loses a cancellation that arrives just as the awaited future ends, and the task goes on."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=again_s)

@@ -23,7 +23,7 @@ fast = njit(fastmath=True, error_model="numpy", forceinline=True)
 strict = njit(fastmath={"contract", "nsz"}, error_model="numpy", forceinline=True)
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-F16_MAX = 65504.0  # the largest float16
+_F16_MAX = 65504.0  # the largest float16
 
 
 class _Float16(types.Type):  # type: ignore[misc]  # numba has no types
@@ -236,7 +236,7 @@ def to_float16(builder: ir.IRBuilder, value: Any) -> Any:
             ir.Constant(ir.VectorType(kind, lanes), [number] * lanes) if lanes else ir.Constant(kind, number)
         )
 
-    most, least = like(F16_MAX, _F32), like(-F16_MAX, _F32)
+    most, least = like(_F16_MAX, _F32), like(-_F16_MAX, _F32)
     value = builder.select(builder.fcmp_ordered(">", value, most), most, value)
     value = builder.select(builder.fcmp_ordered("<", value, least), least, value)
     half = ir.HalfType()

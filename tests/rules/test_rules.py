@@ -150,8 +150,8 @@ def test_no_swallowed_exceptions() -> None:
 
 
 def test_no_cancellation_is_lost() -> None:
-    """asyncio.wait_for of Python 3.11 loses one that comes just as what it waits for ends, asyncio.timeout
-    does not: `headrace up` went on for ever when a service could not start."""
+    """In Python 3.11 asyncio.wait_for loses a cancellation that arrives just as the awaited future ends, so
+    `headrace up` did not end when a service could not start. asyncio.timeout loses none."""
     ours = [s for s in product() if s.name.split("/")[0] in PRODUCT]
     lossy = [s.name for s in ours if "asyncio.wait_for(" in s.text]
     assert lossy == []

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.cpu_jit
+from kernels.attention import FP8
 from kernels.rope import rope_table
 from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.checkpoint.loader import Loaded
@@ -104,7 +105,7 @@ class Model:
 def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:
     """The fastest operators that work on this cache."""
     on_cpu = cache.tensor.device.type == "cpu"
-    if on_cpu and not deterministic:
+    if on_cpu and not deterministic and cache.tensor.dtype != FP8:  # no kernel here reads fp8
         if not kernels.cpu_jit.available():
             log.warning("no Numba: torch's operators compute attention and norms, several times slower")
             return TorchOperators()

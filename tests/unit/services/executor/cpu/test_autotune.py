@@ -258,7 +258,7 @@ def test_one_core_and_one_dtype_leave_nothing_to_choose(
 @pytest.mark.parametrize("dtype", ["f32", "packed", "int8"])
 def test_products_of_this_machine(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if dtype != "f32" and not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
-        pytest.skip("no AVX2")
+        pytest.skip("kernels of packed weights and int8 need a CPU with AVX2 and F16C")
     monkeypatch.setattr(autotune, "BUDGET_S", 0.02)
     monkeypatch.setattr(autotune, "_BYTES", 1 << 18)
     monkeypatch.setattr(autotune, "usable_cores", lambda: 2.0)
