@@ -69,13 +69,15 @@ class Sequences:
         """The work with `shared` query heads of a KV head, the longest first: `[pieces, 6]`, the sequence,
         the first token row, token rows, tokens before them, the first KV head, KV heads."""
         found = self._pieces.get((shared, kv_heads))
-        if found is None:
+        if found is None and self.counts.max() == 1:
+            found = self._pieces[shared, kv_heads] = self._decode_pieces(shared, kv_heads)
+        elif found is None:
             size = max(1, ROWS // shared)
             parts = -(-self.counts // size)
             sequence = np.repeat(np.arange(len(parts)), parts)
             before = (np.arange(len(sequence)) - np.repeat(np.cumsum(parts) - parts, parts)) * size
             tokens = np.minimum(self.counts[sequence] - before, size)
-            whole = len(tokens) >= _WHOLE * team_size() and shared <= _FEW
+            whole = _whole(len(tokens), shared)
             heads = np.where((tokens == 1) & whole, kv_heads, 1)
             each = kv_heads // heads
             first = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
@@ -88,6 +90,21 @@ class Sequences:
             order = np.argsort(-(tokens * (columns[3] + tokens) * heads), kind="stable")
             found = self._pieces[shared, kv_heads] = np.ascontiguousarray(np.stack(columns, 1)[order])
         return found
+
+    def _decode_pieces(self, shared: int, kv_heads: int) -> NDArray[np.int64]:
+        """The same where each sequence has one row, in a quarter of the time."""
+        heads = kv_heads if _whole(len(self.counts), shared) else 1
+        order = np.argsort(-self.starts, kind="stable")
+        found = np.ones((len(order), kv_heads // heads, 6), np.int64)
+        for place, column in (0, order), (1, self.firsts[order]), (3, self.starts[order]):
+            found[:, :, place] = column[:, None]
+        found[:, :, 4], found[:, :, 5] = np.arange(kv_heads // heads), heads
+        return found.reshape(-1, 6)
+
+
+def _whole(rows: int, shared: int) -> bool:
+    """Whether a thread takes all KV heads of a row at once: they lie side by side."""
+    return rows >= _WHOLE * team_size() and shared <= _FEW
 
 
 def _strip(parts: int, onto: bool) -> Any:
@@ -500,4 +517,4 @@ def attention_call(query: Tensor, kv: Tensor, layer: Number, sequences: Sequence
     in_tiles = kv.dtype == torch.bfloat16 and dim % amx.COLUMNS == 0 and amx.usable()
     kernel = _TILES if in_tiles else _KERNELS[kv.dtype]
     numbers = (0, *addresses, tables.ctypes.data, pieces.ctypes.data, *sizes, layer, dim, room)
-    return Call(kernel, len(pieces), numbers, scratch)
+    return Call(kernel, len(pieces), numbers, scratch, counters=1)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -59,18 +60,34 @@ def _run(p: Any) -> None:
 _RUN = Kernel(_run)
 
 
-def run(calls: Sequence[Call], times: int) -> None:
-    """Run the calls in order, `times` times. A number of a call is an int for all times, or an array with one
-    for each. The caller keeps the memory that they point to until this returns."""
-    table = np.zeros((1 + times * len(calls), _WIDTH), np.int64)  # counters, calls
-    each = table[1:].reshape(times, len(calls), _WIDTH)
-    for i, call in enumerate(calls):
-        each[:, i, 0] = call.kernel.address
-        for place, number in enumerate(call.numbers, 2):
-            each[:, i, place] = number
-    threads, team = team_size(), openmp()
-    barrier = team.barrier if team is not None and threads > 1 else 0
-    _RUN(threads, table.ctypes.data, len(table), barrier, *_libc(), _not_before.ctypes.data)
+class Launch:
+    """Calls that run in order, `times` times, at each `run`. A number of a call is an int for all times, or
+    an array with one for each. The caller keeps the memory that they point to. For one thread."""
+
+    def __init__(self, calls: Sequence[Call], times: int) -> None:
+        self._table = np.zeros((1 + times * len(calls), _WIDTH), np.int64)  # counters, calls
+        self._each = self._table[1:].reshape(times, len(calls), _WIDTH)
+        self._each[:, :, 0] = [call.kernel.address for call in calls]
+        self._numbers: list[tuple[Any, ...]] = [()] * len(calls)
+        for i, call in enumerate(calls):
+            self.put(i, call)
+        self._counters = [(i, 2 + call.counters) for i, call in enumerate(calls) if call.counters]
+
+    def put(self, i: int, call: Call) -> None:
+        """Set the numbers of a call of the same kernel."""
+        before, self._numbers[i] = self._numbers[i], call.numbers
+        for place, (number, old) in enumerate(zip_longest(call.numbers, before), 2):
+            if number is not old and (type(number) is not int or number != old):
+                self._each[:, i, place] = number
+
+    def run(self) -> None:
+        """Run the calls."""
+        table, threads, team = self._table, team_size(), openmp()
+        table[0], table[1:, 1] = 0, 0
+        for i, end in self._counters:
+            self._each[:, i, 2:end] = 0
+        barrier = team.barrier if team is not None and threads > 1 else 0
+        _RUN(threads, table.ctypes.data, len(table), barrier, *_libc(), _not_before.ctypes.data)
 
 
 @cache

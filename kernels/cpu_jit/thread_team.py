@@ -147,12 +147,14 @@ Number = int | NDArray[np.int64]  # an array: one for each of several equal call
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A kernel with its numbers, to run now or by batched_launch.py. `scratch`: its intermediate memory."""
+    """A kernel with its numbers, to run now or by batched_launch.py. `scratch`: its intermediate memory.
+    `counters`: so many of the first numbers are 0 at the start, and the kernel changes them."""
 
     kernel: Kernel
     pieces: int
     numbers: tuple[Any, ...]  # each a Number
     scratch: torch.Tensor | None = None
+    counters: int = 0
 
     def run(self) -> None:
         """Run the call; its numbers must be ints."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels.cpu_jit.block_microkernel import Format
 from kernels.cpu_jit.block_weights import FORMATS, Blocks
 from kernels.int4 import Int4Groups, pack
+from services.executor.checkpoint.gguf_values import FAST, dequantize
 from services.executor.checkpoint.int4 import ScaledInt4, products_read
 from services.executor.checkpoint.stored import Cut, Dense, Stored, give_back_pages
 from services.executor.model.description import Part
@@ -144,7 +145,12 @@ class InBlocks:
 
     @property
     def values(self) -> Tensor:
-        return torch.cat([blocks.values().to(self.dtype) for blocks in self.blocks()])
+        columns = self.shape[1]
+        found = [
+            dequantize(raw, kind, (len(raw), columns)) if kind in FAST else blocks_of(raw, kind).values()
+            for raw, kind in self.matrices
+        ]
+        return (found[0] if len(found) == 1 else torch.cat(found)).to(self.dtype)
 
     @property
     def data(self) -> tuple[Tensor, ...]:

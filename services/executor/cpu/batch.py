@@ -12,7 +12,7 @@ In deterministic mode each token is one call: neither other rows nor the chunk's
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention import write_rows
 from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.cpu.linear import ROW_TILE
 from services.executor.sampling.sampler import row_errors
@@ -82,10 +81,12 @@ class BatchBuilder:
         self._cache = cache
         self._deterministic = deterministic
         self._sequences = sequences
+        _, layers, two, block_tokens, *_ = cache.tensor.shape
+        self._planes = np.arange(layers * two).reshape(layers, two, 1) * block_tokens
 
     def build(self, plan: StepPlan) -> Batch:
         """The batch of a plan, after Slots.apply_tables. Raises EngineError for a slot that is not open."""
-        slots, starts, counts = (np.array(c, dtype=np.int64) for c in (plan.slots, plan.starts, plan.counts))
+        slots, starts, counts = map(_column, (plan.slots, plan.starts, plan.counts))
         in_order = self._deterministic or self._sequences is not None
         order, ranks = (np.arange(len(counts)), counts[:0]) if in_order else self._order(starts, counts)
         first = np.empty_like(counts)
@@ -105,13 +106,13 @@ class BatchBuilder:
             decode, prefill = self._decode(slots, starts, order, ranks), order[len(ranks) :]
         return Batch(
             ids=self._ids(plan, first, len(row) + padding),
-            positions=self._on_device(np.pad(positions, (0, padding))),
+            positions=self._on_device(_padded(positions, padding)),
             rows=self._rows(slots[row], positions, padding),
             decode=decode,
             prefill=tuple(
                 self._chunk(int(slots[i]), int(starts[i]), int(counts[i]), int(first[i])) for i in prefill
             ),
-            sampled=self._on_device((first + counts - 1)[np.array(plan.sample_rows, dtype=np.int64)]),
+            sampled=self._on_device((first + counts - 1)[_column(plan.sample_rows)]),
             padding=padding,
             sequences=sequences,
         )
@@ -138,20 +139,18 @@ class BatchBuilder:
                 )
             else:
                 ids[first[i] : first[i] + count] = known[start : start + count]
-        on_device = self._on_device(ids)
         if fed:
-            sources = self._on_device(np.array([plan.slots[i] for i in fed]))
-            on_device[self._on_device(first[fed])] = self._slots.last_token[sources]
-        return on_device
+            ids[first[fed]] = self._slots.last_token[[plan.slots[i] for i in fed]]
+        return self._on_device(ids)
 
     def _rows(self, slots: _Column, positions: _Column, padding: int) -> Tensor:
-        """The slot mapping. KV of done slots and of padding goes to the spare block."""
+        """The slot mapping, as of kernels.attention.write_rows. KV of done slots and of padding goes to the
+        spare block."""
         cache = self._cache
-        blocks = self._on_device(self._slots.tables[slots, positions // cache.block_tokens])
-        blocks = torch.where(self._slots.done[self._on_device(slots)], cache.spare, blocks)
-        blocks = torch.nn.functional.pad(blocks, (0, padding), value=cache.spare)
-        offsets = self._on_device(np.pad(positions % cache.block_tokens, (0, padding)))
-        return write_rows(cache.tensor, blocks, offsets)
+        blocks, offsets = np.divmod(positions, cache.block_tokens)
+        blocks = np.where(self._slots.done[slots], cache.spare, self._slots.tables[slots, blocks])
+        blocks, offsets = _padded(blocks, padding, cache.spare), _padded(offsets, padding)
+        return self._on_device(blocks * (self._planes.size * cache.block_tokens) + offsets + self._planes)
 
     def _decode(
         self, slots: _Column, starts: _Column, order: _Column, ranks: _Column
@@ -188,24 +187,23 @@ class BatchBuilder:
 
 
 class Slots:
-    """The slots of running sequences: tokens and block tables on the host, the last token on the device.
-    Tables are `[slots, blocks]`; entries never set point at the spare block.
+    """The slots of running sequences: tokens, block tables, the last token, and whether they are done. Tables
+    are `[slots, blocks]`; entries never set point at the spare block. All of it is in NumPy, which needs a
+    third of torch's time for a few numbers.
 
-    Sampling finds a slot's end (stop id or length) on the device. The scheduler may have sent the next plan
-    before: its rows of a slot in `done` are no-ops. The host thread advances slots while the device thread
+    Sampling finds a slot's end (stop id or length). The scheduler may have sent the next plan before: its
+    rows of a slot in `done` are no-ops. The host thread advances slots while the device thread
     reads and opens others. There is no lock, since each thread writes only the entries of its own slots, in
     place. Only the device thread uses `tables`."""
 
-    def __init__(
-        self, count: int, table_blocks: int, spare: int, max_context: int, device: torch.device
-    ) -> None:
+    def __init__(self, count: int, table_blocks: int, spare: int, max_context: int) -> None:
         self._record = SlotTokens(count, max_context)
         self.tokens, self.close = self._record.tokens, self._record.close
         self.tables: NDArray[np.int64] = np.full((count, table_blocks), spare, dtype=np.int64)
-        self.last_token = torch.zeros(count, dtype=torch.int64, device=device)
-        self.done = torch.zeros(count, dtype=torch.bool, device=device)
-        self._max_length = torch.zeros(count, dtype=torch.int64, device=device)
-        self._stop_ids = torch.full((count, STOP_IDS), NO_TOKEN, dtype=torch.int64, device=device)
+        self.last_token = np.zeros(count, np.int64)
+        self.done = np.zeros(count, np.bool_)
+        self._max_length = np.zeros(count, np.int64)
+        self._stop_ids = np.full((count, STOP_IDS), NO_TOKEN, np.int64)
         self._spare = spare
 
     def open(self, opened: SlotOpen) -> None:
@@ -215,7 +213,7 @@ class Slots:
         self.last_token[slot] = opened.tokens[-1] if opened.tokens else 0
         self.done[slot] = False
         self._max_length[slot] = limit
-        self._stop_ids[slot] = torch.tensor(stops, device=self.done.device)
+        self._stop_ids[slot] = stops
 
     def apply_tables(self, plan: StepPlan) -> None:
         """Write the plan's block-table deltas."""
@@ -230,15 +228,22 @@ class Slots:
         """Append one sampled token, or an id of ROW_ERRORS, to each of `slots`, at `positions` of the
         sequences. Waits for the device. Returns the columns `ids` and `done` of a StepResult, and the errors
         of rows without a token by index."""
-        at = torch.tensor(slots, device=ids.device)
-        lengths = torch.tensor(positions, device=ids.device) + 1
-        before, flawed = self.done[at], ids < 0
-        stopped = (ids.unsqueeze(1) == self._stop_ids[at]).any(1) | (lengths >= self._max_length[at])
-        codes = torch.where(flawed, -ids, stopped.long())
-        self.last_token[at] = torch.where(before | flawed, self.last_token[at], ids)
-        self.done[at] = before | stopped | flawed
-        column = torch.where(before | flawed, NO_TOKEN, ids)
-        chosen, ended = torch.stack((column, torch.where(before, 2, codes))).tolist()
+        at, found, lengths = _column(slots), ids.cpu().numpy(), _column(positions) + 1
+        before, flawed, last = self.done[at], found < 0, self.last_token[at]
+        stopped = (found[:, None] == self._stop_ids[at]).any(1) | (lengths >= self._max_length[at])
+        without = before | flawed
+        self.last_token[at] = np.where(without, last, found)
+        self.done[at] = without | stopped
+        chosen: list[int] = np.where(without, NO_TOKEN, found).tolist()
+        ended: list[int] = np.where(before, 2, np.where(flawed, -found, stopped)).tolist()
         flaws = row_errors(ended)
         append_sampled(map(self.tokens, slots), chosen, positions)
         return ints(chosen), ints(ended), flaws
+
+
+def _column(numbers: Sequence[int]) -> _Column:
+    return np.array(numbers, dtype=np.int64)
+
+
+def _padded(column: _Column, padding: int, value: int = 0) -> _Column:
+    return np.pad(column, (0, padding), constant_values=value) if padding else column

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kernels.cpu_jit import batched_launch
 from kernels.cpu_jit.attention import Sequences, attend, attention_call, can_attend
+from kernels.cpu_jit.batched_launch import Launch
 from kernels.cpu_jit.packed_weights import PackedProduct
 from kernels.cpu_jit.rowwise import (
     add_rms_norm,
@@ -21,12 +21,14 @@ from kernels.cpu_jit.rowwise import (
     swiglu,
     swiglu_call,
 )
-from kernels.cpu_jit.thread_team import Call, Number
+from kernels.cpu_jit.thread_team import Call, Number, team_size
 from services.executor.cpu.batch import Batch
 from services.executor.cpu.layers import AddNorm, Attend, Gated, Product, StepValues
 from services.executor.model.program import Step
 
 __all__ = ["CompiledOperators", "can_attend"]
+
+KEPT, KEPT_ROWS = 4, 64  # passes, of at most so many rows: a larger one needs much memory, and takes long
 
 
 class CompiledOperators:
@@ -61,14 +63,31 @@ def at_once(steps: Sequence[Step], layers: int) -> Step | None:
     return _AtOnce(calls, layers) if len(calls) == period else None
 
 
-class _Run:
-    """The values of a pass while the calls of a layer are collected; their memory stays to the end."""
+class _Pass:
+    """The calls of all layers for a number of rows and of threads, and the memory of their values."""
 
-    def __init__(self, values: StepValues, order: Number) -> None:
-        self.values, self.order = values, order
+    def __init__(self, operations: Sequence[_Operation], layers: int, values: StepValues) -> None:
+        self.threads, self.values, self.order = team_size(), values, np.arange(layers)
         self.x = self.normed = values.x  # every norm writes to one place: the next layer reads there
+        self.residual = values.residual
         self._products: dict[int, Tensor] = {}  # by width: what a product has written is soon read
-        self._kept: list[Tensor] = []
+        self._others: list[Tensor] = []
+        self._calls: list[Call] = []  # of one layer; they keep their intermediate memory
+        self._inputs: list[
+            tuple[int, _MakeCalls]
+        ] = []  # calls that differ from step to step, and their place
+        for operation in operations:
+            operation(self)
+        self._launch = Launch(self._calls, layers)
+
+    def add(self, calls: Iterable[Call]) -> None:
+        """The next calls of a layer."""
+        self._calls += calls
+
+    def add_inputs(self, make: _MakeCalls) -> None:
+        """The next calls of a layer, made anew for each step: they read its inputs."""
+        self._inputs.append((len(self._calls), make))
+        self.add(make(self.values))
 
     def product(self, width: int) -> Tensor:
         """Where a product writes."""
@@ -79,75 +98,102 @@ class _Run:
 
     def other(self, width: int) -> Tensor:
         """Where another operation writes."""
-        self._kept.append(self.x.new_empty(len(self.x), width))
-        return self._kept[-1]
+        self._others.append(self.x.new_empty(len(self.x), width))
+        return self._others[-1]
+
+    def take(self, values: StepValues) -> None:
+        """The inputs of another step of as many rows."""
+        self.values = values
+        self.normed.copy_(values.x)
+        self.residual.copy_(values.residual)
+        for first, make in self._inputs:
+            for place, call in enumerate(make(values), first):
+                self._calls[place] = call
+                self._launch.put(place, call)
+
+    def run(self) -> None:
+        """Compute the layers. The results stay until the next run."""
+        self._launch.run()
+        self.values.x, self.values.residual = self.x, self.residual
 
 
-_Calls = Callable[[_Run], Iterable[Call]]  # of one operation in all layers
+_MakeCalls = Callable[[StepValues], Sequence[Call]]
+_Operation = Callable[[_Pass], None]  # adds the calls of one operation in all layers
 
 
 class _AtOnce:
     """One batched launch (kernels.cpu_jit.batched_launch): to start the 270 kernels of a 135M model's decode
-    step one by one from Python takes 3 of 13 ms."""
+    step one by one from Python takes 3 of 13 ms. To make the table of calls takes 0.2 to 0.8: a later step of
+    as many rows uses it again, and its memory."""
 
-    def __init__(self, operations: Sequence[_Calls], layers: int) -> None:
+    def __init__(self, operations: Sequence[_Operation], layers: int) -> None:
         self._operations, self._layers = operations, layers
-        self._order = np.arange(layers)
+        self._kept: dict[int, _Pass] = {}  # by rows
 
     def __call__(self, values: StepValues) -> None:
-        now = _Run(values, self._order)
-        calls = [call for operation in self._operations for call in operation(now)]
-        batched_launch.run(calls, self._layers)
-        values.x = now.x
+        rows = len(values.x)
+        found = self._kept.get(rows)
+        if found is None or found.threads != team_size():
+            found = _Pass(self._operations, self._layers, values)
+            if rows <= KEPT_ROWS:
+                self._kept.pop(next(iter(self._kept)) if len(self._kept) == KEPT else rows, None)
+                self._kept[rows] = found
+        else:
+            found.take(values)
+        found.run()
 
 
-def _products(steps: Sequence[Product]) -> _Calls | None:
+def _products(steps: Sequence[Product]) -> _Operation | None:
     """None for a product of a library, or with a bias."""
     found = [step.linear.matrix for step in steps if isinstance(step.linear, PackedProduct)]
     if len(found) < len(steps) or len({type(matrix) for matrix in found}) > 1:
         return None
     parts = [_addresses(of_all) for of_all in zip(*(matrix.parts for matrix in found), strict=True)]
 
-    def calls(now: _Run) -> Iterable[Call]:
-        x, now.x = now.x, now.product(found[0].height)
-        return found[0].calls(x, now.x, parts)
+    def add(to: _Pass) -> None:
+        x, to.x = to.x, to.product(found[0].height)
+        to.add(found[0].calls(x, to.x, parts))
 
-    return calls
+    return add
 
 
-def _norms(steps: Sequence[AddNorm]) -> _Calls:
+def _norms(steps: Sequence[AddNorm]) -> _Operation:
     weights, eps = _addresses(step.weight for step in steps), steps[0].eps
 
-    def calls(now: _Run) -> Iterable[Call]:
-        x, now.x = now.x, now.normed
-        yield norm_call(x, now.values.residual, weights, eps, now.x)
+    def add(to: _Pass) -> None:
+        x, to.x = to.x, to.normed
+        to.add([norm_call(x, to.residual, weights, eps, to.x)])
 
-    return calls
-
-
-def _gates(steps: Sequence[Gated]) -> _Calls:
-    def calls(now: _Run) -> Iterable[Call]:
-        x, now.x = now.x, now.other(now.x.shape[1] // 2)
-        yield swiglu_call(x, now.x)
-
-    return calls
+    return add
 
 
-def _attention(steps: Sequence[Attend]) -> _Calls:
+def _gates(steps: Sequence[Gated]) -> _Operation:
+    def add(to: _Pass) -> None:
+        x, to.x = to.x, to.other(to.x.shape[1] // 2)
+        to.add([swiglu_call(x, to.x)])
+
+    return add
+
+
+def _attention(steps: Sequence[Attend]) -> _Operation:
     op = steps[0].op
 
-    def calls(now: _Run) -> Iterable[Call]:
-        batch, kv = now.values.batch, now.values.kv
-        each, now.x = now.x.view(len(now.x), -1, op.dim), now.other(op.heads * op.dim)
-        rows = batch.rows.data_ptr() + now.order * batch.rows[0].nbytes
-        yield rotation_call(each, now.values.rotation, kv, rows, op.heads)
-        attended, starts = now.x.view(len(now.x), op.heads, op.dim), now.order * kv.stride(1)
-        yield attention_call(each[:, : op.heads], kv, starts, batch.sequences, attended)
+    def add(to: _Pass) -> None:
+        each, to.x = to.x.view(len(to.x), -1, op.dim), to.other(op.heads * op.dim)
+        query, attended, order = each[:, : op.heads], to.x.view(len(to.x), op.heads, op.dim), to.order
 
-    return calls
+        def calls(values: StepValues) -> tuple[Call, Call]:  # without `to`: a cycle would keep its memory
+            batch, kv = values.batch, values.kv
+            rows = batch.rows.data_ptr() + order * batch.rows[0].nbytes
+            rotation = rotation_call(each, values.rotation, kv, rows, op.heads)
+            return rotation, attention_call(query, kv, order * kv.stride(1), batch.sequences, attended)
+
+        to.add_inputs(calls)
+
+    return add
 
 
-_ALIKE: dict[type, Callable[[Any], _Calls | None]] = {
+_ALIKE: dict[type, Callable[[Any], _Operation | None]] = {
     Product: _products,
     AddNorm: _norms,
     Gated: _gates,

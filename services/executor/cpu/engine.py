@@ -75,9 +75,7 @@ class TorchBackend:
         self._cache = cache
         kinds = operators_for(cache, deterministic=exact)
         self._model = Model(loaded, kinds, deterministic=exact)
-        self._slots = Slots(
-            options.slots, blocks_for(context, cache.block_tokens), cache.spare, context, device
-        )
+        self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact, sequences=kinds.sequences)
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
@@ -175,7 +173,8 @@ class TorchBackend:
         """See services.executor.group.driver.RankBackend."""
         self._computed = pending.forwarded
         if slots := list(pending.plan.sample_slots):
-            take(self._slots.last_token, self._slots.done, slots, ids, done)
+            last, ended = torch.from_numpy(self._slots.last_token), torch.from_numpy(self._slots.done)
+            take(last, ended, slots, ids, done)
             append_sampled(map(self._slots.tokens, slots), ids, pending.positions)
 
     def copier(self) -> Copier:

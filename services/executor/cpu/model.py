@@ -92,7 +92,8 @@ class Model:
             self._at_once(values)
         else:
             yield from run(self._steps, values, self._ranks, self._ranks.size)
-        return values.x[batch.sampled] if stage.last else values.residual
+        # the residual is sent while the next step overwrites it
+        return values.x[batch.sampled] if stage.last else values.residual.clone()
 
     def _logits(self, chosen: Tensor) -> Tensor:
         assert self._head is not None, "only the last stage has it"

@@ -157,8 +157,14 @@ class Sampler:
             best = adjusted.amax(-1)
             ids = self._draw(adjusted, best, slots, positions, again=again)
         else:  # argmax of a row with NaN is the NaN; NumPy needs an eighth of torch's time on a CPU
-            on_host = adjusted.device.type == "cpu"
-            ids = torch.from_numpy(adjusted.numpy().argmax(-1)) if on_host else adjusted.argmax(-1)
+            if adjusted.device.type == "cpu":
+                host = adjusted.numpy()
+                found = host.argmax(-1)
+                ids = torch.from_numpy(found)
+                if not hot and np.isfinite(host[np.arange(len(found)), found]).all():
+                    return ids
+            else:
+                ids = adjusted.argmax(-1)
             best = adjusted.gather(1, ids.unsqueeze(1)).squeeze(1)
             if hot:
                 rows = torch.tensor(hot, device=self._device)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.errors import EngineError
@@ -52,10 +54,10 @@ def append_sampled(known: Iterable[Ints], ids: Sequence[int], positions: Sequenc
             tokens.append(token)
 
 
-def end_slots(done: Tensor, slots: list[int]) -> None:
+def end_slots(done: Tensor | NDArray[np.bool_], slots: list[int]) -> None:
     """End failed slots, like stopped ones: they get no further token. `done` is `[slots]`."""
     if slots:
-        done[torch.tensor(slots, device=done.device)] = 1
+        done[slots] = 1
 
 
 def take(last_tokens: Tensor, done: Tensor, slots: list[int], ids: Ints, ended: Ints) -> None:

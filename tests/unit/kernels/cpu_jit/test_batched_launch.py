@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.cpu_jit import batched_launch
-from kernels.cpu_jit.llvm_intrinsics import fetch_add, i64_at
+from kernels.cpu_jit.llvm_intrinsics import fetch_add, i64_at, offset_by
 from kernels.cpu_jit.thread_team import Call, Kernel
 
 TICK_NS = 20_000  # from one look at the clock to the next
@@ -59,7 +59,7 @@ def offers(monkeypatch: pytest.MonkeyPatch, calls: int, away_ns: int) -> list[in
     addresses = tuple(ctypes.cast(function, ctypes.c_void_p).value for function in kept)
     monkeypatch.setattr(batched_launch, "_libc", lambda: addresses)
     monkeypatch.setattr(batched_launch, "_not_before", np.zeros(1, np.int64))
-    batched_launch.run([Call(Kernel(_nothing), 1, ())], calls)
+    batched_launch.Launch([Call(Kernel(_nothing), 1, ())], calls).run()
     return offered
 
 
@@ -85,10 +85,40 @@ def test_a_call_begins_when_all_threads_have_ended_the_one_before(threads: int) 
     rows[0] = expected = np.arange(width) ** 2
     at = rows.ctypes.data + np.arange(calls) * rows[0].nbytes
     torch.set_num_threads(threads)
-    batched_launch.run([Call(Kernel(_add_neighbours), width, (at, at + rows[0].nbytes, width))], calls)
+    batched_launch.Launch(
+        [Call(Kernel(_add_neighbours), width, (at, at + rows[0].nbytes, width))], calls
+    ).run()
     for _ in range(calls):
         expected = (expected + np.roll(expected, -1)) % 1_000_003
     assert rows[-1].tolist() == expected.tolist()
+
+
+def _count_and_store(p: Any) -> None:
+    """How many pieces of work were done before, counted in a number of the call, in each of `p[3]`."""
+    stored = i64_at(p[2])
+    while True:
+        piece = fetch_add(p)
+        if piece >= p[3]:
+            return
+        stored[piece] = fetch_add(offset_by(p, 1))
+
+
+def test_a_launch_runs_again_with_other_numbers() -> None:
+    times, width = 3, 4
+    stored = np.full((4, times, width), -1, np.int64)
+    at = stored.ctypes.data + np.arange(4 * times).reshape(4, times) * stored[0, 0].nbytes
+    kernel = Kernel(_count_and_store)
+    calls = [Call(kernel, width, (0, at[i], width), counters=1) for i in range(4)]
+    launch = batched_launch.Launch(calls[:2], times)
+    launch.run()
+    assert (stored[:2] == np.arange(width)).all()
+    stored[:2] = -1
+    launch.put(0, calls[2])
+    launch.put(0, Call(kernel, width - 1, (0, at[2], width - 1), counters=1))
+    launch.run()
+    assert (stored[0] == -1).all()
+    assert (stored[1] == np.arange(width)).all()
+    assert stored[2].tolist() == [[0, 1, 2, -1]] * times
 
 
 def test_the_clock_and_the_offer_are_there() -> None:

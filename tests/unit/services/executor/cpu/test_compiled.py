@@ -27,15 +27,18 @@ def engine(kind: str, folder: Path, dtype: str) -> TorchBackend:
 
 
 def logits(backend: TorchBackend) -> torch.Tensor:
-    """Of a prompt, of two decodes beside chunks of two prompts, and of decodes alone."""
+    """Of a prompt, of two decodes beside chunks of two prompts, and of decodes alone, some as many again."""
     maker = PlanMaker(backend)
     for slot, tokens in ((0, 5), (1, WIDE), (2, 20)):
-        maker.open(slot, [(slot + 7 * i) % VOCAB for i in range(tokens + 3)])
+        maker.open(slot, [(slot + 7 * i) % VOCAB for i in range(tokens + 6)])
     steps = (
         [Row(0, 0, 5, feeds=(0,))],
         [Row(0, 5, 1, feeds=(0,)), Row(1, 0, WIDE, feeds=(1,)), Row(2, 0, 9)],
         [Row(0, 6, 1, feeds=(0,)), Row(1, WIDE, 1, feeds=(1,)), Row(2, 9, 11, feeds=(2,))],
         [Row(0, 7, 1, feeds=(0,)), Row(1, WIDE + 1, 1, feeds=(1,)), Row(2, 20, 1, feeds=(2,))],
+        [Row(2, 21, 1, feeds=(2,)), Row(0, 8, 1, feeds=(0,))],
+        [Row(0, 9, 1, feeds=(0,)), Row(1, WIDE + 2, 1, feeds=(1,)), Row(2, 22, 1, feeds=(2,))],
+        [Row(0, 10, 1, feeds=(0,)), Row(1, WIDE + 3, 1, feeds=(1,))],
     )
     found = []
     for rows in steps:
