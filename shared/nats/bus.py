@@ -1,6 +1,7 @@
-"""NatsBus is the Bus over a nats-server, through the public API of nats-py, but for one hook (`_Client`).
+"""NatsBus is the Bus over a nats-server, through the public API of nats-py, but for two hooks (`_Client`).
 
-    publish() ──▶ outbox ──writer task──▶ nats-py buffer ──flusher──▶ socket
+    publish() ──▶ nats-py's buffer ──after this turn of the event loop──▶ socket, if that takes more; else
+              ──▶ outbox ──writer task──▶ nats-py's buffer ──flusher──▶ socket
 
 The outbox makes `publish` synchronous and keeps the order of the calls, requests included. While the
 server is away messages wait there, bounded by OUTBOX_LIMIT_BYTES, and leave after the reconnect.
@@ -57,12 +58,14 @@ with _without("aiohttp"):  # only for WebSockets, see _open: the import takes 0.
     from nats.aio import transport
     from nats.aio.client import Client as NatsClient
     from nats.aio.subscription import Subscription as NatsSubscription
+    from nats.protocol.command import pub_cmd
 
 RECONNECT_WAIT_S = 0.05  # back 10 ms after the server is; the library's 2 s would be a visible hole
 PING_INTERVAL_S = 20
 TURN_MESSAGES = (
     64  # that a connection handles before other tasks have their turn: some 3 ms of a gateway's frames
 )
+WRITE_AHEAD_BYTES = 64 * 1024  # that may wait for a socket before nats-py waits for it
 OUTBOX_LIMIT_BYTES = 64 * 1024 * 1024  # what a server that is away may cost in memory
 FLUSH_TIMEOUT_S = 10
 CLOSE_TIMEOUT_S = 1.0
@@ -87,6 +90,7 @@ class _Client(NatsClient):
 
     turn = 0  # messages since other tasks ran
     turn_messages = TURN_MESSAGES
+    write_due = False  # in the next turn
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         subscription = self._subs.get(sid)
@@ -102,6 +106,34 @@ class _Client(NatsClient):
         if self.turn >= self.turn_messages:
             self.turn = 0
             await asyncio.sleep(0)
+
+    def write(self, message: _Outgoing) -> bool:
+        """Write a message to the socket, with all others of this turn of the event loop. False if nats-py must
+        do it by `publish`: the message has headers or a bad subject, or the socket is full or no TCP socket.
+
+        `publish` wakes the flusher task, as it woke the task that calls it: two more turns for each message,
+        which cost more than the rest of its way."""
+        writer = getattr(self._transport, "_io_writer", None)
+        names = [message.subject, message.reply] if message.reply else [message.subject]
+        if writer is None or message.headers or not self.is_connected or " ".join(names).split() != names:
+            return False
+        if writer.transport.get_write_buffer_size() > WRITE_AHEAD_BYTES:
+            return False
+        command = pub_cmd(message.subject, message.reply, message.data)
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += len(message.data)
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        if not self.write_due:
+            self.write_due = True
+            asyncio.get_running_loop().call_soon(self._write_pending)
+        return True
+
+    def _write_pending(self) -> None:
+        self.write_due = False
+        if self._pending and self.is_connected and self._transport is not None:  # else after the reconnect
+            self._transport.writelines(self._pending)
+            self._pending, self._pending_data_size = [], 0
 
     async def _process_pong(self) -> None:
         """A PONG to a `flush` that was cancelled. Its own would end the reader and so the connection."""
@@ -322,7 +354,7 @@ class NatsBus:
 class _Outbox:
     """Messages on their way to nats-py, in order."""
 
-    def __init__(self, nc: NatsClient, online: asyncio.Event, faults: Faults) -> None:
+    def __init__(self, nc: _Client, online: asyncio.Event, faults: Faults) -> None:
         self.bytes = 0
         self.empty = asyncio.Event()
         self.empty.set()
@@ -333,7 +365,9 @@ class _Outbox:
         self._work = asyncio.Event()
 
     def put(self, message: _Outgoing) -> None:
-        """Queue a message; one too many is dropped and reported."""
+        """Write a message, or queue it; one too many is dropped and reported."""
+        if not self._messages and self._online.is_set() and self._nc.write(message):
+            return
         if self.bytes + len(message.data) > OUTBOX_LIMIT_BYTES:
             waiting = f"{OUTBOX_LIMIT_BYTES} bytes wait for the server"
             self._faults.report("overflow", f"{waiting}: dropped {message.subject}")

@@ -51,6 +51,46 @@ def own_server() -> Iterator[list[NatsServer]]:
         server.stop()
 
 
+@pytest.mark.parametrize("ahead", [-1, 0, nats_bus.WRITE_AHEAD_BYTES])
+async def test_all_ways_to_the_socket_keep_the_order(
+    own_server: list[NatsServer], monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    """Written at once, by nats-py as they have headers, or as the socket is full (`ahead` -1: always)."""
+    monkeypatch.setattr(nats_bus, "WRITE_AHEAD_BYTES", ahead)
+    faults, got, everything = Faults(), [], asyncio.Event()
+    bus = await NatsBus.connect(own_server[0].url, on_fault=faults, timeout_s=30)
+
+    def collect(delivery: Delivery) -> None:
+        number, _, rest = delivery.data.partition(b" ")
+        got.append((int(number), delivery.reply, dict(delivery.headers), len(rest)))
+        if number == b"399":
+            everything.set()
+
+    await bus.subscribe("a.*", collect)
+    await bus.flush()
+    wanted = []
+    for i in range(400):
+        headers, reply, size = (
+            {"n": str(i)} if i % 7 == 3 else {},
+            "b.c" if i % 5 == 1 else "",
+            40_000 * (i % 3),
+        )
+        bus.publish("a.b", b"%d " % i + bytes(size), reply=reply, headers=headers)
+        wanted.append((i, reply, headers, size))
+        if i % 50 == 49:
+            await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        await everything.wait()
+    assert got == wanted
+    bus.publish("a b", b"")
+    bus.publish("a.b\r\nPUB a.b 1\r\nx", b"")
+    assert (await faults.wait_for("error")).detail.startswith("not sent to a b")
+    await bus.flush()
+    assert got == wanted
+    assert [fault.kind for fault in faults.got] == ["error", "error"]
+    await bus.drain()
+
+
 async def test_comes_back_after_the_server_was_killed(own_server: list[NatsServer]) -> None:
     faults, got, everything = Faults(), [], asyncio.Event()
     server = own_server[0]
