@@ -108,7 +108,7 @@ class _Client(NatsClient):
             await asyncio.sleep(0)
 
     def write(self, message: _Outgoing) -> bool:
-        """Write a message to the socket, with all others of this turn of the event loop. False if nats-py must
+        """Write a message to the socket, with the others of this turn of the event loop. False if nats-py must
         do it by `publish`: the message has headers or a bad subject, or the socket is full or no TCP socket.
 
         `publish` wakes the flusher task, as it woke the task that calls it: two more turns for each message,
