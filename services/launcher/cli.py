@@ -5,6 +5,7 @@ The modules of a command are imported only when that command runs, so that `--he
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -12,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.launcher import console
-from shared.errors import HeadraceError
+from shared.errors import BadRequest, HeadraceError
 
 if TYPE_CHECKING:
     import argparse
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit status."""
     if argv is None:  # not called by a test: this process is ours
         _take_signals()
+        _take_streams()
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         if args[:1] == ["health"] and len(args) == 2 and not args[1].startswith("-"):
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(given.run(given) or 0)
     except HeadraceError as error:
         return console.fail(error)
+    except UnicodeError as error:  # of an argument, a file or stdin
+        return console.fail(BadRequest(f"the text given is not UTF-8: {error}"))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
@@ -67,6 +71,17 @@ def _take_signals() -> None:
     """Make SIGINT and SIGTERM interrupt, even if the parent ignored them as shells do for background jobs."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
+def _take_streams() -> None:
+    """Open /dev/null for standard streams that the parent closed; print ? for characters a locale lacks."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is not None:
+            stream.reconfigure(errors="replace" if number else stream.errors)
+        else:  # the lowest free number is the stream's own
+            os.set_inheritable(null := os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(null, "w" if number else "r"))
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
