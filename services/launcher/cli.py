@@ -84,6 +84,13 @@ def _take_streams() -> None:
             setattr(sys, name, os.fdopen(null, "w" if number else "r"))
 
 
+def _request_id(text: str) -> str:
+    """`text`, as argparse takes an argument. Raises ValueError for an empty one."""
+    if not text:
+        raise ValueError
+    return text
+
+
 def _run(work: Coroutine[Any, Any, T]) -> T:
     import asyncio
 
@@ -190,11 +197,11 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser], verb:
         "--checkpoints", action="store_true", help="keep its tokens: it goes on after the loss of everything"
     )
     result = add("result", "the answer of a submitted request, or its state", _result)
-    result.add_argument("id", help="the id that `submit` has printed")
+    result.add_argument("id", type=_request_id, help="the id that `submit` has printed")
     result.add_argument("--wait", action="store_true", help="wait until it has ended")
     result.add_argument("--json", action="store_true", help="everything, as JSON")
     attach = add("attach", "print the answer of a request while it is made", _attach)
-    attach.add_argument("id", help="of a durable request, or of any that runs")
+    attach.add_argument("id", type=_request_id, help="of a durable request, or of any that runs")
     for sub in (run, chat, submit):
         sub.add_argument("--max-tokens", type=int, help="longest answer, tokens; default: what fits")
         sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")

@@ -223,6 +223,13 @@ def test_text_that_is_not_utf_8_is_an_error(tmp_path: Path, capsys: pytest.Captu
     assert "error (invalid request): the text given is not UTF-8: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["result", "attach"])
+def test_an_empty_id_is_a_wrong_argument(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, "", "--nats-url", "nats://127.0.0.1:1"])
+    assert "argument id: invalid" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("closed", "shown"), [("<&-", "caf? "), (">&- 2>&-", "")])
 def test_closed_streams_and_characters_that_a_locale_lacks(closed: str, shown: str) -> None:
     command = f"{sys.executable} -m services.launcher.cli config show {closed}"
