@@ -67,6 +67,8 @@ def test_a_folder_ends_where_its_files_say(tmp_path: Path) -> None:
     assert loaded(folder).eos_ids == (2, 8)
     change(folder / "generation_config.json", max_length=5)  # it says nothing of ends
     assert loaded(folder).eos_ids == (2, 8)
+    change(folder / "generation_config.json", eos_token_id=[-1, 7, 128001])  # of another vocabulary
+    assert loaded(folder).eos_ids == (2, 7)
 
 
 def with_template(tmp_path: Path, template: str, **config: bool | None) -> Path:
