@@ -5,6 +5,7 @@ The modules of a command are imported only when that command runs, so that `--he
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.launcher import console
-from shared.errors import BadRequest, HeadraceError
+from shared.errors import BadRequest, HeadraceError, SetupError
 
 if TYPE_CHECKING:
     import argparse
@@ -55,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         ensure_home()
         given = _parser(args[0] if args else "").parse_args(args)
-        return int(given.run(given) or 0)
+        status = int(given.run(given) or 0)
+        sys.stdout.flush()
+        return status
     except HeadraceError as error:
         return console.fail(error)
     except UnicodeError as error:  # of an argument, a file or stdin
@@ -65,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         console.silence(sys.stdout)
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        console.silence(sys.stdout)
+        return console.fail(SetupError(f"there is no room for the output: {error}"))
 
 
 def _take_signals() -> None:

@@ -63,7 +63,7 @@ HANGING = (
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 86, 25_281
-PRODUCT_FILES, PRODUCT_LINES = 276, 67_787
+PRODUCT_FILES, PRODUCT_LINES = 276, 67_795
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

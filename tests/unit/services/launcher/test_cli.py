@@ -239,6 +239,15 @@ def test_closed_streams_and_characters_that_a_locale_lacks(closed: str, shown: s
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_an_error(unbuffered: str) -> None:
+    command = f"{sys.executable} -m services.launcher.cli completion bash > /dev/full"
+    given = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["sh", "-c", command], env=given, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error \(setup\): .* No space left on device\n", done.stderr)
+
+
 def test_a_chat_has_what_is_left_of_the_context_unless_a_limit_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
