@@ -358,6 +358,7 @@ def gguf_parts(path: Path) -> VocabularyParts:
     kinds = [_CONTROL if i in ends else kind for i, kind in enumerate(kinds)]
     data["tokenizer.ggml.token_type"] = kinds
     bos = data.get("tokenizer.ggml.bos_token_id")
+    bos = bos if bos in range(len(tokens)) else None  # 2**32 - 1 stands for none
     begins = model == "llama" or skips_merges_for_whole_words(data.get("tokenizer.ggml.pre", ""))
     add_bos = data.get("tokenizer.ggml.add_bos_token", begins)
     return VocabularyParts(

@@ -62,8 +62,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 86, 25_281
-PRODUCT_FILES, PRODUCT_LINES = 276, 67_795
+PATH_FILES, PATH_LINES = 86, 25_282
+PRODUCT_FILES, PRODUCT_LINES = 276, 67_796
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
