@@ -350,12 +350,16 @@ class LogprobShape:
         return {
             "tokens": texts,
             "token_logprobs": [_rounded(score.logprob) for score in scores],
-            "top_logprobs": [
-                {self._vocabulary.token_text(token): _rounded(value) for token, value in score.alternatives}
-                for score in scores
-            ],
+            "top_logprobs": [self._tops(score) for score in scores],
             "text_offset": offsets,
         }
+
+    def _tops(self, score: Score) -> dict[str, float]:
+        """The alternatives by text: of those with one text, parts of characters, the most probable."""
+        found: dict[str, float] = {}
+        for token, value in score.alternatives:
+            found.setdefault(self._vocabulary.token_text(token), _rounded(value))
+        return found
 
     def _chat_entry(self, score: Score) -> dict[str, Any]:
         tops = [self._named(token, value) for token, value in score.alternatives]

@@ -5,6 +5,8 @@ The modules of a command are imported only when that command runs, so that `--he
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -12,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.launcher import console
-from shared.errors import HeadraceError
+from shared.errors import BadRequest, HeadraceError, SetupError
 
 if TYPE_CHECKING:
     import argparse
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit status."""
     if argv is None:  # not called by a test: this process is ours
         _take_signals()
+        _take_streams()
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         if args[:1] == ["health"] and len(args) == 2 and not args[1].startswith("-"):
@@ -53,20 +56,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         ensure_home()
         given = _parser(args[0] if args else "").parse_args(args)
-        return int(given.run(given) or 0)
+        status = int(given.run(given) or 0)
+        sys.stdout.flush()
+        return status
     except HeadraceError as error:
         return console.fail(error)
+    except UnicodeError as error:  # of an argument, a file or stdin
+        return console.fail(BadRequest(f"the text given is not UTF-8: {error}"))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         console.silence(sys.stdout)
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        console.silence(sys.stdout)
+        return console.fail(SetupError(f"there is no room for the output: {error}"))
 
 
 def _take_signals() -> None:
     """Make SIGINT and SIGTERM interrupt, even if the parent ignored them as shells do for background jobs."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
+def _take_streams() -> None:
+    """Open /dev/null for standard streams that the parent closed; print ? for characters a locale lacks."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is not None:
+            stream.reconfigure(errors="replace" if number else stream.errors)
+        else:  # the lowest free number is the stream's own
+            os.set_inheritable(null := os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(null, "w" if number else "r"))
+
+
+def _request_id(text: str) -> str:
+    """`text`, as argparse takes an argument. Raises ValueError for an empty one."""
+    if not text:
+        raise ValueError
+    return text
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
@@ -175,11 +205,11 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser], verb:
         "--checkpoints", action="store_true", help="keep its tokens: it goes on after the loss of everything"
     )
     result = add("result", "the answer of a submitted request, or its state", _result)
-    result.add_argument("id", help="the id that `submit` has printed")
+    result.add_argument("id", type=_request_id, help="the id that `submit` has printed")
     result.add_argument("--wait", action="store_true", help="wait until it has ended")
     result.add_argument("--json", action="store_true", help="everything, as JSON")
     attach = add("attach", "print the answer of a request while it is made", _attach)
-    attach.add_argument("id", help="of a durable request, or of any that runs")
+    attach.add_argument("id", type=_request_id, help="of a durable request, or of any that runs")
     for sub in (run, chat, submit):
         sub.add_argument("--max-tokens", type=int, help="longest answer, tokens; default: what fits")
         sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")

@@ -166,8 +166,7 @@ class TokenizerActor(Actor):
         self._classes.refresh()
         if self._standing is not None:  # started
             self._table.catch_up(self._queries.newest(STAMP))
-        peers, model = self._mailbox.peers, self._name
-        self._handle(Loads(peers.executors_of(model), tuple(peers.crowded(model))))
+        self._handle(loads(self._mailbox.peers, self._name))
         for task in (self._ticking, self._standing):
             if task is not None and task.done():
                 task.result()  # a failed tick fails the actor, as a failed handler does
@@ -417,6 +416,11 @@ def schedulers(peers: Peers, model: str, news: Peer | None = None) -> Schedulers
     serving = peers.serving(model)
     idle = [actor for actor in peers.ready("scheduler", model) if actor not in serving]
     return Schedulers(tuple(serving), died, tuple(idle))
+
+
+def loads(peers: Peers, model: str) -> Loads:
+    """The event of a heartbeat."""
+    return Loads(peers.executors_of(model), tuple(peers.crowded(model)), peers.is_loading(model))
 
 
 def follows_grammars(peers: Peers, model: str) -> bool:

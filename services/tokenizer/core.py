@@ -38,7 +38,8 @@ from shared.kv_blocks import rendezvous
 from shared.messages import Accepted, Cancel, Rejected, Tokenized
 
 RESEND_US = 1_000_000  # far above the answer time under load, well below a client's patience
-WAIT_US = 30_000_000  # after a death: a hung scheduler is replaced after 15 s, and the new one has to start
+WAIT_US = 30_000_000  # after a death: a hung scheduler is replaced after 15 s, and the new one has to start;
+# also, for each request, while an executor loads its model
 GRACE_US = 2_000_000  # a scheduler may notice the loss of its executor a heartbeat before this tokenizer
 ASK_AGAIN_US = 250_000  # between attempts while no scheduler can serve
 RETRY_AFTER_MS = 1_000
@@ -71,10 +72,12 @@ class Schedulers:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Event: the number of executors by scheduler, and the `crowded` schedulers. Sent once a heartbeat."""
+    """Event: the number of executors by scheduler, the `crowded` schedulers, and whether an executor loads
+    its model. Sent once a heartbeat."""
 
     executors: Mapping[str, int]
     crowded: tuple[str, ...] = ()
+    loading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,7 @@ class TokenizerCore:
         self._schedulers: tuple[str, ...] = ()
         self._loads = Loads({})
         self._patient_until_us = 0
+        self._loading_until_us = 0  # beyond the load: its executor has yet to join a scheduler
         self.cancels = Cancels()
         self.prompt_tokens = 0
         self.requests = 0
@@ -184,6 +188,8 @@ class TokenizerCore:
                 return self._scheduled(event, now_us)
             case Loads():
                 self._loads = event
+                if event.loading:
+                    self._loading_until_us = now_us + self._give_up_us
                 return []
             case Tick():
                 return self._tick(now_us, event.cut_off)
@@ -203,7 +209,7 @@ class TokenizerCore:
                 return [RequestDone(submitted.key)] if submitted.key else []
             running = f"request {tokenized.request!r} is running; wait for it or use another request_id"
             return [self._refuse(submitted, DuplicateRequest(running, param="request_id"))]
-        if not self._schedulers and now_us >= self._patient_until_us:
+        if not self._schedulers and now_us >= max(self._patient_until_us, self._loading_until_us):
             return [self._refuse(submitted, self._no_scheduler())]
         self.prompt_tokens += len(tokenized.tokens)
         pending = _Pending(tokenized, submitted.trace, received_us, now_us, submitted.key)
@@ -248,7 +254,8 @@ class TokenizerCore:
         if answer.code == Unavailable.code:
             pending.refused_by, pending.refusal = (*pending.refused_by, pending.scheduler), answer.message
             others = set(self._schedulers) - set(pending.refused_by)
-            if others or now_us < max(pending.pending_us + GRACE_US, self._patient_until_us):
+            grace_us = WAIT_US if now_us < self._loading_until_us else GRACE_US
+            if others or now_us < max(pending.pending_us + grace_us, self._patient_until_us):
                 self._pending[answer.tenant, answer.request] = pending
                 pending.waits, pending.resend_us = True, now_us + ASK_AGAIN_US
                 return [self._send_to_scheduler(pending, now_us)] if others else []
@@ -274,7 +281,7 @@ class TokenizerCore:
             elif now_us - pending.received_us >= pending.tokenized.timeout_us:
                 if now_us >= self._hears_us:
                     commands += self._give_up(key, DeadlineExceeded(LATE))
-            elif now_us >= max(pending.pending_us + self._patience_us(pending), self._patient_until_us):
+            elif now_us >= self._patient_with(pending, now_us):
                 refusal = Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)
                 commands += self._give_up(key, refusal if pending.refusal else self._no_scheduler())
             elif pending.resend_us and now_us >= pending.resend_us:
@@ -287,10 +294,12 @@ class TokenizerCore:
                     commands.append(self._send_to_scheduler(pending, now_us))
         return commands
 
-    def _patience_us(self, pending: _Pending) -> int:
-        """How long a request may be pending: longer while a living scheduler has it, since messages that were
-        lost are sent again."""
-        return self._give_up_us if pending.waits or pending.refusal else WAIT_US
+    def _patient_with(self, pending: _Pending, now_us: int) -> int:
+        """Until when a request may be pending: longer while a living scheduler has it, since messages that
+        were lost are sent again, and while an executor loads."""
+        served = not (pending.waits or pending.refusal)
+        wait_us = WAIT_US if served or now_us < self._loading_until_us else self._give_up_us
+        return max(pending.pending_us + wait_us, self._patient_until_us)
 
     def _scheduled(self, event: Schedulers, now_us: int) -> list[Command]:
         """Send the requests of a vanished scheduler to another one as a new attempt, or let them wait. A

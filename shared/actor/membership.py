@@ -97,6 +97,13 @@ class Peers:
         """Ids of the ready actors of a kind (and model), sorted."""
         return self._in_state("ready", kind, model)
 
+    def is_loading(self, model: str) -> bool:
+        """Whether an executor starts that has this model, or has not named its model yet."""
+        heartbeats = (p.heartbeat for p in self._peers.values())
+        return any(
+            (b.kind, b.state) == ("executor", "starting") and b.model in ("", model) for b in heartbeats
+        )
+
     def draining(self, kind: str, model: str) -> list[str]:
         """Ids of the draining actors of a kind and model, sorted."""
         return self._in_state("draining", kind, model)

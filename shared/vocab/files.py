@@ -6,6 +6,7 @@ here: a model that is not on this machine is a SetupError with the searched path
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ def resolve(model: str, cache_dir: Path) -> ModelFiles:
     """
     named = Path(model).expanduser()
     if named.exists() and (named.suffix == ".gguf" or named.is_dir()):
-        return ModelFiles(served_name(model), _checked(named.resolve()))
+        return ModelFiles(served_name(model), _checked(named.absolute()))  # a link keeps its name
     if named.suffix == ".gguf" or model.startswith((".", "/", "~")):
         raise SetupError(f"there is no model at {named}; give a .gguf file or a Hugging Face folder")
     place = place_of(model, cache_dir)
@@ -106,7 +107,7 @@ def served_name(model: str) -> str:
     looks_like_path = model.startswith((".", "/", "~")) or path.suffix == ".gguf"
     if model in CATALOGUE or not looks_like_path:
         return model
-    return path.resolve().name.removesuffix(".gguf")
+    return Path(os.path.abspath(path)).name.removesuffix(".gguf")
 
 
 def served_names(settings: Settings) -> tuple[str, ...]:

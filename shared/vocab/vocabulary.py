@@ -270,7 +270,7 @@ def hf_parts(folder: Path) -> VocabularyParts:
         bos_id=bos,
         eos_ids=_eos_ids(folder, config, vocab),
         chat_template=_chat_template(folder, config),
-        context_tokens=int(_json(folder / "config.json").get("max_position_embeddings", 0)),
+        context_tokens=int(_json(folder / "config.json").get("max_position_embeddings") or 0),
     )
 
 
@@ -287,14 +287,15 @@ def _is_byte_level(source: dict[str, Any], file: Path) -> bool:
 
 def _eos_ids(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> tuple[int, ...]:
     """The end token of the tokenizer, and those of generation_config.json (a chat model may have several), or
-    else those of config.json."""
+    else those of config.json. Ids without a token, left over from another vocabulary, end nothing."""
     ids: list[Any] = [vocab.get(_text_of(config.get("eos_token")))]
     for name in ("generation_config.json", "config.json"):
         listed = _json(folder / name).get("eos_token_id")
         if listed is not None:
             ids += listed if isinstance(listed, list) else [listed]
             break
-    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
+    size = max(vocab.values()) + 1
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < size))
 
 
 def _prefix_ids(tokenizer: Tokenizer, config: dict[str, Any], bos: int | None) -> tuple[int, ...]:
@@ -357,6 +358,7 @@ def gguf_parts(path: Path) -> VocabularyParts:
     kinds = [_CONTROL if i in ends else kind for i, kind in enumerate(kinds)]
     data["tokenizer.ggml.token_type"] = kinds
     bos = data.get("tokenizer.ggml.bos_token_id")
+    bos = bos if bos in range(len(tokens)) else None  # 2**32 - 1 stands for none
     begins = model == "llama" or skips_merges_for_whole_words(data.get("tokenizer.ggml.pre", ""))
     add_bos = data.get("tokenizer.ggml.add_bos_token", begins)
     return VocabularyParts(

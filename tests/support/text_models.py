@@ -51,6 +51,7 @@ def write_bpe_gguf(
     kinds: dict[str, int] | None = None,
     template: str = TEMPLATE,
     eos_id: int = 2,
+    bos_id: int = 1,
     add_bos: bool | None = None,
 ) -> Path:
     """A GGUF file with the trained vocabulary and no tensors. `kinds` are llama.cpp's token types, of its
@@ -65,7 +66,7 @@ def write_bpe_gguf(
     writer.add_token_list(tokens)
     writer.add_token_types([typed.get(token, 1) for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in merges])
-    writer.add_bos_token_id(1)
+    writer.add_bos_token_id(bos_id)
     writer.add_eos_token_id(eos_id)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)

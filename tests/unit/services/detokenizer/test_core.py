@@ -408,8 +408,8 @@ def scored(core: DetokenizerCore, form: str, **more: Any) -> list[dict[str, Any]
     """Two sequences in one step, of which the second asked: "a" -0.5 and control token 2 -0.25."""
     step = Tokens(
         executor="e", step=1, seqs=ints([7, 8]), first=ints([0, 0]), counts=ints([1, 2]),
-        ids=ints([3 + 66, 3 + 97, 2]), logprobs=floats([0, -0.5, -0.25]), top_counts=ints([0, 2, 1]),
-        top_ids=ints([3 + 97, 3 + 0xC3, 2]), top_logprobs=floats([-0.5, -1.5, -0.25]),
+        ids=ints([3 + 66, 3 + 97, 2]), logprobs=floats([0, -0.5, -0.25]), top_counts=ints([0, 3, 1]),
+        top_ids=ints([3 + 97, 3 + 0xC3, 3 + 0xC4, 2]), top_logprobs=floats([-0.5, -1.5, -2.5, -0.25]),
     )  # fmt: skip
     run(core, opened(7, request="other"))
     out = run(core, opened(8, format=form, logprobs=3, **more), step, close(2, seq=8))
@@ -419,8 +419,9 @@ def scored(core: DetokenizerCore, form: str, **more: Any) -> list[dict[str, Any]
 def test_logprobs_of_a_chat(core: DetokenizerCore) -> None:
     delta = scored(core, "chat")[1]
     first = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    halves = [{"token": "\ufffd", "logprob": p, "bytes": [byte]} for p, byte in ((-1.5, 0xC3), (-2.5, 0xC4))]
     assert delta["choices"][0]["logprobs"]["content"] == [
-        {**first, "top_logprobs": [first, {"token": "\ufffd", "logprob": -1.5, "bytes": [0xC3]}]},
+        {**first, "top_logprobs": [first, *halves]},
         {
             "token": "</s>", "logprob": -0.25, "bytes": list(b"</s>"),
             "top_logprobs": [{"token": "</s>", "logprob": -0.25, "bytes": list(b"</s>")}],
@@ -429,6 +430,7 @@ def test_logprobs_of_a_chat(core: DetokenizerCore) -> None:
 
 
 def test_logprobs_of_a_completion(core: DetokenizerCore) -> None:
+    """Two alternatives are halves of characters, with one text: the more probable one counts."""
     (body,) = scored(core, "completion", stream=False)
     assert body["choices"][0]["logprobs"] == {
         "tokens": ["a", "</s>"],

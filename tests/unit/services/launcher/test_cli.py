@@ -217,6 +217,37 @@ def test_a_request_that_cannot_be_read(text: str | None, file: Path | None, said
         read_body(text, file)
 
 
+def test_text_that_is_not_utf_8_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "latin.json").write_bytes(b'{"prompt": "caf\xe9"}')
+    assert main(["request", "-f", str(tmp_path / "latin.json"), "--nats-url", "nats://127.0.0.1:1"]) == 1
+    assert "error (invalid request): the text given is not UTF-8: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["result", "attach"])
+def test_an_empty_id_is_a_wrong_argument(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, "", "--nats-url", "nats://127.0.0.1:1"])
+    assert "argument id: invalid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("closed", "shown"), [("<&-", "caf? "), (">&- 2>&-", "")])
+def test_closed_streams_and_characters_that_a_locale_lacks(closed: str, shown: str) -> None:
+    command = f"{sys.executable} -m services.launcher.cli config show {closed}"
+    given = os.environ | {"PYTHONIOENCODING": "ascii", "HEADRACE_HOST_ID": "café"}
+    done = subprocess.run(["sh", "-c", command], env=given, capture_output=True, text=True, check=True)
+    assert shown in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_an_error(unbuffered: str) -> None:
+    command = f"{sys.executable} -m services.launcher.cli completion bash > /dev/full"
+    given = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["sh", "-c", command], env=given, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error \(setup\): .* No space left on device\n", done.stderr)
+
+
 def test_a_chat_has_what_is_left_of_the_context_unless_a_limit_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from support.virtual_loop import FakeClock
 
 from services.tokenizer import actor
-from services.tokenizer.actor import Arrival, Arrivals, TenantQueue, follows_grammars
+from services.tokenizer.actor import Arrival, Arrivals, TenantQueue, follows_grammars, loads
 from services.tokenizer.core import Fail
 from services.tokenizer.prepare import Origin
 from services.tokenizer.queries import refusal_spans
@@ -153,6 +154,17 @@ def test_grammars_are_refused_if_no_executor_can_follow_them(
         peers.update(1, executor_beat(f"e{number}", "m", load), 0)
     peers.update(1, executor_beat("o", "other", (("grammars", 1),)), 0)
     assert follows_grammars(peers, "m") is follows
+
+
+@pytest.mark.parametrize(
+    ("state", "model", "loading"),
+    [("starting", "", True), ("starting", "m", True), ("starting", "other", False), ("ready", "m", False)],
+)
+def test_an_executor_that_starts_may_load_the_model(state: str, model: str, loading: bool) -> None:
+    peers = Peers()
+    peers.update(1, replace(executor_beat("e", model, ()), state=state), 0)
+    peers.update(1, replace(executor_beat("s", "m", ()), kind="scheduler", state="starting"), 0)
+    assert loads(peers, "m").loading is loading
 
 
 def test_the_spans_of_a_refusal() -> None:

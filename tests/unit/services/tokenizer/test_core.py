@@ -21,6 +21,7 @@ from services.tokenizer.core import (
     WAIT_US,
     Command,
     Fail,
+    Loads,
     RequestDone,
     Schedulers,
     Send,
@@ -359,6 +360,28 @@ def test_when_all_have_refused_they_are_asked_again_for_a_moment(core: Tokenizer
     assert asked(core.handle(unavailable(3), 20 + ASK_AGAIN_US)) == (other, 4)
     (fail,) = core.handle(unavailable(4), GRACE_US)
     assert failure([fail])[2:] == (503, "no executor is ready")
+
+
+def test_a_request_waits_while_an_executor_loads_its_model(core: TokenizerCore) -> None:
+    core.handle(Schedulers(("s1",)), 0)
+    core.handle(submission(), 0)
+    for second in range(12):
+        core.handle(Loads({}, loading=True), second * 1_000_000)
+        assert core.handle(unavailable(second + 1), second * 1_000_000) == []
+        assert asked(core.handle(Tick(), second * 1_000_000 + ASK_AGAIN_US)) == ("s1", second + 2)
+    core.handle(Loads({}), 12_000_000)  # it is ready, and its scheduler has not noticed yet
+    assert core.handle(unavailable(13), 12_000_000) == []
+    assert asked(core.handle(Schedulers(("s1",)), 12_000_001)) == ("s1", 14)
+    core.handle(Loads({}, loading=True), WAIT_US - 1)
+    (fail,) = core.handle(unavailable(14), WAIT_US)
+    assert failure([fail])[2:] == (503, "no executor is ready")
+
+
+def test_a_request_waits_for_a_scheduler_while_an_executor_loads(model: ServedModel) -> None:
+    core = TokenizerCore(model)
+    core.handle(Loads({}, loading=True), 0)
+    assert core.handle(submission(), 1) == []
+    assert asked(core.handle(Schedulers(("s1",)), 2)) == ("s1", 1)
 
 
 def test_a_request_is_left_where_it_was_asked_while_that_one_lives(core: TokenizerCore) -> None:

@@ -227,6 +227,17 @@ def test_a_cut_gguf_file_is_a_setup_error(tmp_path: Path, keep: int) -> None:
         read_metadata(path)
 
 
+def test_a_link_keeps_its_name(tmp_path: Path) -> None:
+    """The cache of huggingface_hub: links to files with the name of a checksum."""
+    file = write_bpe_gguf(tmp_path / "0123abcd")
+    link = tmp_path / "tiny.gguf"
+    link.symlink_to(file)
+    found = resolve(str(link), tmp_path)
+    assert (found.name, found.is_gguf, load_vocabulary(found).size) == ("tiny", True, len(TOKENS))
+    (tmp_path / "latest").symlink_to(tmp_path)
+    assert served_name(f"{tmp_path}/x/../latest/") == "latest"
+
+
 def test_resolve_finds_paths_names_and_hub_ids(tmp_path: Path) -> None:
     file = write_bpe_gguf(tmp_path / "tiny.gguf")
     assert resolve(str(file), tmp_path) == ModelFiles("tiny", file)

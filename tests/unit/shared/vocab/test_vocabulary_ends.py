@@ -53,6 +53,12 @@ def test_what_a_gguf_puts_before_a_completion(tmp_path: Path, pre: str, key: boo
     assert vocabulary.prefix_ids == ((1,) if begins else ())
 
 
+def test_ids_of_a_gguf_without_a_token_are_none(tmp_path: Path) -> None:
+    vocabulary = loaded(write_bpe_gguf(tmp_path / "m.gguf", bos_id=2**32 - 1, eos_id=2**32 - 1, add_bos=True))
+    assert (vocabulary.bos_token, vocabulary.prefix_ids) == ("", ())
+    assert vocabulary.eos_ids == (0, 2)  # by their names
+
+
 def test_a_folder_ends_where_its_files_say(tmp_path: Path) -> None:
     """The tokenizer's end comes first: it is the `eos_token` of the chat template."""
     folder = write_hf_folder(tmp_path / "m")
@@ -67,6 +73,8 @@ def test_a_folder_ends_where_its_files_say(tmp_path: Path) -> None:
     assert loaded(folder).eos_ids == (2, 8)
     change(folder / "generation_config.json", max_length=5)  # it says nothing of ends
     assert loaded(folder).eos_ids == (2, 8)
+    change(folder / "generation_config.json", eos_token_id=[-1, 7, 128001])  # of another vocabulary
+    assert loaded(folder).eos_ids == (2, 7)
 
 
 def with_template(tmp_path: Path, template: str, **config: bool | None) -> Path:
