@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,10 +59,14 @@ async def settle(bus: Bus, expected: Mapping[str, int], timeout_s: float) -> lis
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while loop.time() < deadline:
-        try:
-            status = await request_all(bus, subjects.STATUS, 0.3)
-        except NoResponders:
-            continue
+        status: list[Status] = []
+
+        def complete(answer: Status, so_far: list[Status] = status) -> bool:
+            so_far.append(answer)
+            return not leaks(so_far, expected)
+
+        with contextlib.suppress(NoResponders):
+            await request_all(bus, subjects.STATUS, 0.3, complete)
         if not (held := leaks(status, expected)):
             return status
     raise AssertionError(f"after {timeout_s:g} s: {held}")

@@ -16,7 +16,7 @@ from services.executor.checkpoint.loader import TorchOptions
 from services.executor.engine import Backend
 from shared.messages import Sampling
 
-DTYPES = {"torch": ("f32", "f32/fp8"), "cuda": ("f32", "bf16", "bf16/fp8")}
+DTYPES = {"torch": ("f32", "bf16", "f32/fp8"), "cuda": ("f32", "bf16", "bf16/fp8")}
 CASES = [(engine, dtype) for engine in ENGINES for dtype in DTYPES.get(engine, ())]
 KINDS = ("llama-9-3-tied", "qwen2", "qwen3")
 
@@ -43,8 +43,9 @@ def test_company_does_not_show(name: str, dtype: str, kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_cuts_of_a_prompt_do_not_show(name: str, dtype: str, tmp_path: Path) -> None:
-    assert_chunks_do_not_show(PlanMaker(engine(name, dtype, KINDS[0], tmp_path)), 100)
+@pytest.mark.parametrize("kind", KINDS[:2])  # the heads of the second one have compiled kernels
+def test_cuts_of_a_prompt_do_not_show(name: str, dtype: str, kind: str, tmp_path: Path) -> None:
+    assert_chunks_do_not_show(PlanMaker(engine(name, dtype, kind, tmp_path)), 100)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

@@ -18,9 +18,8 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 async def chat(nc):
-    reply = await nc.request(
-        SUBJECT, json.dumps({"messages": QUESTION, "temperature": 0}).encode(), timeout=60
-    )
+    body = {"messages": QUESTION, "temperature": 0, "max_tokens": 64}
+    reply = await nc.request(SUBJECT, json.dumps(body).encode(), timeout=60)
     return json.loads(reply.data)
 
 

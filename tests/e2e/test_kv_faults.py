@@ -37,7 +37,8 @@ from shared.nats.interface import Delivery
 
 pytestmark = pytest.mark.timed
 
-PROMPTS, REQUESTS, CLIENTS = 16, 30, 5
+PROMPTS, REQUESTS, CLIENTS = 16, 60, 5
+BEFORE = 10  # answers before the fault, so that it lasts longer than L2 has for a call
 COLD = range(100, 110)  # prompts that nobody asks for a second time
 BLOCKS_EACH = -(-(PROMPT_TOKENS + ANSWER_TOKENS) // 16)
 MIB = 1 << 20
@@ -190,17 +191,17 @@ def test_no_request_fails_and_no_token_changes(house: House, fault: str) -> None
 
 
 async def under_load(house: House, fault: str) -> None:
-    """A storm whose second half runs under the fault, which lasts until the last answer; then the way back,
-    until the tiers serve hits."""
+    """A storm that runs under the fault from some answers on, which lasts until the last one; then the way
+    back, until the tiers serve hits."""
     act, undo = FAULTS[fault]
     watch = TierWatch()
     async with traffic_to(house.up, house.model) as traffic:
         await traffic.settle()
-        half = asyncio.Event()
+        some = asyncio.Event()
         running = asyncio.create_task(
-            traffic.many(storm(1), CLIENTS, lambda ended: half.set() if ended > REQUESTS // 3 else None)
+            traffic.many(storm(1), CLIENTS, lambda ended: some.set() if ended > BEFORE else None)
         )
-        await half.wait()
+        await some.wait()
         before, opened = await traffic.tiers(), await breaker_openings(traffic)
         traffic.on_message = watch.take
         await act(house, traffic)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,19 +14,26 @@ import nats
 import pytest
 from nats.aio.client import Client as Nats
 from nats.aio.subscription import Subscription
-from support.running_up import StartUp, Up, assert_all_free
+from support.running_up import HEARTBEATS, StartUp, Up, assert_all_free, running_up
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import ServerLimits
 
 SUBJECT = "headrace.v1.generate.public.smollm2-135m-instruct"
-LONG = 8_000  # tokens: 8 s of steps, far longer than it takes to notice
+SLOW = "step=10000"  # what matters here is the time of an answer, not how many steps it has
+LONG = 8_000  # tokens: 80 s of steps, far longer than it takes to notice
 WINDOW = 2
 
 
 def body(request: str, **fields: Any) -> bytes:
     ask = {"prompt": "Hello", "max_tokens": LONG, "ignore_eos": True, "seed": 1, "request_id": request}
     return json.dumps({**ask, **fields}).encode()
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with running_up(tmp_path_factory.mktemp("vanish"), HEADRACE_SIM=SLOW) as up:
+        yield up
 
 
 @pytest.fixture
@@ -65,13 +72,16 @@ FINISHED = ("length", "")
 
 async def end_of(nc: Nats, request: str) -> tuple[str, str]:
     """(reason, error) of a request, once it has ended."""
+    heartbeats = await nc.subscribe(HEARTBEATS)
     async with asyncio.timeout(60):
         while True:
             told = json.loads((await nc.request(f"headrace.v1.trace.{request}", timeout=60)).data)
             if told["state"] == "ended":
+                await heartbeats.unsubscribe()
                 choice = told["choices"][0]
                 assert choice["tokens"] < LONG
                 return choice["reason"], choice["error"]
+            await heartbeats.next_msg(30)
 
 
 async def test_a_reader_that_disconnects_stops_its_request(up: Up, nc: Nats) -> None:
@@ -99,7 +109,7 @@ async def test_a_reader_that_unsubscribes_stops_its_request(up: Up, nc: Nats) ->
 
 async def test_a_reader_that_asked_for_it_is_finished_without(up: Up, nc: Nats) -> None:
     async with stranger(up) as client:
-        await started(client, body("kept", stream=True, finish_detached=True, max_tokens=300))
+        await started(client, body("kept", stream=True, finish_detached=True, max_tokens=30))
     assert await end_of(nc, "kept") == FINISHED
     await assert_all_free(nc)
 
@@ -107,7 +117,7 @@ async def test_a_reader_that_asked_for_it_is_finished_without(up: Up, nc: Nats) 
 async def test_a_client_that_waits_for_one_reply_and_vanishes_is_noticed(up: Up, nc: Nats) -> None:
     for request, fields, end in (
         ("alone", {}, STOPPED),
-        ("alone-kept", {"finish_detached": True, "max_tokens": 3000}, FINISHED),
+        ("alone-kept", {"finish_detached": True, "max_tokens": 300}, FINISHED),
     ):
         async with stranger(up) as client:
             waiting = asyncio.create_task(client.request(SUBJECT, body(request, **fields), timeout=60))
@@ -124,9 +134,9 @@ async def test_one_exact_inbox_gets_one_message_and_is_never_taken_for_gone(up: 
     """As `nats req` does it: whatever comes first is the answer."""
     inbox = f"{nc.new_inbox()}.exact"
     replies = await nc.subscribe(inbox)
-    await nc.publish(SUBJECT, body("exact", max_tokens=3000), reply=inbox)  # 3 s: fifteen beats
+    await nc.publish(SUBJECT, body("exact", max_tokens=300), reply=inbox)  # 3 s: fifteen beats
     answer = json.loads((await replies.next_msg(60)).data)
-    assert answer["usage"]["completion_tokens"] == 3000
+    assert answer["usage"]["completion_tokens"] == 300
     await assert_all_free(nc)
 
 

@@ -46,6 +46,7 @@ BY_DEFAULT_DURABLE = {name: value for name, value in QUICK.items() if name != "H
 # A server that another test kills must come back before another `up` takes its port, as 4222 would be. Each
 # worker has ports of its own, below those that the kernel gives to connections.
 _PORTS = count(20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw")))
+HEARTBEATS = "hr.*.beat.*.*"  # when to look again: without a wait the services do little but answer
 SMALL_L1 = {"HEADRACE_L1": "64"}  # many servers share this machine
 
 
@@ -164,10 +165,12 @@ async def statuses(nc: Nats) -> dict[str, dict[str, Any]]:
 
 async def assert_all_free(nc: Nats) -> None:
     """Requests, blocks, slots, sequences and inboxes are all free, at the latest after what is on its way
-    has arrived: asked again and again, and no longer than a fence could last."""
+    has arrived: asked again with each heartbeat, and no longer than a fence could last."""
+    heartbeats = await nc.subscribe(HEARTBEATS)
     async with asyncio.timeout(60):
         while _held(await statuses(nc)):
-            pass
+            await heartbeats.next_msg(30)
+    await heartbeats.unsubscribe()
 
 
 def assert_idle(up: Up) -> None:

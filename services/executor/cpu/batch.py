@@ -6,7 +6,7 @@ Decode rows come first, grouped by context length, then the prompt chunks:
 
 A group of decode rows is one attention call, padded to its longest row; a chunk is one call.
 Kernels that take all sequences of a step at once get them in the plan's order, without groups.
-In deterministic mode each token is one call: neither other rows nor the chunk's bounds change its bits.
+Else in deterministic mode each token is one call: neither other rows nor the chunk's bounds change its bits.
 """
 
 from __future__ import annotations

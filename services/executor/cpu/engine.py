@@ -54,7 +54,7 @@ def build(options: TorchOptions, ranks: Ranks = SOLO) -> TorchBackend:
     work."""
     if device_of(options.device).type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each context length: 82 ms, not 4
-    elif kernels.cpu_jit.available() and not options.deterministic:
+    elif kernels.cpu_jit.available():
         # Numba's import takes a third of a second, while the weights load; `operators_for` waits for its end.
         threading.Thread(target=import_module, args=("services.executor.cpu.compiled",), daemon=True).start()
     return TorchBackend(options, load(options, ranks))

@@ -106,10 +106,10 @@ class Model:
 def operators_for(cache: KvCache, *, deterministic: bool) -> Operators:
     """The fastest operators that work on this cache."""
     on_cpu = cache.tensor.device.type == "cpu"
-    if on_cpu and not deterministic and cache.tensor.dtype != FP8:  # no kernel here reads fp8
+    if on_cpu and cache.tensor.dtype != FP8:  # no kernel here reads fp8
         if not kernels.cpu_jit.available():
             log.warning("no Numba: torch's operators compute attention and norms, several times slower")
-            return TorchOperators()
+            return TorchOperators(deterministic=deterministic)
         from services.executor.cpu.compiled import CompiledOperators, can_attend
 
         if can_attend(cache.tensor, cache.activations):

@@ -23,6 +23,7 @@ from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 
 PROMPT_TOKENS, ANSWER_TOKENS = 320, 16
+KINDS = {"tokenizer", "scheduler", "executor", "kv_offload", "detokenizer"}
 WAIT_S = 60.0  # for a frame; a guard against a hang
 MOST_MESSAGE_BYTES = 64 * 1024
 _NAMES = itertools.count()
@@ -109,9 +110,17 @@ class Traffic:
         await asyncio.gather(*(one_client() for _ in range(clients)))
         return answers
 
-    async def services(self) -> dict[str, Status]:
-        """What each service of a fleet says, by kind; of several of a kind the last."""
-        return {answer["kind"]: answer for answer in await request_all(self.bus, subjects.STATUS, 0.3)}
+    async def services(self, *, all_answers: bool = False) -> dict[str, Status]:
+        """What each service of a fleet says, by kind; of several of a kind the last. It returns when each
+        kind has answered, or with `all_answers` not before the time for answers has passed."""
+        found: dict[str, Status] = {}
+
+        def take(answer: Status) -> bool:
+            found[answer["kind"]] = answer
+            return not all_answers and found.keys() >= KINDS
+
+        await request_all(self.bus, subjects.STATUS, 0.3, take)
+        return found
 
     async def tiers(self) -> Status:
         """What the scheduler has counted of the tiers, and of tokens."""
@@ -122,14 +131,15 @@ class Traffic:
         """Ask the services until something is true of them; how long that took. Fails after a time that only
         a fault can take."""
         began_s = time.monotonic()
-        while not true(found := await self.services()):
+        found = await self.services()
+        while not true(found):
             assert time.monotonic() - began_s < within_s, found
+            found = await self.services(all_answers=True)
         return time.monotonic() - began_s
 
     async def settle(self, executors: int = 1) -> None:
         """Nothing is held any more: no request, block, slot, lookup, lease or range."""
-        expected = dict.fromkeys(("tokenizer", "scheduler", "kv_offload", "detokenizer"), 1)
-        await settle(self.bus, {**expected, "executor": executors}, WAIT_S)
+        await settle(self.bus, {**dict.fromkeys(KINDS, 1), "executor": executors}, WAIT_S)
         await self.until(lambda found: not any(leased(found["kv_offload"])))
 
     def _weigh(self, delivery: Delivery) -> None:
