@@ -157,7 +157,8 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
         context,
     )  # fmt: skip
     kept_in = name if name in _KEPT else ""
-    how = f" in {kept_in}" * bool(kept_in) + " deterministic" * options.deterministic
+    by_row = " row by row" * options.deterministic  # "deterministic": older blocks, with other bits on CPUs
+    how = f" in {kept_in}" * bool(kept_in) + by_row
     digest = fingerprint(options.model_name + how, shapes, weights, cache.block_tokens, kept, ranks)
     return Loaded(
         shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,

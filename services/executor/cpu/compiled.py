@@ -46,7 +46,10 @@ class CompiledOperators:
         return rotate_and_write(x, rotation, kv, rows, heads)
 
     def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
-        return attend(query, kv, layer, batch.sequences)
+        attended = attend(query, kv, layer, batch.sequences)
+        if batch.padding:
+            attended[-batch.padding :] = 0  # no kernel wrote there
+        return attended
 
 
 def at_once(steps: Sequence[Step], layers: int) -> Step | None:
