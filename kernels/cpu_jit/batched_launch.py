@@ -3,16 +3,16 @@
 A layer is nine kernels of 5 to 300 µs, and to start one from Python takes 10 µs. So the calls are written
 into a table,
 
-    table [layer][call][function, 0, numbers...]
+    table [layer][call][function, counter of pieces, numbers...]    after a row of the barrier's counters
 
 and each thread of torch's team runs through it, and waits for the others after every call: a thread that has
-waited for LOOKS gives its core away, since the one that it waits for may need it. OpenMP's own barrier is of
-no use here: it waits either too long for that, or not long enough for the worker threads to be still awake
-when the next step begins (services.launcher.serve).
+waited for LOOKS gives its core away, since the one that it waits for may need it. OpenMP's own barrier only
+lets all threads begin together: between calls it would wait either too long, or not long enough for the
+worker threads to be still awake when the next step begins (services.launcher.serve).
 
 The team uses all cores, so the processes that send the last tokens would wait for the next tick of Linux (4
 ms). So a thread yields its core every EVERY_NS. If it returns late, because other processes compute, too, it
-does not yield for BACK_OFF_NS: a thread that yields gives up a time slice (Linux 6.18), and would get few.
+stops yielding for BACK_OFF_NS: each yield costs a time slice (Linux 6.18), so it would get little CPU time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _RUN = Kernel(_run)
 
 class Launch:
     """Calls that run in order, `times` times, at each `run`. A number of a call is an int for all times, or
-    an array with one for each. The caller keeps the memory that they point to. For one thread."""
+    an array with one for each. The caller keeps the memory at their addresses. For one thread."""
 
     def __init__(self, calls: Sequence[Call], times: int) -> None:
         self._table = np.zeros((1 + times * len(calls), _WIDTH), np.int64)  # counters, calls

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,7 @@ from shared.vocab.files import resolve, served_names
 log = logging.getLogger("headrace.executor")
 
 STOP_TIMEOUT_S = 5.0
+THREADS_A_CORE = 4  # at most: more are a mistake, and 1,000 of them need minutes for a start
 STUCK_US = 120_000_000  # far above any step: the device call never returns, so the process must be replaced
 MAX_FAILED_STEPS = 3  # one may be a request's fault, three in a row are the engine's
 SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
@@ -438,6 +440,11 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
             f"the torch engine needs {error.name}: pip install 'headrace[executor]', "
             "or run without weights: --backend sim"
         ) from error
+    if not on_gpu and settings.threads > (most := THREADS_A_CORE * (os.cpu_count() or 1)):
+        raise SetupError(
+            f"--threads {settings.threads}: all threads wait for each other, and this machine has cores for "
+            f"{most} at most; take fewer, or 0 for what is fastest"
+        )
     processors = load_processors(settings.logits_processors)
     files = resolve(settings.model, settings.cache_dir)
     log.info("loading %s …", files.name)

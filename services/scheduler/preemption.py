@@ -1,13 +1,14 @@
 """Preempts running sequences when blocks are short.
 
 A preempted sequence waits with all its tokens and resumes by prefix lookup: KV that its blocks still hold, on
-the device or in a tier below, is not computed again. Every sequence leaves its executor through `withdraw`,
-and returns to the queue through `requeue`. Admission calls `preempt_for` and `preempt_for_next`, the step
-planner `make_room`.
+the device or in a tier below, is not computed again. Every sequence leaves a living executor through
+`withdraw` and returns to the queue through `requeue`. Admission calls `preempt_for` and `preempt_for_next`,
+the step planner `make_room`.
 
 Which sequences may be victims:
 
-* A sequence is never preempted for one of a lower class. The class is the current one, after aging.
+* Within a tenant a sequence is never preempted for one of a lower class. The class is the current one, after
+  aging.
 * A tenant without a running sequence may preempt those of tenants that have more than an equal share,
   of any class. A tenant with more than its share preempts none of a tenant with less.
 * A sequence that has just resumed is spared if there is another victim; so is one that would free nothing.

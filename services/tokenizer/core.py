@@ -264,7 +264,7 @@ class TokenizerCore:
         return [self._fail(pending, error)]
 
     def _cancel(self, cancel: Cancel, now_us: int) -> list[Command]:
-        """Schedulers receive the same Cancel, maybe before the request: its scheduler gets it once more."""
+        """A scheduler may receive the client's Cancel before the request, so the Cancel is sent again."""
         key = (cancel.tenant, cancel.request)
         self.cancels.add(*key, now_us)
         return self._give_up(key, Cancelled(CANCELLED)) if key in self._pending else []
@@ -318,8 +318,8 @@ class TokenizerCore:
         return commands
 
     def _send_to_scheduler(self, pending: _Pending, now_us: int) -> Send:
-        """Send a request to the scheduler that its routing key hashes to, without those that have just
-        refused it and, if others are left, without crowded ones. Each further send is a new attempt."""
+        """Send a request to the scheduler chosen by the hash of its routing key. Skip schedulers that have
+        just refused it, and crowded ones if another is left. Each further send is a new attempt."""
         if pending.scheduler:
             attempt = pending.tokenized.attempt + 1
             pending.tokenized = dataclasses.replace(pending.tokenized, attempt=attempt)

@@ -13,7 +13,7 @@ from shared.errors import SetupError
 from shared.messages import Heartbeat
 
 MISSED_HEARTBEATS = 3
-MIN_DETECTION_US = 5_000_000  # lower bound of the time to detect a death, for busy machines
+MIN_DETECTION_US = 5_000_000  # others allow at least so long for the detection of a death, on busy machines
 OWN_HEARTBEATS_LATE = 1.5  # intervals; an actor without its own heartbeats cannot judge the silence of others
 
 BOUND = 1.25  # consistent hashing with bounded loads, Mirrokni et al. 2018, with a quarter over the mean

@@ -1,6 +1,6 @@
-"""NatsBus is the Bus over a nats-server, through the public API of nats-py, but for two hooks (`_Client`).
+"""NatsBus is the Bus over a nats-server, through nats-py. `_Client` replaces how that reads and writes.
 
-    publish() ──▶ nats-py's buffer ──after this turn of the event loop──▶ socket, if that takes more; else
+    publish() ──▶ nats-py's buffer ──after this turn of the event loop──▶ socket, if it has room; else
               ──▶ outbox ──writer task──▶ nats-py's buffer ──flusher──▶ socket
 
 The outbox makes `publish` synchronous and keeps the order of the calls, requests included. While the
@@ -107,12 +107,12 @@ class _Client(NatsClient):
             self.turn = 0
             await asyncio.sleep(0)
 
-    def write(self, message: _Outgoing) -> bool:
-        """Write a message to the socket, with the others of this turn of the event loop. False if nats-py
-        must do it by `publish`: it has headers or a bad subject, or the socket is full or no TCP socket.
+    def enqueue(self, message: _Outgoing) -> bool:
+        """Append a message to nats-py's buffer, which is written after this turn of the event loop. False if
+        that is for `publish`: it has headers or a bad subject, or the socket is full or no TCP socket.
 
-        `publish` wakes the flusher task, as it woke the task that calls it: two more turns for each message.
-        A scheduler of 16 simulated executors, which takes a whole core, handles 1.17 times the tokens so."""
+        nats-py's `publish` runs in a task and wakes another one, which costs two more turns of the event loop
+        for each message. Without them a scheduler that takes a whole core handles 1.17 times the tokens."""
         writer = getattr(self._transport, "_io_writer", None)
         names = [message.subject, message.reply] if message.reply else [message.subject]
         if writer is None or message.headers or not self.is_connected or " ".join(names).split() != names:
@@ -366,7 +366,7 @@ class _Outbox:
 
     def put(self, message: _Outgoing) -> None:
         """Write a message, or queue it; one too many is dropped and reported."""
-        if not self._messages and self._online.is_set() and self._nc.write(message):
+        if not self._messages and self._online.is_set() and self._nc.enqueue(message):
             return
         if self.bytes + len(message.data) > OUTBOX_LIMIT_BYTES:
             waiting = f"{OUTBOX_LIMIT_BYTES} bytes wait for the server"

@@ -7,6 +7,7 @@ order (https://platform.openai.com/docs/api-reference/batch/request-output).
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,7 @@ class BatchLine:
 def read_line(raw: bytes) -> BatchLine:
     """The request in a line. Raises BadRequest."""
     try:
-        fields = read_json(raw)
+        fields = read_json(raw.removeprefix(codecs.BOM_UTF8))  # as some editors begin a file
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"it is not JSON: {error!s:.120}") from None
     if not isinstance(fields, dict):

@@ -352,6 +352,11 @@ def gguf_parts(path: Path) -> VocabularyParts:
     model = data.get("tokenizer.ggml.model", "")
     if model not in builders:
         raise SetupError(f"{path} has a {model!r} vocabulary; Headrace reads {' and '.join(builders)}")
+    for key in ("tokens", "merges" if model == "gpt2" else "scores"):
+        if not data.get(f"tokenizer.ggml.{key}"):
+            raise SetupError(
+                f"{path} has no tokenizer.ggml.{key}: its vocabulary cannot be read; fetch it again"
+            )
     tokens: list[str] = data["tokenizer.ggml.tokens"]
     ends = _gguf_ends(data)
     kinds: list[int] = data.get("tokenizer.ggml.token_type") or [1] * len(tokens)

@@ -112,8 +112,9 @@ class Timing:
 
 
 def best_threads(times: Times, cores: float) -> int:
-    """The number with the least mean time, the most unless another is clearly faster. A quota of `cores`
-    stops more threads for a part of each period, which short products do not show: that is added."""
+    """The number of threads with the shortest mean time; the largest number unless another is clearly faster.
+    Times are scaled by n / `cores`: a CPU quota stops surplus threads for a part of each period, and short
+    products do not show that."""
     means = {n: _mean(of) * max(1.0, n / cores) for n, of in times.items()}
     best, most = min(means, key=lambda n: means[n]), max(means)
     return best if means[best] < TIE * means[most] else most
@@ -128,8 +129,8 @@ def counts(cores: float) -> list[int]:
 def timing_for(
     settings: Settings, path: Path, dtype: str, others: Sequence[str] = (), *, again: bool = False
 ) -> Timing | None:
-    """The kept timing of this machine for an engine in `dtype`, or a new one, in a second; the first on a
-    machine also compiles kernels. None where the settings decide, with nothing to choose, and on a GPU. One
+    """The stored timing for an engine in `dtype`, or a new one, measured in about a second (the first also
+    compiles kernels). None on a GPU, if the settings fix the threads, and if there is only one choice. One
     that is not believed is made again after RETRY_S, or if `again`."""
     device, ranks = settings.device_and_ranks
     chosen = settings.threads or settings.deterministic or ranks > 1 or settings.backend in ("dummy", "sim")
@@ -229,8 +230,8 @@ def _time_once(made: Product, threads: int, taken: list[list[float]]) -> None:
 
 
 def believed(all_times: Iterable[Sequence[float]], shares: Iterable[float]) -> bool:
-    """Whether the least of each of some times is that of a machine without other work. `shares`: how much of
-    the CPU time that it could have each number of threads had."""
+    """Whether each shortest time was measured without interference. `shares`: for each number of threads the
+    part of its possible CPU time that it got."""
     near = (sum(took <= NEAR * min(times) for took in times) for times in all_times)
     return all(count >= AGREE for count in near) and all(share >= SHARE for share in shares)
 

@@ -5,8 +5,9 @@ Decode rows come first, grouped by context length, then the prompt chunks:
     | decode, ≤ 16 tokens | decode, 17-32 | ... | chunk of slot 3 | chunk of slot 5 | padding |
 
 A group of decode rows is one attention call, padded to its longest row; a chunk is one call.
-Kernels that take all sequences of a step at once get them in the plan's order, without groups.
-Else in deterministic mode each token is one call: neither other rows nor the chunk's bounds change its bits.
+Kernels that process a whole step in one call get all sequences in the plan's order, without groups.
+With other kernels deterministic mode makes one attention call for each token, so neither other rows nor the
+chunk's bounds change its bits.
 """
 
 from __future__ import annotations

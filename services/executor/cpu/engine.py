@@ -210,8 +210,8 @@ class TorchBackend:
 
 
 class ThreadCount:
-    """How many threads compute the next step, `now`, from 1 to `most`: the fastest count of late. For one
-    engine, on one thread.
+    """Chooses how many threads, 1 to `most`, compute the next step: the count that was fastest recently,
+    `now`. Each engine has its own, used by one thread.
 
     Every thread of a team waits for the slowest at some hundred barriers a step. A thread that shares its
     core with another process is the slowest: next to one busy process on two cores, one thread is faster than

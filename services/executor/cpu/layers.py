@@ -47,7 +47,7 @@ class StepValues:
 class Operators(Protocol):
     """A layer's operators between its matrix products, on a CPU; kernels/*/ref.py defines them. Our compiled
     kernels need one pass where torch needs several, and attention reads the blocks in place: 2 to 8 times
-    faster. Torch's operators stay for KV in fp8, odd head sizes, deterministic mode, and without Numba."""
+    faster. Torch's operators stay for KV in fp8, odd head sizes, and without Numba."""
 
     @property
     def sequences(self) -> MakeSequences | None:

@@ -1,5 +1,5 @@
-"""Chooses the fastest matrix product with the weights on this machine, bit-equal by row in deterministic
-mode.
+"""Chooses the fastest matrix product for each weight on this machine. In deterministic mode a row's bits do
+not depend on the other rows.
 
 Float32 on a CPU uses oneDNN's product with weights packed once at load: F.linear and torch.mm (MKL) pack them
 in every call, which dominates a step of few rows. Measured on 2 Zen 3 cores (AVX2, no bf16 instructions), all
@@ -82,8 +82,8 @@ class Products:
     def linear(self, stored: Stored, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
         """The product with the weight `[out, in]`, plus `bias`. The result has the input's dtype; our own
         kernels round it to `dtype` if given. With `deterministic` a row's result does not depend on the other
-        rows: products run in tiles of ROW_TILE rows, which all have one shape and one order of summation; the
-        number of rows must then be a multiple of ROW_TILE."""
+        rows: those of our kernels never do, and torch's run in tiles of ROW_TILE rows, which all have one
+        shape and one order of summation; the number of rows must then be a multiple of ROW_TILE."""
         product = self._in_bytes(stored, dtype) if self._compiled else None
         if product is None:
             product = self._of_numbers(stored.values, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -508,6 +509,18 @@ def test_an_executor_of_another_kind_than_the_setting_does_not_start() -> None:
         assert engine_builder(usual.model_copy(update=fits))().info.model_digest == digest
     with pytest.raises(SetupError, match=f"has the model digest {digest}"):
         engine_builder(usual.model_copy(update={"model_digest": "other"}))()
+
+
+def test_more_threads_than_can_help_are_refused_before_a_model_loads() -> None:
+    from services.executor.actor import THREADS_A_CORE, engine_builder
+    from shared.config import Settings
+    from shared.errors import SetupError
+
+    most = THREADS_A_CORE * (os.cpu_count() or 1)
+    for threads, why in ((most + 1, f"has cores for {most} at most"), (most, "there is no model at")):
+        settings = Settings(backend="torch", device="cpu", model="./missing.gguf", threads=threads)
+        with pytest.raises(SetupError, match=why):
+            engine_builder(settings)()
 
 
 async def test_what_the_engine_says_of_grammars_goes_to_the_scheduler_while_their_slot_is_open(
