@@ -352,11 +352,6 @@ def gguf_parts(path: Path) -> VocabularyParts:
     model = data.get("tokenizer.ggml.model", "")
     if model not in builders:
         raise SetupError(f"{path} has a {model!r} vocabulary; Headrace reads {' and '.join(builders)}")
-    for key in ("tokens", "merges" if model == "gpt2" else "scores"):
-        if not data.get(f"tokenizer.ggml.{key}"):
-            raise SetupError(
-                f"{path} has no tokenizer.ggml.{key}: its vocabulary cannot be read; fetch it again"
-            )
     tokens: list[str] = data["tokenizer.ggml.tokens"]
     ends = _gguf_ends(data)
     kinds: list[int] = data.get("tokenizer.ggml.token_type") or [1] * len(tokens)
@@ -392,12 +387,19 @@ def _gguf_ends(data: dict[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in (*keyed, *named) if 0 <= i < len(tokens)))
 
 
+def _needed(data: dict[str, Any], key: str) -> Any:
+    """What a tokenizer cannot do without; an executor can. Raises SetupError."""
+    if (found := data.get(f"tokenizer.ggml.{key}")) is None:
+        raise SetupError(f"the GGUF file has no tokenizer.ggml.{key}: no text can be tokenized; fetch it again")
+    return found
+
+
 def _byte_level(data: dict[str, Any]) -> Callable[[Mapping[str, str]], Tokenizer]:
     pre = data.get("tokenizer.ggml.pre", "")
     pipeline = pre_tokenizer(pre)  # here, so that an unknown name fails at start
 
     def build(names: Mapping[str, str]) -> Tokenizer:
-        tokens, merges = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]
+        tokens, merges = data["tokenizer.ggml.tokens"], _needed(data, "merges")
         model = BPE(
             vocab={names.get(token, token): i for i, token in enumerate(tokens)},
             merges=_without(names, (merge.split(" ", 1) for merge in merges)),
@@ -419,7 +421,7 @@ def _sentencepiece(data: dict[str, Any]) -> Callable[[Mapping[str, str]], Tokeni
 
     @cache
     def merges() -> list[tuple[str, str]]:
-        return merges_from_scores(tokens, data["tokenizer.ggml.scores"])
+        return merges_from_scores(tokens, _needed(data, "scores"))
 
     def build(names: Mapping[str, str]) -> Tokenizer:
         unknown = tokens[data.get("tokenizer.ggml.unknown_token_id", 0)]

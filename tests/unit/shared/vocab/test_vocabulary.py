@@ -294,8 +294,9 @@ def test_other_files_and_value_types_are_setup_errors(tmp_path: Path) -> None:
         with pytest.raises(SetupError, match="GGUF"):
             read_metadata(path)
     path.write_bytes(data.replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.merged"))
+    vocabulary = load_vocabulary(ModelFiles("m", path))  # enough for an executor
     with pytest.raises(SetupError, match=r"no tokenizer\.ggml\.merges"):
-        load_vocabulary(ModelFiles("m", path))
+        vocabulary.encode("a")
     key = (21).to_bytes(8, "little") + b"general.architecture."
     path.write_bytes(data[:16] + (1).to_bytes(8, "little") + key + (99).to_bytes(4, "little"))
     with pytest.raises(SetupError, match="unknown value type 99"):
