@@ -390,7 +390,9 @@ def _gguf_ends(data: dict[str, Any]) -> tuple[int, ...]:
 def _needed(data: dict[str, Any], key: str) -> Any:
     """What a tokenizer cannot do without; an executor can. Raises SetupError."""
     if (found := data.get(f"tokenizer.ggml.{key}")) is None:
-        raise SetupError(f"the GGUF file has no tokenizer.ggml.{key}: no text can be tokenized; fetch it again")
+        raise SetupError(
+            f"the GGUF file has no tokenizer.ggml.{key}, which a tokenizer needs; fetch it again"
+        )
     return found
 
 
