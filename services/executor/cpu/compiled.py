@@ -76,9 +76,7 @@ class _Pass:
         self._products: dict[int, Tensor] = {}  # by width: what a product has written is soon read
         self._others: list[Tensor] = []
         self._calls: list[Call] = []  # of one layer; they keep their intermediate memory
-        self._inputs: list[
-            tuple[int, _MakeCalls]
-        ] = []  # calls that differ from step to step, and their place
+        self._inputs: list[tuple[int, _MakeCalls]] = []  # the place of calls that each step makes anew
         for operation in operations:
             operation(self)
         self._launch = Launch(self._calls, layers)
@@ -126,8 +124,8 @@ _Operation = Callable[[_Pass], None]  # adds the calls of one operation in all l
 
 class _AtOnce:
     """One batched launch (kernels.cpu_jit.batched_launch): to start the 270 kernels of a 135M model's decode
-    step one by one from Python takes 3 of 13 ms. Building the table of calls takes 0.2 to 0.8 ms, so
-    a later step with the same number of rows reuses the table and its memory."""
+    step one by one from Python takes 3 of 13 ms. Building the table of calls takes 0.2 to 0.8 ms, so a later
+    step with the same number of rows reuses the table and its memory."""
 
     def __init__(self, operations: Sequence[_Operation], layers: int) -> None:
         self._operations, self._layers = operations, layers
