@@ -1,6 +1,6 @@
 """Runs a layer's operators, or all layers in one call, in kernels compiled for this CPU. Needs Numba.
 
-cpu/model.py imports it only where Numba is installed and the kernels fit the cache."""
+cpu/model.py uses it only where Numba is installed and the kernels fit the cache."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ class _AtOnce:
         if found is None or found.threads != team_size():
             found = _Pass(self._operations, self._layers, values)
             if rows <= KEPT_ROWS:
-                self._kept.pop(next(iter(self._kept)) if len(self._kept) == KEPT else rows, None)
+                self._kept.pop(rows, None)
+                if len(self._kept) == KEPT:
+                    del self._kept[next(iter(self._kept))]  # the oldest
                 self._kept[rows] = found
         else:
             found.take(values)

@@ -27,7 +27,8 @@ def engine(kind: str, folder: Path, dtype: str) -> TorchBackend:
 
 
 def logits(backend: TorchBackend) -> torch.Tensor:
-    """Of a prompt, of two decodes beside chunks of two prompts, and of decodes alone, some as many again."""
+    """The logits of several steps: a prompt, decodes beside chunks of prompts, then decodes alone, some
+    in as many rows as a step before."""
     maker = PlanMaker(backend)
     for slot, tokens in ((0, 5), (1, WIDE), (2, 20)):
         maker.open(slot, [(slot + 7 * i) % VOCAB for i in range(tokens + 6)])
