@@ -145,19 +145,30 @@ def fetch_add(typing: Any, pointer: types.Type) -> Any:
 
 
 @intrinsic
-def look_for(typing: Any, pointer: types.Type, goal: types.Type, most: types.Type) -> Any:
-    """Look at the number at `pointer`, which other threads increment, until it is at least `goal`, `most`
-    times at most. Returns whether it was."""
+def publish(typing: Any, pointer: types.Type, number: types.Type) -> Any:
+    """Store a number that other threads look at, after all that this thread has written."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        pointer, goal, most = args
+        builder.store_atomic(args[1], args[0], "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), generate
+
+
+@intrinsic
+def look_past(typing: Any, pointer: types.Type, number: types.Type, most: types.Type) -> Any:
+    """Look at the number at `pointer`, which another thread publishes, until it is another than `number`,
+    `most` times at most. Returns whether it was."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        pointer, number, most = args
         entry, look, pause, end = builder.block, *map(builder.append_basic_block, ("look", "pause", "end"))
         builder.branch(look)
         builder.position_at_end(look)
         looks = builder.phi(_I64)
-        reached = builder.icmp_signed(">=", builder.load_atomic(pointer, "acquire", 8), goal)
+        passed = builder.icmp_signed("!=", builder.load_atomic(pointer, "acquire", 8), number)
         last = builder.icmp_signed(">=", looks, most)
-        builder.cbranch(builder.or_(reached, last), end, pause)
+        builder.cbranch(builder.or_(passed, last), end, pause)
         builder.position_at_end(pause)
         nothing = ir.FunctionType(ir.VoidType(), [])
         builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), nothing), [])
@@ -165,7 +176,7 @@ def look_for(typing: Any, pointer: types.Type, goal: types.Type, most: types.Typ
         looks.add_incoming(builder.add(looks, ir.Constant(_I64, 1)), pause)
         builder.branch(look)
         builder.position_at_end(end)
-        return reached
+        return passed
 
     return types.boolean(pointer, types.int64, types.int64), generate
 

@@ -62,6 +62,7 @@ class Batch:
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillChunk, ...]
     sampled: Tensor  # [samples], the token row of each sample row
+    each_sampled: bool  # all token rows are sampled, in order
     padding: int  # token rows at the end without a token
     sequences: Any = None  # all rows, instead of `decode` and `prefill`
 
@@ -105,6 +106,7 @@ class BatchBuilder:
             decode = self._decode(slots[row], positions, each, each)
         else:
             decode, prefill = self._decode(slots, starts, order, ranks), order[len(ranks) :]
+        sampled = (first + counts - 1)[_column(plan.sample_rows)]
         return Batch(
             ids=self._ids(plan, first, len(row) + padding),
             positions=self._on_device(_padded(positions, padding)),
@@ -113,7 +115,8 @@ class BatchBuilder:
             prefill=tuple(
                 self._chunk(int(slots[i]), int(starts[i]), int(counts[i]), int(first[i])) for i in prefill
             ),
-            sampled=self._on_device((first + counts - 1)[_column(plan.sample_rows)]),
+            sampled=self._on_device(sampled),
+            each_sampled=not padding and np.array_equal(sampled, np.arange(len(row))),
             padding=padding,
             sequences=sequences,
         )

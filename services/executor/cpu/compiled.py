@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kernels.cpu_jit.attention import Sequences, attend, attention_call, can_attend
 from kernels.cpu_jit.batched_launch import Launch
-from kernels.cpu_jit.packed_weights import PackedProduct
+from kernels.cpu_jit.packed_weights import PackedMatrix, PackedProduct
 from kernels.cpu_jit.rowwise import (
     add_rms_norm,
     norm_call,
@@ -24,6 +25,7 @@ from kernels.cpu_jit.rowwise import (
 from kernels.cpu_jit.thread_team import Call, Number, team_size
 from services.executor.cpu.batch import Batch
 from services.executor.cpu.layers import AddNorm, Attend, Gated, Product, StepValues
+from services.executor.cpu.linear import Linear
 from services.executor.model.program import Step
 
 __all__ = ["CompiledOperators", "can_attend"]
@@ -52,8 +54,9 @@ class CompiledOperators:
         return attended
 
 
-def at_once(steps: Sequence[Step], layers: int) -> Step | None:
-    """The steps of all layers as one call, if each step of a layer has a kernel and all layers are alike."""
+def at_once(steps: Sequence[Step], layers: int, head: Linear | None) -> Step | None:
+    """The steps of all layers as one call, if each step of a layer has a kernel and all layers are alike. It
+    computes the logits, too, of a batch whose rows are all sampled, if the head's matrix is packed."""
     period = len(steps) // layers
     columns = [steps[i::period] for i in range(period)]
     kinds = [type(column[0]) for column in columns]
@@ -63,13 +66,17 @@ def at_once(steps: Sequence[Step], layers: int) -> Step | None:
         return None
     found = [_ALIKE[kind](column) for kind, column in zip(kinds, columns, strict=True)]
     calls = [each for each in found if each is not None]
-    return _AtOnce(calls, layers) if len(calls) == period else None
+    packed = head.matrix if isinstance(head, PackedProduct) else None
+    return _AtOnce(calls, layers, packed) if len(calls) == period else None
 
 
 class _Pass:
-    """The calls of all layers for a number of rows and of threads, and the memory of their values."""
+    """The calls of all layers, and of the head, for a number of rows and of threads; the memory of their
+    values."""
 
-    def __init__(self, operations: Sequence[_Operation], layers: int, values: StepValues) -> None:
+    def __init__(
+        self, operations: Sequence[_Operation], layers: int, head: PackedMatrix | None, values: StepValues
+    ) -> None:
         self.threads, self.values, self.order = team_size(), values, np.arange(layers)
         self.x = self.normed = values.x  # every norm writes to one place: the next layer reads there
         self.residual = values.residual
@@ -79,7 +86,10 @@ class _Pass:
         self._inputs: list[tuple[int, _MakeCalls]] = []  # the place of calls that each step makes anew
         for operation in operations:
             operation(self)
-        self._launch = Launch(self._calls, layers)
+        of_a_layer = len(self._calls)
+        if head is not None:
+            self.add_inputs(_head_calls(head, self.x))
+        self._launch = Launch(self._calls[:of_a_layer], layers, self._calls[of_a_layer:])
 
     def add(self, calls: Iterable[Call]) -> None:
         """The next calls of a layer."""
@@ -127,23 +137,35 @@ class _AtOnce:
     step one by one from Python takes 3 of 13 ms. Building the table of calls takes 0.2 to 0.8 ms, so a later
     step with the same number of rows reuses the table and its memory."""
 
-    def __init__(self, operations: Sequence[_Operation], layers: int) -> None:
-        self._operations, self._layers = operations, layers
-        self._kept: dict[int, _Pass] = {}  # by rows
+    def __init__(self, operations: Sequence[_Operation], layers: int, head: PackedMatrix | None) -> None:
+        self._operations, self._layers, self._head = operations, layers, head
+        self._kept: dict[tuple[int, bool], _Pass] = {}  # by rows, and whether they are all sampled
 
     def __call__(self, values: StepValues) -> None:
-        rows = len(values.x)
-        found = self._kept.get(rows)
+        key = rows, sampled = len(values.x), values.batch.each_sampled
+        found = self._kept.get(key)
         if found is None or found.threads != team_size():
-            found = _Pass(self._operations, self._layers, values)
+            found = _Pass(self._operations, self._layers, self._head if sampled else None, values)
             if rows <= KEPT_ROWS:
-                self._kept.pop(rows, None)
+                self._kept.pop(key, None)
                 if len(self._kept) == KEPT:
                     del self._kept[next(iter(self._kept))]  # the oldest
-                self._kept[rows] = found
+                self._kept[key] = found
         else:
             found.take(values)
         found.run()
+
+
+def _head_calls(head: PackedMatrix, x: Tensor) -> _MakeCalls:
+    """The product that stores the logits of `x`, in memory of each step's own: a later step may run before
+    they are sampled."""
+    parts = [part.data_ptr() for part in head.parts]
+
+    def calls(values: StepValues) -> Sequence[Call]:
+        values.logits = x.new_empty(len(x), head.height, dtype=torch.float32)
+        return head.calls(x, values.logits, parts)
+
+    return calls
 
 
 def _products(steps: Sequence[Product]) -> _Operation | None:

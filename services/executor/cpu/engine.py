@@ -213,9 +213,9 @@ class ThreadCount:
     """Chooses how many threads, 1 to `most`, compute the next step: the count that was fastest recently,
     `now`. Each engine has its own, used by one thread.
 
-    Every thread of a team waits for the slowest at some hundred barriers a step. A thread that shares its
-    core with another process is the slowest: next to one busy process on two cores, one thread is faster than
-    two. Such processes start and end at any time. So a few steps are tried with more or fewer threads: soon
+    A step has some hundred calls, each of which ends with its slowest piece of work. A thread that shares its
+    core with another process is often inside of one when it loses the core: next to one busy process on two
+    cores, one thread may be faster than two. Such processes start and end at any time. So a few steps are tried with more or fewer threads: soon
     after steps have become slow, and rarely otherwise.
 
         steps with the chosen count ... │ trial: TRIAL_STEPS with the next count │ the faster count ...

@@ -42,6 +42,7 @@ class StepValues:
     rotation: Tensor
     batch: Batch
     kv: Tensor
+    logits: Tensor | None = None  # of all rows, where the layers' call computes them, too
 
 
 class Operators(Protocol):

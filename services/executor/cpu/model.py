@@ -52,7 +52,7 @@ class Model:
         if not isinstance(operators, TorchOperators) and loaded.ranks.size == 1:
             from services.executor.cpu.compiled import at_once
 
-            self._at_once = at_once([step for step, _ in self._steps[1:]], shapes.layers)
+            self._at_once = at_once([step for step, _ in self._steps[1:]], shapes.layers, self._head)
         self._embedding.read_rows_only()
         self._deterministic = deterministic
         self._products = products
@@ -66,34 +66,39 @@ class Model:
     def forward(self, batch: Batch, kv: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Writes the KV of all rows. Returns the logits of the sampled rows, `[samples, vocab]` float32, and
         their hidden states, `[samples, hidden]`; None on any stage but the last."""
-        found = run_alone(self._forward_pass(batch, kv))
-        if self._stage.last:
-            return self._logits(found), found
-        self._stage.send(found)
-        return None, None
+        values = self._inputs(batch, kv)
+        x = run_alone(self._layers(values))
+        if not self._stage.last:
+            self._stage.send(values.residual.clone())  # while it is sent, the next step overwrites it
+            return None, None
+        found = x[batch.sampled]
+        return self._logits(found) if values.logits is None else values.logits, found
 
     def forward_micro_batches(
         self, micro_batches: Sequence[Batch], order: Tensor, kv: Tensor, run_interleaved: RunInterleaved
     ) -> tuple[Tensor, Tensor]:
         """The same for a split step, in the `order` of parallel/step_split.py."""
-        found = torch.cat(run_interleaved([self._forward_pass(batch, kv) for batch in micro_batches]))[order]
+        computed = run_interleaved([self._layers(self._inputs(batch, kv)) for batch in micro_batches])
+        rows = [x[batch.sampled] for x, batch in zip(computed, micro_batches, strict=True)]
+        found = torch.cat(rows)[order]
         return self._logits(found), found
 
-    def _forward_pass(self, batch: Batch, kv: Tensor) -> ForwardPass:
-        """The head's input for the sampled rows; on any stage but the last, the next stage's input."""
-        stage = self._stage
-        if stage.first:
+    def _inputs(self, batch: Batch, kv: Tensor) -> StepValues:
+        """The embedding of the tokens, or what the stage before has computed."""
+        if self._stage.first:
             residual = self._embedding.rows(batch.ids).values
         else:
-            residual = stage.receive(self._like.new_empty(len(batch.ids), self._shapes.hidden))
-        values = StepValues(residual, residual, self._rotations[batch.positions], batch, kv)
+            residual = self._stage.receive(self._like.new_empty(len(batch.ids), self._shapes.hidden))
+        return StepValues(residual, residual, self._rotations[batch.positions], batch, kv)
+
+    def _layers(self, values: StepValues) -> ForwardPass:
+        """The head's input for all rows."""
         if self._at_once is not None:
             self._steps[0][0](values)
             self._at_once(values)
         else:
             yield from run(self._steps, values, self._ranks, self._ranks.size)
-        # the residual is sent while the next step overwrites it
-        return values.x[batch.sampled] if stage.last else values.residual.clone()
+        return values.x
 
     def _logits(self, chosen: Tensor) -> Tensor:
         assert self._head is not None, "only the last stage has it"

@@ -121,5 +121,31 @@ def test_a_launch_runs_again_with_other_numbers() -> None:
     assert stored[2].tolist() == [[0, 1, 2, -1]] * times
 
 
+def test_a_thread_that_does_not_come_delays_no_other() -> None:
+    rows = np.zeros((101, 16), np.int64)
+    rows[0] = expected = np.arange(16)
+    at = rows.ctypes.data + np.arange(100) * rows[0].nbytes
+    torch.set_num_threads(2)
+    launch = batched_launch.Launch([Call(Kernel(_add_neighbours), 16, (at, at + rows[0].nbytes, 16))], 100)
+    torch.set_num_threads(1)
+    launch.run()
+    for _ in range(100):
+        expected = (expected + np.roll(expected, -1)) % 1_000_003
+    assert rows[-1].tolist() == expected.tolist()
+
+
+def test_the_last_calls_run_once_after_the_others() -> None:
+    kernel, rows = Kernel(_add_neighbours), np.zeros((4, 3), np.int64)
+    rows[0] = 1
+    first, second, third = (rows.ctypes.data + i * rows[0].nbytes for i in range(3))
+    once = [Call(kernel, 3, (i, i + rows[0].nbytes, 3)) for i in (second, third)]
+    launch = batched_launch.Launch([Call(kernel, 3, (first, second, 3))], 2, once)
+    launch.run()
+    assert rows[:, 0].tolist() == [1, 2, 4, 8]
+    launch.put(2, Call(kernel, 3, (first, third + rows[0].nbytes, 3)))
+    launch.run()
+    assert rows[:, 0].tolist() == [1, 2, 4, 2]
+
+
 def test_the_clock_and_the_offer_are_there() -> None:
     assert all(batched_launch._libc())
