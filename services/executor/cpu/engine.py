@@ -215,8 +215,8 @@ class ThreadCount:
 
     A step has some hundred calls, each of which ends with its slowest piece of work. A thread that shares its
     core with another process is often inside of one when it loses the core: next to one busy process on two
-    cores, one thread may be faster than two. Such processes start and end at any time. So a few steps are tried with more or fewer threads: soon
-    after steps have become slow, and rarely otherwise.
+    cores, one thread may be faster than two. Such processes start and end at any time. So a few steps are
+    tried with more or fewer threads: soon after steps have become slow, and rarely otherwise.
 
         steps with the chosen count ... │ trial: TRIAL_STEPS with the next count │ the faster count ...
     """
