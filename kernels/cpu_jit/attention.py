@@ -251,14 +251,14 @@ def _in_place(pack: Any, add_product: Any) -> Any:
         first, offsets = 0, memory.offsets
         if rows > _FEW:
             pack(values, offsets, padded, dim, memory.values)
-        while first < tokens:  # one call of the product, whose code is long
-            end, own, apart = padded, memory.values, dim
-            if rows <= _FEW:
-                end, own, apart = first + 1, offset_by(values, offsets[first]), line
-                while end < tokens and offsets[end] == offsets[end - 1] + line:
-                    end += 1
-            of = offset_by(weights, first)
-            add_product(of, padded, end - first, own, apart, sums, rows, dim, tile)
+            add_product(weights, padded, padded, memory.values, dim, sums, rows, dim, tile)
+            return
+        while first < tokens:
+            end = first + 1
+            while end < tokens and offsets[end] == offsets[end - 1] + line:
+                end += 1
+            own, of = offset_by(values, offsets[first]), offset_by(weights, first)
+            add_product(of, padded, end - first, own, line, sums, rows, dim, tile)
             first = end
 
     return add
@@ -464,6 +464,7 @@ _add_floats, _add_widened = (wrap(_pack_values, _add_product) for wrap in (_in_p
 _add_pairs = _after_packing(_pack_value_pairs, _by_tiles(True))
 _of_floats = _attention(_floats, _multiply, _add_floats, 1, _no_tile, _nothing, 4)
 _by_widening = _attention(_floats, _multiply, _add_widened, 1, _no_tile, _nothing, 2)
+_of_halves = _attention(_floats, _multiply, _add_floats, 1, _no_tile, _nothing, 2)
 _in_pairs = _attention(_pairs, _by_tiles(False), _add_pairs, 2, _set_tile, _clear_tiles, 2)
 
 
@@ -480,7 +481,7 @@ def _bf16_in_tiles(p: Any) -> None:
 
 
 def _f16(p: Any) -> None:
-    _by_widening(f32_at(p[2]), f16_at(p[3]), f32_at(p[4]), p)
+    _of_halves(f32_at(p[2]), f16_at(p[3]), f32_at(p[4]), p)
 
 
 _KERNELS = {torch.float32: Kernel(_f32), torch.bfloat16: Kernel(_bf16)}  # by the dtype of KV

@@ -15,7 +15,8 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu_jit.vectors import LANES, NARROW, BFloat, broadcast, call, read_ahead
+from kernels.cpu_jit.llvm_intrinsics import float16
+from kernels.cpu_jit.vectors import LANES, NARROW, BFloat, broadcast, call, read_ahead, read_lanes
 
 PANEL = 48  # rows of the matrix packed together
 
@@ -44,12 +45,12 @@ class _Pairs:
 
 
 class _Floats:
-    """`x` and panel in float32."""
+    """`x` in float32, the panel in float32 or float16."""
 
     columns = 1
 
     def read(self, builder: ir.IRBuilder, panel: Any, part: int) -> Any:
-        return _load(builder, panel, part * LANES, _SUMS)
+        return read_lanes(builder, panel, part * LANES)
 
     def broadcast(self, builder: ir.IRBuilder, x: Any, column: Any) -> Any:
         return broadcast(builder, _load(builder, x, column, _F32))
@@ -58,7 +59,11 @@ class _Floats:
         return call(builder, _FMA, _SUMS, matrix, x, sums)
 
 
-_KINDS: dict[Any, _Pairs | _Floats] = {types.float32: _Floats(), types.uint16: _Pairs()}  # by elements
+_KINDS: dict[Any, _Pairs | _Floats] = {  # by elements of the panel
+    types.float32: _Floats(),
+    float16: _Floats(),
+    types.uint16: _Pairs(),
+}
 
 
 def microkernel(rows: int, parts: int = PANEL // LANES, *, onto: bool = False, ahead: bool = False) -> Any:

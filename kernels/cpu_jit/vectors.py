@@ -156,6 +156,10 @@ def transpose(typing: Any, source: Any, offsets: Any, out: Any, line: Any) -> An
         starts = [
             builder.gep(source, [builder.load(builder.gep(offsets, [_index(row)]))]) for row in range(LANES)
         ]
+        if not pairs and source.type.pointee != ir.FloatType():
+            for column, lanes in enumerate(_narrow_columns(builder, starts)):
+                _store_lanes(builder, lanes, builder.gep(out, [builder.mul(line, _index(column))]))
+            return context.get_dummy_value()
         to = builder.bitcast(out, _I32.as_pointer()) if pairs else out
         for first in range(0, LANES, _PART):
             parts = [_columns(builder, starts[row::_PART], first, pairs) for row in range(_PART)]
@@ -195,15 +199,54 @@ _LOW_DOUBLES, _HIGH_DOUBLES = _order((0, 1, 4, 5)), _order((2, 3, 6, 7))
 
 def _columns(builder: ir.IRBuilder, rows: list[Any], first: int, pairs: bool) -> Any:
     """_PART columns, from `first` on, of every fourth row."""
-    element = _I32 if pairs else rows[0].type.pointee
-    narrow = element in (ir.IntType(16), ir.HalfType())
-    kind = ir.VectorType(element, _PART)
+    kind = ir.VectorType(_I32 if pairs else ir.FloatType(), _PART)
     at = [builder.gep(row, [_index(first * (2 if pairs else 1))]) for row in rows]
-    loaded = [builder.load(builder.bitcast(each, kind.as_pointer()), align=2 if narrow else 4) for each in at]
-    eight = ir.Constant(ir.VectorType(_I32, 2 * _PART), list(range(2 * _PART)))
-    halves = [builder.shuffle_vector(*loaded[i : i + 2], eight) for i in (0, 2)]
-    found = builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))
-    return _widened(builder, found) if narrow else found
+    return _joined(builder, [builder.load(builder.bitcast(each, kind.as_pointer()), align=4) for each in at])
+
+
+def _joined(builder: ir.IRBuilder, parts: list[Any]) -> Any:
+    """Four vectors, one after the other."""
+    for _ in range(2):
+        size = 2 * parts[0].type.count
+        places = ir.Constant(ir.VectorType(_I32, size), list(range(size)))
+        parts = [builder.shuffle_vector(*parts[i : i + 2], places) for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def _narrow_columns(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
+    """The columns of LANES rows of LANES float16 or bfloat16 numbers, widened. Vector i has the first halves
+    of rows i and i + 8, then their second halves. Three perfect shuffles of each eight numbers leave column i
+    and column i + 8 there."""
+    eight = ir.VectorType(rows[0].type.pointee, 8)
+
+    def half(row: Any, first: int) -> Any:
+        return builder.load(builder.bitcast(builder.gep(row, [_index(first)]), eight.as_pointer()), align=2)
+
+    found = [
+        _joined(builder, [half(rows[row], first) for first in (0, 8) for row in (i, i + 8)]) for i in range(8)
+    ]
+    for _ in range(3):
+        found = [
+            builder.shuffle_vector(found[i], found[i + 4], order) for i in range(4) for order in _SHUFFLED
+        ]
+    halves = [ir.Constant(_WORDS, list(range(first, first + LANES))) for first in (0, LANES)]
+    return [_widened(builder, builder.shuffle_vector(both, both, half)) for half in halves for both in found]
+
+
+_SHUFFLED = (
+    tuple(  # each eight numbers of two vectors: their first halves one by one in turn, or their second
+        ir.Constant(
+            ir.VectorType(_I32, 2 * LANES),
+            [
+                eight + first + i + other
+                for eight in range(0, 2 * LANES, 8)
+                for i in range(4)
+                for other in (0, 2 * LANES)
+            ],
+        )
+        for first in (0, 4)
+    )
+)
 
 
 _MAGIC = 1.5 * 2**23  # a float32 of this size has no room for a fraction
@@ -277,11 +320,11 @@ def _rounded(builder: ir.IRBuilder, bits: Any) -> Any:
 
 
 def read_lanes(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
-    """LANES float32 numbers from a pointer to float32 or to the bits of bfloat16."""
-    at = builder.gep(pointer, [ir.Constant(_I64, offset)])
-    if pointer.type.pointee == ir.FloatType():
-        return builder.load(builder.bitcast(at, _FLOATS.as_pointer()), align=4)
-    return _widened(builder, builder.load(builder.bitcast(at, _HALVES.as_pointer()), align=2))
+    """LANES float32 numbers from a pointer to float32, float16 or the bits of bfloat16."""
+    at, kind = builder.gep(pointer, [ir.Constant(_I64, offset)]), ir.VectorType(pointer.type.pointee, LANES)
+    wide = kind == _FLOATS
+    found = builder.load(builder.bitcast(at, kind.as_pointer()), align=4 if wide else 2)
+    return found if wide else _widened(builder, found)
 
 
 def _widened(builder: ir.IRBuilder, halves: Any) -> Any:
