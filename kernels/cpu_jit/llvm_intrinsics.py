@@ -146,7 +146,8 @@ def fetch_add(typing: Any, pointer: types.Type) -> Any:
 
 @intrinsic
 def publish(typing: Any, pointer: types.Type, number: types.Type) -> Any:
-    """Store a number that other threads look at, after all that this thread has written."""
+    """Store a number that other threads look at, after all that this thread has written, and before its next
+    `fetch_add`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], args[0], "release", 8)

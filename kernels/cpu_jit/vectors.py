@@ -233,20 +233,18 @@ def _narrow_columns(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
     return [_widened(builder, builder.shuffle_vector(both, both, half)) for half in halves for both in found]
 
 
-_SHUFFLED = (
-    tuple(  # each eight numbers of two vectors: their first halves one by one in turn, or their second
-        ir.Constant(
-            ir.VectorType(_I32, 2 * LANES),
-            [
-                eight + first + i + other
-                for eight in range(0, 2 * LANES, 8)
-                for i in range(4)
-                for other in (0, 2 * LANES)
-            ],
-        )
-        for first in (0, 4)
-    )
-)
+def _in_turn(first: int) -> Any:
+    """Of each eight numbers of two vectors four, from the `first` on, one by one in turn."""
+    places = [
+        eight + first + i + other
+        for eight in range(0, 2 * LANES, 8)
+        for i in range(4)
+        for other in (0, 2 * LANES)
+    ]
+    return ir.Constant(ir.VectorType(_I32, 2 * LANES), places)
+
+
+_SHUFFLED = _in_turn(0), _in_turn(4)
 
 
 _MAGIC = 1.5 * 2**23  # a float32 of this size has no room for a fraction

@@ -90,6 +90,7 @@ class _Pass:
         if head is not None:
             self.add_inputs(_head_calls(head, self.x))
         self._launch = Launch(self._calls[:of_a_layer], layers, self._calls[of_a_layer:])
+        del self.values  # of this step alone; its logits may be large
 
     def add(self, calls: Iterable[Call]) -> None:
         """The next calls of a layer."""
@@ -114,7 +115,6 @@ class _Pass:
 
     def take(self, values: StepValues) -> None:
         """The inputs of another step of as many rows."""
-        self.values = values
         self.normed.copy_(values.x)
         self.residual.copy_(values.residual)
         for first, make in self._inputs:
@@ -122,10 +122,10 @@ class _Pass:
                 self._calls[place] = call
                 self._launch.put(place, call)
 
-    def run(self) -> None:
+    def run(self, values: StepValues) -> None:
         """Compute the layers. The results stay until the next run."""
         self._launch.run()
-        self.values.x, self.values.residual = self.x, self.residual
+        values.x, values.residual = self.x, self.residual
 
 
 _MakeCalls = Callable[[StepValues], Sequence[Call]]
@@ -153,7 +153,7 @@ class _AtOnce:
                 self._kept[key] = found
         else:
             found.take(values)
-        found.run()
+        found.run(values)
 
 
 def _head_calls(head: PackedMatrix, x: Tensor) -> _MakeCalls:
