@@ -234,7 +234,7 @@ def _narrow_columns(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
 
 
 def _in_turn(first: int) -> Any:
-    """Of each eight numbers of two vectors four, from the `first` on, one by one in turn."""
+    """Takes four of each eight numbers of two vectors, from the `first` on, one by one in turn."""
     places = [
         eight + first + i + other
         for eight in range(0, 2 * LANES, 8)
