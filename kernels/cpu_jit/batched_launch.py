@@ -47,7 +47,8 @@ _OUTSIDE = -1  # a thread's state while it is not inside of a call, else the cal
 
 @fast
 def _wait(states: Any, threads: int, call: int, give_way: int) -> None:
-    """Wait until no thread is inside of the call."""
+    """Wait until no thread is inside of the call, after its pieces are taken. A thread publishes its state
+    before it takes a piece, so one that took some is seen here."""
     for i in range(threads):
         state = offset_by(states, i * _LINE)
         while not look_past(state, call, LOOKS):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,27 +29,22 @@ from kernels.cpu_jit import sources_digest
 log = logging.getLogger("headrace.kernels")
 
 
-@dataclass(frozen=True, slots=True)
-class OpenMP:
-    """Entry points of the OpenMP library that torch has loaded."""
-
-    parallel: Callable[[int, Any, int, int], None]  # function, data, threads, flags
-    barrier: int  # the address of a function without arguments
+_Parallel = Callable[[int, Any, int, int], None]  # function, data, threads, flags
 
 
 @cache
-def openmp() -> OpenMP | None:
-    """None if torch has no OpenMP."""
+def openmp() -> _Parallel | None:
+    """What starts a parallel region in the OpenMP library that torch has loaded. None if it has none."""
     for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):  # LLVM's and Intel's have the same entry point
         for path in (Path(torch.__file__).parent / "lib" / name, Path(name)):
             try:
                 library = ctypes.CDLL(str(path), mode=_ONLY_IF_LOADED)
-                parallel, barrier = library.GOMP_parallel, library.GOMP_barrier
+                parallel: Any = library.GOMP_parallel
             except (OSError, AttributeError):
                 continue
             parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
             parallel.restype = None
-            return OpenMP(parallel, ctypes.cast(barrier, ctypes.c_void_p).value or 0)
+            return cast("_Parallel", parallel)
     return None
 
 
@@ -112,8 +107,8 @@ class Kernel:
             self._compile()
         data = (ctypes.c_int64 * (len(numbers) + 1))(0, *numbers)
         threads = min(pieces, team_size())
-        if threads > 1 and (team := openmp()):
-            team.parallel(self._compiled.address, data, threads, 0)
+        if threads > 1 and (parallel := openmp()):
+            parallel(self._compiled.address, data, threads, 0)
         else:
             self._alone(data)
 
