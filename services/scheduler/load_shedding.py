@@ -34,7 +34,8 @@ Refusal = tuple[int, str, int]  # code, message, retry after ms
 
 def refuse(state: State, tokenized: Tokenized) -> Rejected | None:
     """The refusal, or None to accept. A resend of a refused request is refused again, even if there is room
-    now: its client already has the refusal."""
+    now: its client already has the refusal. A 503 is not counted: the tokenizer asks again, and counts those
+    that reach a client."""
     key, submission = (tokenized.tenant, tokenized.request), (tokenized.received_wall_us, tokenized.attempt)
     known = state.refused.get(key)
     if known is not None and known[1] == submission:
@@ -49,7 +50,8 @@ def refuse(state: State, tokenized: Tokenized) -> Rejected | None:
     state.refused.pop(key, None)  # the oldest are first
     if len(state.refused) >= MAX_REFUSED:
         del state.refused[next(iter(state.refused))]
-    state.counters.count_rejected(refusal[0])
+    if refusal[0] != 503:
+        state.counters.count_rejected(refusal[0])
     rejected = rejection(tokenized, *refusal)
     state.refused[key] = (state.now_us + REFUSED_US, submission, rejected)
     return rejected

@@ -179,7 +179,12 @@ class TokenizerActor(Actor):
             (STAMP, self._table.stamp),
             (VOCABULARY, self._vocabulary),
         )
-        counts = {"requests": self._core.requests, "prompt_tokens": self._core.prompt_tokens}
+        core = self._core
+        counts = {
+            "requests": core.requests,
+            "prompt_tokens": core.prompt_tokens,
+            "refused_503": core.unavailable,
+        }
         return HeartbeatPayload(model=self._name, aliases=self._model.aliases, load=load, counts=counts)
 
     @property
@@ -191,6 +196,7 @@ class TokenizerActor(Actor):
             MetricPoint("headrace.tokenizer.taken_over", self._taken_over, "{request}", is_counter=True),
             MetricPoint("headrace.tokenizer.requests", core.requests, "{request}", is_counter=True),
             MetricPoint("headrace.tokenizer.failed", core.failed, "{request}", is_counter=True),
+            MetricPoint("headrace.tokenizer.unavailable", core.unavailable, "{request}", is_counter=True),
             MetricPoint("headrace.tokenizer.prompt_tokens", core.prompt_tokens, "{token}", is_counter=True),
         )
 
@@ -206,6 +212,7 @@ class TokenizerActor(Actor):
             "taken_over": self._taken_over,
             "requests": core.requests,
             "failed": core.failed,
+            "unavailable": core.unavailable,
             "prompt_tokens": core.prompt_tokens,
         }
 

@@ -156,6 +156,7 @@ class TokenizerCore:
         self.prompt_tokens = 0
         self.requests = 0
         self.failed = 0
+        self.unavailable = 0  # of these, with 503
 
     @property
     def pending(self) -> int:
@@ -217,7 +218,7 @@ class TokenizerCore:
         return [self._send_to_scheduler(pending, now_us)] if self._schedulers else []
 
     def _refuse(self, submitted: Prepared, error: HeadraceError) -> Fail:
-        self.failed += 1
+        self._count_failed(error)
         return Fail(
             submitted.inbox, submitted.request, error, submitted.trace, submitted.origin, submitted.key
         )
@@ -348,12 +349,16 @@ class TokenizerCore:
         return commands
 
     def _fail(self, pending: _Pending, error: HeadraceError) -> Fail:
-        self.failed += 1
+        self._count_failed(error)
         asked = pending.tokenized
         origin = Origin(
             asked.tenant, asked.received_wall_us, asked.handled_wall_us, asked.parent_span, tokenized=True
         )
         return Fail(asked.inbox, asked.request, error, pending.trace, origin, pending.key)
+
+    def _count_failed(self, error: HeadraceError) -> None:
+        self.failed += 1
+        self.unavailable += error.code == Unavailable.code
 
     def _no_scheduler(self) -> Unavailable:
         return Unavailable(

@@ -334,10 +334,15 @@ _STARTS = {
     "executor": "it loads its model, and requests wait for it",
     "kv_offload": "until it is ready, KV blocks that leave device memory are computed again",
 }
-_REFUSALS = {
-    429: "its queue is full, or its wait too long. Add an executor, send less, or raise max_waiting",
-    503: "it had no executor or no detokenizer, or it was draining",
-}
+_REFUSALS = (
+    (
+        "scheduler",
+        429,
+        "its queue is full, or its wait too long. Add an executor, send less, or raise max_waiting",
+    ),
+    ("scheduler", 503, "no executor has come in time"),
+    ("tokenizer", 503, "no scheduler has answered, or none had an executor and a detokenizer"),
+)
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -588,7 +593,9 @@ def _queues(fleet: Fleet) -> Iterator[str]:
                 f"{recent['seconds']:.0f} s ago: {_bottleneck(facts['executors'])}. "
                 "Add an executor, or send less."
             )
-        for code, why in _REFUSALS.items():
+    for kind, code, why in _REFUSALS:
+        for name, facts in fleet.of_kind(kind):
+            recent = facts.get("last_10_s", {})
             if refused := recent.get(f"refused_{code}"):
                 yield f"{name} has refused {_many(refused, 'request')} with {code} {_lately(recent)}: {why}."
 

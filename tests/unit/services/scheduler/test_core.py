@@ -143,6 +143,7 @@ def test_no_detokenizer_no_request() -> None:
     world.add_engine()
     world.ask("a", [5], 3)
     assert [r.code for r in world.rejected] == [503]
+    assert world.scheduler.state.counters.rejected == {}, "its tokenizer asks again"
 
 
 def test_a_late_resend_of_an_ended_request_is_not_run_again() -> None:

@@ -100,8 +100,9 @@ def test_an_error_holds_nothing_of_the_request(model: ServedModel) -> None:
 
 
 def test_without_a_scheduler_the_answer_is_503(model: ServedModel) -> None:
-    inbox, _, code, message = failure(TokenizerCore(model).handle(submission(), 0))
-    assert (inbox, code) == ("inbox.r1", 503)
+    core = TokenizerCore(model)
+    inbox, _, code, message = failure(core.handle(submission(), 0))
+    assert (inbox, code, core.unavailable) == ("inbox.r1", 503, 1)
     assert message.startswith("no scheduler answers for model 'tiny'")
 
 
@@ -373,8 +374,10 @@ def test_a_request_waits_while_an_executor_loads_its_model(core: TokenizerCore) 
     assert core.handle(unavailable(13), 12_000_000) == []
     assert asked(core.handle(Schedulers(("s1",)), 12_000_001)) == ("s1", 14)
     core.handle(Loads({}, loading=True), WAIT_US - 1)
+    assert (core.failed, core.unavailable) == (0, 0)
     (fail,) = core.handle(unavailable(14), WAIT_US)
     assert failure([fail])[2:] == (503, "no executor is ready")
+    assert (core.failed, core.unavailable) == (1, 1)
 
 
 def test_a_request_waits_for_a_scheduler_while_an_executor_loads(model: ServedModel) -> None:

@@ -239,8 +239,12 @@ PROBLEMS = [
     ),
     (
         answer("scheduler", recent={"refused_503": 1}),
-        "scheduler.sche has refused 1 request with 503 in the last 10 s: it had no executor or no "
-        "detokenizer, or it was draining.",
+        "scheduler.sche has refused 1 request with 503 in the last 10 s: no executor has come in time.",
+    ),
+    (
+        answer("tokenizer", recent={"refused_503": 2}),
+        "tokenizer.toke has refused 2 requests with 503 in the last 10 s: no scheduler has answered, or none "
+        "had an executor and a detokenizer.",
     ),
     (
         answer("gateway", health="waiting for: executor"),
