@@ -45,6 +45,7 @@ END_HEADER = "Headrace-End"
 DEFAULT_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 10.0  # of `Client.request`
 PROBE_TIMEOUT_S = 60.0
+PROBE = {"messages": [{"role": "user", "content": "Hello"}]}
 AGAIN_S, TIMES_AGAIN = 1.0, 4  # after a reconnect, resends of a request without a reply
 SILENCE_S = 3.0  # of a followed request; then its detokenizer may be dead
 STATE_S = 2.0  # for a keeper's answer
@@ -403,9 +404,8 @@ async def probe(client: Client, model: str) -> None:
     without a chat template gets a completion. Returns when an answer has started. Its tenant is PROBE_TENANT.
     Raises like `Client.stream`."""
     client = client.as_tenant(subjects.PROBE_TENANT)
-    asked: Body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
     try:
-        await _begun(client, asked)
+        await _begun(client, {"model": model, **PROBE, "temperature": 0})
     except BadRequest as error:
         if error.message != NO_TEMPLATE:
             raise

@@ -50,11 +50,11 @@ from services.launcher.supervisor import (
 from shared import codec
 from shared.actor.membership import Peers, missing
 from shared.actor.runtime import FORCED
-from shared.client import Client, probe, request_all
+from shared.client import PROBE, Client, probe, request_all
 from shared.clock import SystemClock, end_task
 from shared.config import Settings
 from shared.cores import usable_cores
-from shared.errors import HeadraceError, SetupError, WireError
+from shared.errors import BadRequest, HeadraceError, SetupError, WireError
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
@@ -651,7 +651,8 @@ class Readiness:
 
     async def wait(self, models: Sequence[str], report: Callable[[str], None]) -> None:
         """Return once a request to each of `models` was answered. `report` gets what is still missing every
-        REPORT_EVERY_S. Raises the request's error if it is not retryable."""
+        REPORT_EVERY_S. Raises SetupError if its context is too short, else the request's error if it is not
+        retryable."""
         await self._listen()
         client = await Client.open(self._bus)
         for model in models:
@@ -662,6 +663,9 @@ class Readiness:
             await self._wait_for_heartbeats(model, report)
             try:
                 await probe(client, model)
+            except BadRequest:
+                await self._check_context(client, model)
+                raise
             except HeadraceError as error:
                 if not error.retryable:
                     raise
@@ -669,10 +673,25 @@ class Readiness:
             else:
                 return
 
+    async def _check_context(self, client: Client, model: str) -> None:
+        """Raise SetupError if the context holds no prompt like the probe's with an answer."""
+        asked = await client.request(subjects.tokenize(subjects.PROBE_TENANT, model), PROBE)
+        least, (known, real) = asked["count"] + 1, self._context(model)
+        if real < least:
+            cure = "max_context" if known < least else "kv_blocks times block_tokens"
+            raise SetupError(
+                f"a chat of one word and its answer take {least} tokens, and the context of {model} is {real}: "
+                f"raise {cure} to {least} or more"
+            )
+
+    def _context(self, model: str) -> tuple[int, int]:
+        """Tokens of the longest prompt with its answer: of the model, and with the KV cache of this fleet."""
+        known = self._peers.max_load("tokenizer", "model_context", model)
+        return known, min(self._peers.max_load("executor", "context", model) or known, known)
+
     def context(self, model: str) -> str:
         """The longest prompt with its answer, in words. Call it after `wait`."""
-        known = self._peers.max_load("tokenizer", "model_context", model)
-        real = min(self._peers.max_load("executor", "context", model) or known, known)
+        known, real = self._context(model)
         why = f": the KV cache holds no more of the model's {known:,}, see kv_blocks" if real < known else ""
         return f"{real:,} tokens{why}"
 

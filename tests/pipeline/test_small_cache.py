@@ -11,7 +11,7 @@ from support.pipeline.five_actors import Pipeline
 
 from services.launcher.up import Readiness
 from shared.client import probe
-from shared.errors import BadRequest
+from shared.errors import BadRequest, SetupError
 from shared.nats import subjects
 
 MODEL = "smollm2-135m-instruct"
@@ -71,6 +71,28 @@ async def test_the_context_that_there_is_shows_everywhere(pipeline: Pipeline, br
     await readiness.wait([MODEL], print)
     why = "the KV cache holds no more of the model's 8,192, see kv_blocks"
     assert readiness.context(MODEL) == f"320 tokens: {why}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "context", "cure"),
+    [({"max_context": 30}, 30, "max_context"), ({"kv_blocks": 1}, 16, "kv_blocks times block_tokens")],
+)
+async def test_a_context_without_room_for_a_chat_of_one_word_ends_the_start(
+    sizes: dict[str, int], context: int, cure: str, broker: MemoryBroker
+) -> None:
+    async def connect() -> Any:
+        return broker.connect()
+
+    pipeline = await Pipeline.start(connect, "small", **{"kv_blocks": 20, "block_tokens": 16, **sizes})
+    try:
+        with pytest.raises(SetupError) as short:
+            await Readiness(broker.connect(), "small").wait([MODEL], print)
+    finally:
+        await pipeline.stop()
+    assert short.value.message == (
+        f"a chat of one word and its answer take 32 tokens, and the context of {MODEL} is {context}: raise "
+        f"{cure} to 32 or more"
+    )
 
 
 async def test_readiness_asks_as_a_user_would_and_leaves_nothing(
