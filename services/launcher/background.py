@@ -105,8 +105,9 @@ async def until_idle(bus: Bus, fleet: str, keep_alive_s: float, may_end: Callabl
 
 
 def stop(path: Path) -> RunState:
-    """End the fleet whose note is at `path`, and wait for its end. Raises SetupError if there is none."""
-    if (note := session.read(path)) is None:
+    """End the fleet whose note is at `path`, or that starts, and wait for its end. Raises SetupError if there
+    is none."""
+    if (note := session.read(path) or session.read(session.starting(path))) is None:
         raise SetupError(f"no fleet {path.stem} runs here: there is no note of one at {path}")
     try:
         handle = os.pidfd_open(note.pid)

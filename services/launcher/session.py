@@ -104,6 +104,11 @@ def path_for(settings: Settings) -> Path:
     return home / f"{settings.fleet}.json"
 
 
+def starting(path: Path) -> Path:
+    """Where the note for `path` is until the fleet is ready. Only `stop` reads it."""
+    return path.with_suffix(".starting")
+
+
 def read(path: Path) -> RunState | None:
     """The note at `path` if its `up` still runs, else None."""
     try:

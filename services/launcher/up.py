@@ -282,7 +282,10 @@ class _Up:
             stack.callback(self._folder.cleanup)
             stack.callback(self._pages.close)
             stack.push_async_callback(self._supervisor.kill)
-            stack.callback(session.remove, note, os.getpid())
+            for path in (note, session.starting(note)):
+                stack.callback(session.remove, path, os.getpid())
+            with contextlib.suppress(OSError):  # `_write_run_state` reports it
+                self._note().write(session.starting(note))
             stack.callback(loop.create_task(self._supervisor.watch(self._watch.silent_s)).cancel)
             if few_cores:
                 stack.callback(in_turn.cancel)
@@ -445,19 +448,20 @@ class _Up:
         key = auth.operator_key(users) if users is not None else ""
         return f"{self._http}/#key={key}" if key else f"{self._http}/"
 
-    def _write_run_state(self) -> None:
-        monitoring = self._server.monitoring_url if self._server else ""
-        aliases = self._settings.model_names[1:]
-        note = RunState(
+    def _note(self) -> RunState:
+        return RunState(
             pid=os.getpid(),
             fleet=self._settings.fleet,
             nats_url=self._url,
-            monitoring_url=monitoring,
-            models=[*self._models, *aliases],
+            monitoring_url=self._server.monitoring_url if self._server else "",
+            models=[*self._models, *self._settings.model_names[1:]],
             page=self._page_url(),
             logs=self._folder.name,
         )
-        path = session.path_for(self._settings)
+
+    def _write_run_state(self) -> None:
+        note, path = self._note(), session.path_for(self._settings)
+        session.remove(session.starting(path), note.pid)
         try:
             if self._joined is None or session.read(path) is None:  # else the fleet has an `up` here, too
                 note.write(path)
@@ -466,9 +470,9 @@ class _Up:
         contexts = self._contexts.items()
         rows = [
             *(row for model, context in contexts for row in (("model", model), ("context", context))),
-            ("aliases", ", ".join(aliases)),
+            ("aliases", ", ".join(self._settings.model_names[1:])),
             ("NATS", access.shown(self._url)),
-            ("monitoring", monitoring),
+            ("monitoring", note.monitoring_url),
             *(("publish to", subjects.generate(subjects.DEFAULT_TENANT, model)) for model in self._models),
             ("joined as", f"host {self._settings.host_id}" if self._joined else ""),
             ("OpenAI API", f"{self._http}/v1" if self._http else ""),
@@ -680,8 +684,8 @@ class Readiness:
         if real < least:
             cure = "max_context" if known < least else "kv_blocks times block_tokens"
             raise SetupError(
-                f"a chat of one word and its answer take {least} tokens, and the context of {model} is {real}: "
-                f"raise {cure} to {least} or more"
+                f"a chat of one word and its answer take {least} tokens, and the context of {model} is "
+                f"{real}: raise {cure} to {least} or more"
             )
 
     def _context(self, model: str) -> tuple[int, int]:

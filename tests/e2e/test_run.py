@@ -123,18 +123,32 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(shell: Shell) -> None:
     assert said.startswith("error (setup): 'no-model' is neither a known model")
 
 
-def test_a_start_that_is_interrupted_leaves_nothing(shell: Shell) -> None:
-    process = shell.start("run", MODEL, "Hi", HEADRACE_DEVICE="cpu", HEADRACE_DRAIN_TIMEOUT_S="1")
+def start_without_end(shell: Shell, *args: str) -> subprocess.Popen[str]:
+    """A command that starts a fleet, which is not ready before a signal, however busy this machine is."""
+    process = shell.start(*args, HEADRACE_DEVICE="cpu", HEADRACE_DRAIN_TIMEOUT_S="1")
     assert process.stdin is not None
-    assert process.stderr is not None
     process.stdin.close()
     while not (executors := shell.pids_of("executor")):
         assert process.poll() is None
-    for pid in executors:  # so that the fleet is not ready before the interrupt, however busy this machine is
+    for pid in executors:
         os.kill(pid, signal.SIGSTOP)
+    return process
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(shell: Shell) -> None:
+    process = start_without_end(shell, "run", MODEL, "Hi")
     process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
     assert process.wait(60) == 130, process.stderr.read()
     assert shell.left() == []
+
+
+def test_a_fleet_that_starts_is_stopped(shell: Shell) -> None:
+    process = start_without_end(shell, "up", "--http", "off")
+    assert shell.run("stop") == (0, f"fleet default has ended, it served {MODEL}\n", "")
+    assert process.wait(60) == 0
+    assert shell.left() == []
+    assert list((shell.home / "headrace").glob("default.*")) == []
 
 
 def test_a_chat_keeps_its_fleet(shell: Shell) -> None:
