@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shlex
 import signal
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from services.keeper.webhooks import read_hosts
 from services.launcher import background, console, durable, joining, leaf, nats_server, own_folder, session
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
@@ -52,7 +54,7 @@ from shared.actor.membership import Peers, missing
 from shared.actor.runtime import FORCED
 from shared.client import PROBE, Client, probe, request_all
 from shared.clock import SystemClock, end_task
-from shared.config import Settings
+from shared.config import Settings, WatchedFile
 from shared.cores import usable_cores
 from shared.errors import BadRequest, HeadraceError, SetupError, WireError
 from shared.messages import Heartbeat
@@ -110,6 +112,8 @@ def up(
             "--leaf and --leaves are of the server that `up` starts, without --nats-url: use one"
         )
     models = served_models(settings, more)
+    if settings.durable and settings.webhooks:  # its keeper starts last
+        WatchedFile("webhooks", settings.webhooks, read_hosts, logging.getLogger(__name__))
     if schedulers > 1 and settings.event_log not in ("", "nats"):
         raise SetupError("an event log in a file is for one scheduler: use --event-log nats with several")
     address = settings.http_address  # fail on a taken one before anything starts

@@ -11,6 +11,7 @@ from support.memory_bus import MemoryBroker
 
 from services.launcher.supervisor import service_specs
 from services.launcher.up import Readiness, _Logins, _Up, same_seed, starts_later
+from services.launcher.up import up as start_up
 from shared.config import load
 from shared.errors import SetupError
 from shared.nats import subjects
@@ -82,6 +83,23 @@ async def test_its_own_connection_is_closed_before_a_failed_start_ends(
     with pytest.raises(SetupError, match="executor ended with status 1 before the server was ready"):
         await up.run()
     assert not connected
+
+
+def test_a_wrong_file_of_webhooks_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, model = tmp_path / "hosts", tmp_path / "a.gguf"
+    hosts.write_text("hooks.example.com\n")
+    model.touch()
+
+    def start(**more: object) -> None:
+        raise AssertionError("a nats-server is to be started")
+
+    monkeypatch.setattr("services.launcher.up.nats_server.start_by_default", start)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    given = {"http": "off", "durable": True, "webhooks": str(hosts), "model": str(model)}
+    with pytest.raises(SetupError, match="hosts cannot be used: line 1: a secret is expected after the host"):
+        start_up(load(flags=given).settings)
 
 
 def answer(bus: Bus, status: dict[str, str], asked: Delivery) -> None:
