@@ -58,7 +58,7 @@ class SlowRequest(HeadraceError):
 
 
 class WrongMediaType(HeadraceError):
-    """A body with a content type other than JSON."""
+    """A body with a content type other than JSON, or with a content encoding."""
 
     code, type = 415, "unsupported_media_type"
 

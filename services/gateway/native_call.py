@@ -368,6 +368,8 @@ async def read_body(request: Request, most: int) -> bytes:
         raise WrongMediaType(
             f"the content type is {media:.80}: send JSON with `Content-Type: application/json`"
         )
+    if (coding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
+        raise WrongMediaType(f"the body's content encoding is {coding:.80}: send it without one")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
         raise _too_large(int(length), most)

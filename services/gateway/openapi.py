@@ -41,7 +41,7 @@ _WHY = {
     409: "a request with this id is running",
     410: "it was kept for a day, which has passed",
     413: "the body is too large",
-    415: "the content type of the body is not JSON",
+    415: "the content type of the body is not JSON, or it has a content encoding",
     422: "the body is JSON, but not an object",
     429: "too many requests wait; try again after `Retry-After`",
     499: "cancelled",

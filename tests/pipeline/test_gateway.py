@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -211,6 +212,15 @@ async def test_bodies_that_are_none(http: httpx.AsyncClient) -> None:
         assert (
             await http.post(path, content=b"a=b", headers={"content-type": "text/plain"})
         ).status_code == 415
+        packed = await http.post(
+            path, content=gzip.compress(b"{}"), headers={**head, "content-encoding": "gzip"}
+        )
+        assert (packed.status_code, packed.json()["error"]["message"]) == (
+            415,
+            "the body's content encoding is gzip: send it without one",
+        )
+        plain = {**head, "content-encoding": "identity"}
+        assert (await http.post(path, content=b"[]", headers=plain)).status_code == 422
         assert (await http.post(path, content=b'{"model":"\\ud800"}', headers=head)).status_code == 400
         assert (await http.post(path, content=b'{"x":"\xed\xa0\x80"}', headers=head)).status_code == 400
         assert (await http.get(path)).status_code == 405
