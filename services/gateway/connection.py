@@ -70,6 +70,17 @@ def chunk_writer(send: Callable[..., object]) -> Callable[[bytes], bool]:
     return write
 
 
+def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
+    """The application for an HTTP/1.0 request, whose answers are not chunked: their end is that of the
+    connection."""
+
+    async def send(message: Any) -> None:
+        cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
+        await cycle.send(message)
+
+    return lambda scope, receive, _: app(scope, receive, send)
+
+
 class Connection(HttpToolsProtocol):
     """One connection of an HTTP client."""
 
@@ -199,7 +210,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, _unchunked(cycle, app) if old else app)
 
     def _without_offer(self) -> bytes:
         """The received head without `Upgrade`: with it the parser expects no HTTP after the head."""

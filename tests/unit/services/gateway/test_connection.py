@@ -20,7 +20,7 @@ WITHIN_S = 90  # a guard against hanging, no measure
 
 class App:
     """Answers at once, without reading the body; `/read` reads it before; `/held` waits for `go` in the
-    middle, `/left` for the end of the connection."""
+    middle, `/left` for the end of the connection; `/stream` has no length."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -32,7 +32,8 @@ class App:
         self.headers.append(dict(scope["headers"]))
         if scope["path"] == "/read":
             self.read.append(await whole(receive))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        length = [(b"content-length", b"4")] if scope["path"] != "/stream" else []
+        await send({"type": "http.response.start", "status": 200, "headers": length})
         await send({"type": "http.response.body", "body": b"he", "more_body": True})
         if scope["path"] == "/held":
             await self.go.wait()
@@ -381,6 +382,18 @@ async def test_a_connection_that_is_to_be_closed_ends_with_its_answer(door: Door
         answer = await (await door.peer(data.replace(b"host", close))).read()
         assert answer.endswith(b"here")
         assert b"connection: close" in answer
+
+
+@pytest.mark.parametrize("path", [b"/", b"/stream"])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_an_answer_to_http_1_0_is_not_chunked_and_ends_with_its_connection(
+    path: bytes, version: bytes, door: Door
+) -> None:
+    peer = await door.peer(b"GET " + path + b" HTTP/" + version + b"\r\nconnection: close\r\n\r\n")
+    head, _, body = (await peer.read()).partition(b"\r\n\r\n")
+    chunked = path == b"/stream" and version == b"1.1"
+    assert (b"transfer-encoding: chunked" in head, b"connection: close" in head) == (chunked, True)
+    assert body == (b"2\r\nhe\r\n2\r\nre\r\n0\r\n\r\n" if chunked else b"here")
 
 
 @pytest.mark.parametrize(
