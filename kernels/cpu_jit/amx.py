@@ -33,8 +33,9 @@ from kernels.cpu_jit.vectors import LANES, call, copy_lanes, loop, read_ahead
 
 COLUMNS = 32  # of a tile of `x`: the width of a matrix is a multiple
 PANEL = 32  # rows of the matrix packed together: a panel stays in the first cache, two tiles by two use all
-GROUP = 4  # panels at once: they share a read of `x`
-WIDTH = 512  # columns at once: two tiles of `x` stay in the first cache
+GROUP = 8  # panels at once, if the second cache has room: they share a read of `x`
+WIDTH = 288  # columns at once: two tiles of `x` and one panel stay in the first cache
+_SECOND_CACHE = 600 * 1024  # bytes of it for panels
 ROWS = 16  # of a tile of `x`, and rows of the matrix in a part of a panel
 _TILES, _X = 8, 4  # _X: the first one of `x`, after the sums
 CONFIG_BYTES = 64
@@ -57,9 +58,8 @@ def usable() -> bool:
 
 def product() -> Any:
     """See the function in it."""
-    two, one, two_onto, one_onto = (
-        tiles(number, PANEL // ROWS, onto=onto, ahead=True) for onto in (False, True) for number in (2, 1)
-    )
+    two, two_onto = (tiles(2, PANEL // ROWS, onto=onto) for onto in (False, True))
+    one, one_onto = (tiles(1, PANEL // ROWS, onto=onto, ahead=True) for onto in (False, True))
     pair, pair_onto = (tiles(1, PANEL // ROWS, panels=2, onto=onto, ahead=True) for onto in (False, True))
     sums, config = on_stack(4 * 2 * ROWS * PANEL * GROUP), on_stack(CONFIG_BYTES)
 
@@ -114,6 +114,11 @@ def product() -> Any:
         release()
 
     return multiply
+
+
+def together(rows: int, width: int) -> int:
+    """How many panels are multiplied at once by `x` `[rows, width]`."""
+    return max(2, min(GROUP, _SECOND_CACHE // (2 * PANEL * width))) if rows > 2 * ROWS else 2
 
 
 def setting(widths: Sequence[int], heights: Sequence[int]) -> Any:

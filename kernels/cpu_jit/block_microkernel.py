@@ -5,8 +5,7 @@ numbers of `x` needs no shuffle. With VNNI an instruction multiplies unsigned by
 int32. Numbers of `x` in 16 bits are two bytes there, and the block is multiplied twice: first with the upper
 bytes, whose sums are shifted by 8 bits, then with the lower ones. AVX2 multiplies pairs in int16 and adds
 them up in int32; there the two bytes of a word that are a pair are the even or the odd ones, so the numbers
-of `x` lie in that order. AMX multiplies 16 rows at once, from about 24 rows on in 0.75 to 0.85 of the time of
-VNNI; most of that passes sums from tiles to registers, since each block has its scale.
+of `x` lie in that order. With AMX many rows are multiplied by block_tiles.py.
 
 The sums of a block are exact integers, below 32 * 255 * 2^15 = 2^28; they become float32 block by block in
 one order, so that the bits of a row do not depend on the tile that it is in.
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -25,7 +23,6 @@ from numba import types
 from numba.extending import intrinsic
 
 import kernels.cpu_jit
-from kernels.cpu_jit import amx
 from kernels.cpu_jit.vectors import call, loop, read_ahead
 
 VNNI = kernels.cpu_jit.has("avx512vnni")
@@ -104,7 +101,7 @@ def tile(rows: int, format_: Format, *, unpacked: bool = False) -> Any:
     return multiply
 
 
-WIDE_BYTES = (1 if VNNI else 2) * BLOCK * PANEL  # of a block of an unpacked panel
+WIDE_BYTES = 2 * BLOCK * PANEL  # of a block of an unpacked panel
 
 
 def unpack(format_: Format) -> Any:
@@ -112,8 +109,8 @@ def unpack(format_: Format) -> Any:
 
     @intrinsic
     def widen(typing: Any, blocks: Any, panel: Any, wide: Any) -> Any:
-        """Store the numbers of `blocks` blocks of a panel at `wide`, as int16 on AVX2, else as bytes: many
-        rows of `x` read them there."""
+        """Store the numbers of `blocks` blocks of a panel at `wide`, as int16, on AVX2: many rows of `x` read
+        them there."""
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             blocks, panel, wide = args
@@ -122,14 +119,9 @@ def unpack(format_: Format) -> Any:
                 chunk = builder.gep(panel, [builder.mul(block, _index(format_.bytes))])
                 to = builder.gep(wide, [builder.mul(block, _index(WIDE_BYTES))])
                 read_ahead(builder, chunk, format_.bytes)
-                for column, part in product(range(0, BLOCK, 4), range(PARTS)):
-                    if VNNI:
-                        found = _numbers(builder, format_, chunk, column, part)
-                        _put(builder, found, to, column * PANEL + part * 4 * LANES)
-                        continue
-                    for odd in range(2):
-                        found = _shorts(builder, format_, chunk, column, odd, part)
-                        _put(builder, found, to, _place(column, odd, part))
+                for column, part, odd in product(range(0, BLOCK, 4), range(PARTS), range(2)):
+                    found = _shorts(builder, format_, chunk, column, odd, part)
+                    put(builder, found, to, _place(column, odd, part))
                 return sums
 
             loop(builder, blocks, [], store)
@@ -140,121 +132,13 @@ def unpack(format_: Format) -> Any:
     return widen
 
 
-_AMX_SUMS = 1024  # bytes of a tile of sums
-_AMX_RESULTS = PARTS * 2 * _AMX_SUMS  # where the memory has the results so far
-AMX_BYTES = _AMX_RESULTS + 4 * amx.ROWS * PANEL
-# The bytes of a row and the rows (0: of `x`) of each tile: sums, two of `x`, two of the matrix.
-AMX_TILES = ([64] * 4 + [BLOCK] * 2 + [64] * 2, [0] * 6 + [BLOCK // 4] * 2)
-_UPPER, _LOWER, _MATRIX = 4, 5, 6
-
-
-def amx_tiles(format_: Format) -> Any:
-    """See the function in it."""
-
-    @intrinsic
-    def multiply(
-        typing: Any, x: Any, facts: Any, blocks: Any, panel: Any, out: Any, height: Any, wide: Any, rows: Any,
-        memory: Any,
-    ) -> Any:  # fmt: skip
-        """The same as `tile` with `rows` rows, for which AMX_TILES are prepared: a tile of the upper bytes of
-        `x` and one of the lower ones, by the two parts of a block of the panel, which is at `wide` if its
-        numbers have 4 bits. Their sums, in `memory`, are the integers of `tile`, and so are the results, bit
-        by bit."""
-        signature = types.void(x, facts, blocks, panel, out, height, wide, rows, memory)
-        return signature, _amx_generator(format_, out.dtype)
-
-    return multiply
-
-
-def _amx_generator(kind: Format, stored: Any) -> Callable[..., Any]:
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        x, facts, blocks, panel, out, height, wide, rows, memory = args
-        line = builder.mul(blocks, _index(kind.x_bytes))
-
-        def results(row: Any) -> list[Any]:
-            at = builder.add(builder.mul(row, _index(4 * PANEL)), _index(_AMX_RESULTS))
-            first = builder.gep(memory, [at])
-            return [builder.gep(first, [_index(4 * LANES * part)]) for part in range(PARTS)]
-
-        def clear(row: Any, none: list[Any]) -> list[Any]:
-            for each in results(row):
-                _put(builder, ir.Constant(_FLOATS, None), each)
-            return none
-
-        def add(block: Any, none: list[Any]) -> list[Any]:
-            chunk = numbers = builder.gep(panel, [builder.mul(block, _index(kind.bytes))])
-            if kind.bits == 4:
-                numbers = builder.gep(wide, [builder.mul(block, _index(WIDE_BYTES))])
-            of_x = builder.gep(x, [builder.mul(block, _index(kind.x_bytes))])
-            _amx_products(builder, of_x, line, numbers, memory)
-            at = BLOCK * PANEL * kind.bits // 8
-            factors = _scales(builder, chunk, at)
-            minima = _scales(builder, chunk, at + 2 * PANEL) if kind.minimum else None
-
-            def scale(row: Any, none: list[Any]) -> list[Any]:
-                place = builder.add(builder.mul(blocks, row), block)
-                own = builder.gep(facts, [builder.mul(place, _index(FACTS))])
-                sums = builder.gep(memory, [builder.mul(row, _index(4 * LANES))])
-                whole = [_amx_sum(builder, kind, sums, own, part) for part in range(PARTS)]
-                found = [_load(builder, each, 0, _FLOATS) for each in results(row)]
-                found = _scaled(builder, found, [whole], [own], factors)
-                if minima is not None:
-                    found = _plus_minima(builder, found, [own], minima)
-                for each, at in zip(found, results(row), strict=True):
-                    _put(builder, each, at)
-                return none
-
-            return loop(builder, rows, none, scale)
-
-        def store(row: Any, none: list[Any]) -> list[Any]:
-            for part, each in enumerate(results(row)):
-                target = builder.add(builder.mul(height, row), _index(part * LANES))
-                _store(builder, _load(builder, each, 0, _FLOATS), builder.gep(out, [target]), stored)
-            return none
-
-        loop(builder, rows, [], clear)
-        loop(builder, blocks, [], add)
-        loop(builder, rows, [], store)
-        return context.get_dummy_value()
-
-    return generate
-
-
-def _amx_products(builder: ir.IRBuilder, x: Any, line: Any, numbers: Any, memory: Any) -> None:
-    """Store the sums of a block: part by part those of the upper bytes, then those of the lower ones."""
-    load = partial(call, builder, "llvm.x86.tileloadd64", ir.VoidType())
-    load(amx.tile_number(_UPPER), x, line)
-    load(amx.tile_number(_LOWER), builder.gep(x, [_index(BLOCK)]), line)
-    for part in range(PARTS):
-        at = builder.gep(numbers, [_index(4 * LANES * part)])
-        load(amx.tile_number(_MATRIX + part), at, _index(4 * PANEL))
-    pairs = [*enumerate(product(range(PARTS), (_UPPER, _LOWER)))]
-    for sums, _ in pairs:
-        call(builder, "llvm.x86.tilezero", ir.VoidType(), amx.tile_number(sums))
-    for sums, (part, of_x) in pairs:
-        numbers_of = map(amx.tile_number, (sums, of_x, _MATRIX + part))
-        call(builder, "llvm.x86.tdpbsud", ir.VoidType(), *numbers_of)
-    for sums, _ in pairs:
-        at = builder.gep(memory, [_index(sums * _AMX_SUMS)])
-        call(builder, "llvm.x86.tilestored64", ir.VoidType(), amx.tile_number(sums), at, _index(4 * LANES))
-
-
-def _amx_sum(builder: ir.IRBuilder, kind: Format, sums: Any, facts: Any, part: int) -> Any:
-    """The integers of a row of a block."""
-    upper, lower = (_load(builder, sums, (2 * part + term) * _AMX_SUMS, _WORDS) for term in range(2))
-    found = builder.add(builder.shl(upper, ir.Constant(_WORDS, [8] * LANES)), lower)
-    if offset := kind.offset + kind.stored_offset:
-        found = builder.add(found, _broadcast(builder, _load(builder, facts, _STARTS[offset], _I32)))
-    return found
-
-
-def _put(builder: ir.IRBuilder, found: Any, to: Any, offset: int = 0) -> None:
+def put(builder: ir.IRBuilder, found: Any, to: Any, offset: int = 0) -> None:
     at = builder.bitcast(builder.gep(to, [_index(offset)]), found.type.as_pointer())
     builder.store(found, at, align=1)
 
 
 def _plus_minima(builder: ir.IRBuilder, sums: list[Any], of_x: list[Any], minima: list[Any]) -> list[Any]:
-    added = [_broadcast(builder, _load(builder, each, SHIFT, _F32)) for each in of_x]
+    added = [_broadcast(builder, load(builder, each, SHIFT, _F32)) for each in of_x]
     return [
         call(builder, _FMA, _FLOATS, minima[i % PARTS], added[i // PARTS], old) for i, old in enumerate(sums)
     ]
@@ -280,11 +164,11 @@ def _generator(rows: int, kind: Format, stored: Any, *, unpacked: bool) -> Calla
             at = BLOCK * PANEL * kind.bits // 8
             for first in range(0, BLOCK, kind.columns):
                 whole = _integers(builder, kind, lines, of_x, chunk, first, apart)
-                factors = None if kind.by_row else _scales(builder, chunk, at)
+                factors = None if kind.by_row else scales(builder, chunk, at)
                 at += 2 * PANEL
                 sums = _scaled(builder, sums, whole, of_x, factors)
             if kind.minimum:
-                sums = _plus_minima(builder, sums, of_x, _scales(builder, chunk, at))
+                sums = _plus_minima(builder, sums, of_x, scales(builder, chunk, at))
             return sums
 
         zero = ir.Constant(_FLOATS, [0.0] * LANES)
@@ -293,7 +177,7 @@ def _generator(rows: int, kind: Format, stored: Any, *, unpacked: bool) -> Calla
             target = builder.add(builder.mul(height, _index(row)), _index(part * LANES))
             if kind.by_row:
                 at = builder.add(builder.mul(blocks, _index(kind.bytes)), _index(4 * part * LANES))
-                end = builder.fmul(end, _load(builder, panel, at, _FLOATS))
+                end = builder.fmul(end, load(builder, panel, at, _FLOATS))
             _store(builder, end, builder.gep(out, [target]), stored)
         return context.get_dummy_value()
 
@@ -306,7 +190,7 @@ def _scaled(
     """`sums`, with the integers of a block times the scale of `x` and, if given, those of the matrix."""
     found = []
     for row, own in enumerate(whole):
-        scale = _broadcast(builder, _load(builder, of_x[row], SCALE, _F32))
+        scale = _broadcast(builder, load(builder, of_x[row], SCALE, _F32))
         for part, integers in enumerate(own):
             first, second, old = builder.sitofp(integers, _FLOATS), scale, sums[row * PARTS + part]
             if factors is not None:
@@ -328,7 +212,7 @@ def _integers(
     starts: list[Any] = [ir.Constant(_WORDS, None)] * len(lines)
     if offset := kind.offset + kind.stored_offset:
         fact = _STARTS[offset] if kind.columns == BLOCK else HALVES + first // kind.columns
-        starts = [_broadcast(builder, _load(builder, each, fact, _I32)) for each in of_x]
+        starts = [_broadcast(builder, load(builder, each, fact, _I32)) for each in of_x]
     columns = [*range(first, first + kind.columns, 4)]
     if kind.bits == 4:  # the halves of a byte one after the other
         columns.sort(key=lambda column: column % _HALF)
@@ -345,7 +229,7 @@ def _integers(
         for column in columns:
             matrix = [_numbers(builder, kind, chunk, column, part) for part in range(PARTS)]
             for row, line in enumerate(lines):
-                four = _broadcast(builder, _load(builder, line, term * BLOCK + column, _I32))
+                four = _broadcast(builder, load(builder, line, term * BLOCK + column, _I32))
                 # A word is four bytes: the signature before LLVM 22, which still accepts it.
                 name = "llvm.x86.avx512.vpdpbusd.512"
                 found[row] = [
@@ -377,11 +261,11 @@ def _by_pairs(
                 matrix = [
                     _shorts(builder, kind, word, column, odd, part)
                     if wide is None
-                    else _load(builder, word, _place(column, odd, part), _SHORTS)
+                    else load(builder, word, _place(column, odd, part), _SHORTS)
                     for part in range(PARTS)
                 ]
                 for row, at in enumerate(of_x):
-                    two = _broadcast(builder, _load(builder, at, 2 * column + 4 * odd, _I32))
+                    two = _broadcast(builder, load(builder, at, 2 * column + 4 * odd, _I32))
                     for part, read in enumerate(matrix):
                         pairs = builder.bitcast(two, _SHORTS)
                         pairs = call(builder, "llvm.x86.avx2.pmadd.wd", _WORDS, read, pairs)
@@ -396,8 +280,8 @@ def _by_pairs(
 def _numbers(builder: ir.IRBuilder, kind: Format, chunk: Any, column: int, part: int) -> Any:
     """Four columns of the matrix from `column` on, as bytes in the words of a register."""
     if kind.bits == 8:
-        return _load(builder, chunk, column * PANEL + part * 4 * LANES, _WORDS)
-    words = _load(builder, chunk, (column % _HALF) * PANEL + part * 4 * LANES, _WORDS)
+        return load(builder, chunk, column * PANEL + part * 4 * LANES, _WORDS)
+    words = load(builder, chunk, (column % _HALF) * PANEL + part * 4 * LANES, _WORDS)
     if column >= _HALF:  # the upper halves of the bytes
         words = builder.lshr(words, ir.Constant(_WORDS, [4] * LANES))
     return builder.and_(words, ir.Constant(_WORDS, [0x0F0F0F0F] * LANES))
@@ -407,7 +291,7 @@ def _shorts(builder: ir.IRBuilder, kind: Format, chunk: Any, column: int, odd: i
     """The columns `column + odd` and `column + odd + 2` of the matrix, as int16 in the words of a
     register."""
     place = column if kind.bits == 8 else column % _HALF
-    pairs = builder.bitcast(_load(builder, chunk, place * PANEL + part * 4 * LANES, _WORDS), _SHORTS)
+    pairs = builder.bitcast(load(builder, chunk, place * PANEL + part * 4 * LANES, _WORDS), _SHORTS)
     if kind.bits == 8:
         by = ir.Constant(_SHORTS, [8] * (2 * LANES))
         return builder.ashr(pairs if odd else builder.shl(pairs, by), by)
@@ -416,9 +300,9 @@ def _shorts(builder: ir.IRBuilder, kind: Format, chunk: Any, column: int, odd: i
     return builder.and_(pairs, ir.Constant(_SHORTS, [15] * (2 * LANES)))
 
 
-def _scales(builder: ir.IRBuilder, chunk: Any, at: int) -> list[Any]:
+def scales(builder: ir.IRBuilder, chunk: Any, at: int) -> list[Any]:
     """float16 of the rows of a panel, widened, by part."""
-    reads = (_load(builder, chunk, at + part * 2 * LANES, _SCALES) for part in range(PARTS))
+    reads = (load(builder, chunk, at + part * 2 * LANES, _SCALES) for part in range(PARTS))
     return [builder.fpext(each, _FLOATS) for each in reads]
 
 
@@ -445,6 +329,6 @@ def _index(value: int) -> Any:
     return ir.Constant(_I64, value)
 
 
-def _load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
+def load(builder: ir.IRBuilder, pointer: Any, offset: Any, kind: Any) -> Any:
     at = builder.gep(pointer, [_index(offset) if isinstance(offset, int) else offset])
     return builder.load(builder.bitcast(at, kind.as_pointer()), align=1)

@@ -4,6 +4,7 @@ Integers have 16 bits, or 8 for weights in int8. They are stored so, 32 of them 
 
     VNNI   the upper bytes, then the lower ones, both signed; or one byte
     AVX2   int16, each four in the order 0, 2, 1, 3
+    tiles  see block_tiles.py
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu_jit.block_microkernel import BLOCK, FACTS, HALVES, SCALE, SHIFT, START_8, START_128, VNNI
+from kernels.cpu_jit.block_tiles import TILE_ROWS, X_BYTES
 from kernels.cpu_jit.llvm_intrinsics import (
     bf16_at,
     f32_at,
@@ -31,6 +33,7 @@ from kernels.cpu_jit.thread_team import Kernel
 from kernels.cpu_jit.vectors import LANES, broadcast, call, read_lanes
 
 PIECE_ROWS = 4  # of `x`
+PIECE_BLOCKS = 9  # of a tile of rows of `x`
 # The largest number of `x`, by terms: the upper and the lower byte of 32,639 are 127, as signed ones.
 _MOST = (np.float32(127), np.float32(127 * 256 + 127))
 _LEAST, _ZERO = np.float32(1e-30), np.float32(0)  # a block of smaller numbers becomes zeros
@@ -61,13 +64,11 @@ def _stores(terms: int) -> Any:
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             x, inverse, start, out = args
-            exact = builder.fmul(read_lanes(builder, builder.gep(x, [start]), 0), broadcast(builder, inverse))
-            whole = builder.fptosi(call(builder, "llvm.rint.v16f32", _FLOATS, exact), _WORDS)
+            whole = _integers(builder, x, inverse, start)
             for term, each in enumerate(_split(builder, whole, terms)):
                 size = each.type.element.width // 8
                 at = builder.mul(builder.add(start, ir.Constant(_I64, term * BLOCK)), ir.Constant(_I64, size))
-                goal = builder.bitcast(builder.gep(out, [at]), each.type.as_pointer())
-                builder.store(each, goal, align=1)
+                _put(builder, each, out, at)
             return call(builder, "llvm.vector.reduce.add.v16i32", _I32, whole)
 
         return types.int32(x, inverse, types.int64, out), generate
@@ -78,14 +79,53 @@ def _stores(terms: int) -> Any:
 def _split(builder: ir.IRBuilder, whole: Any, terms: int) -> list[Any]:
     """Integers as they are stored: one vector, or the upper bytes and the lower ones."""
     if not VNNI:
-        shorts = builder.trunc(whole, ir.VectorType(_I16, LANES))
-        order = [4 * (i // 4) + (0, 2, 1, 3)[i % 4] for i in range(LANES)]
-        return [builder.shuffle_vector(shorts, shorts, ir.Constant(_WORDS, order))]
+        return [_even_and_odd(builder, builder.trunc(whole, ir.VectorType(_I16, LANES)))]
     parts = [whole]
     if terms == 2:
-        upper = builder.ashr(builder.add(whole, _words(128)), _words(8))
-        parts = [upper, builder.sub(whole, builder.shl(upper, _words(8)))]
+        upper, lower = _two_bytes_of(builder, whole)
+        parts = [builder.ashr(upper, _words(8)), lower]
     return [builder.trunc(each, ir.VectorType(_I8, LANES)) for each in parts]
+
+
+def _two_bytes_of(builder: ir.IRBuilder, whole: Any) -> tuple[Any, Any]:
+    """Integers as 256 times the upper byte, and the lower one, both signed."""
+    upper = builder.and_(builder.add(whole, _words(128)), _words(-256))
+    return upper, builder.sub(whole, upper)
+
+
+def _even_and_odd(builder: ir.IRBuilder, shorts: Any) -> Any:
+    """Each four numbers in the order 0, 2, 1, 3."""
+    order = [4 * (i // 4) + (0, 2, 1, 3)[i % 4] for i in range(LANES)]
+    return builder.shuffle_vector(shorts, shorts, ir.Constant(_WORDS, order))
+
+
+@intrinsic
+def _in_bfloat16(typing: Any, x: Any, inverse: Any, upper: Any, lower: Any) -> Any:
+    """Store a block for tiles, 256 times the upper bytes at `upper` and the lower ones at `lower`; the sum of
+    the integers."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        x, inverse, *goals = args
+        halves = [_integers(builder, x, inverse, ir.Constant(_I64, first)) for first in (0, LANES)]
+        for place, whole in enumerate(halves):
+            for goal, each in zip(goals, _two_bytes_of(builder, whole), strict=True):
+                bits = builder.bitcast(builder.sitofp(each, _FLOATS), _WORDS)
+                shorts = builder.trunc(builder.lshr(bits, _words(16)), ir.VectorType(_I16, LANES))
+                _put(builder, _even_and_odd(builder, shorts), goal, ir.Constant(_I64, 2 * LANES * place))
+        return call(builder, "llvm.vector.reduce.add.v16i32", _I32, builder.add(*halves))
+
+    return types.int32(x, inverse, upper, lower), generate
+
+
+def _integers(builder: ir.IRBuilder, x: Any, inverse: Any, start: Any) -> Any:
+    """Half a block of `x`, from `start` on, times `inverse`, rounded."""
+    exact = builder.fmul(read_lanes(builder, builder.gep(x, [start]), 0), broadcast(builder, inverse))
+    return builder.fptosi(call(builder, "llvm.rint.v16f32", _FLOATS, exact), _WORDS)
+
+
+def _put(builder: ir.IRBuilder, numbers: Any, out: Any, offset: Any) -> None:
+    goal = builder.bitcast(builder.gep(out, [offset]), numbers.type.as_pointer())
+    builder.store(numbers, goal, align=1)
 
 
 def _words(number: int) -> Any:
@@ -101,6 +141,13 @@ def _numbers(x: Any, inverse: Any, start: int, out: Any, terms: int) -> Any:
 
 
 @fast
+def _range(x: Any, limit: Any) -> Any:
+    """The largest number of a block, and the factor to integers up to `limit`."""
+    most = float_of(_largest(x))
+    return most, limit / most if most > _LEAST else _ZERO
+
+
+@fast
 def _quantise(x: Any, p: Any) -> None:
     out, facts, sums, rows, width, terms = i8_at(p[2]), f32_at(p[3]), i32_at(p[3]), p[4], p[5], p[6]
     blocks, limit = width // BLOCK, _MOST[terms - 1]
@@ -111,8 +158,7 @@ def _quantise(x: Any, p: Any) -> None:
             return
         for block in range(first, min(first + PIECE_ROWS * blocks, rows * blocks)):
             own, to, at = offset_by(x, block * BLOCK), offset_by(out, block * size), block * FACTS
-            most = float_of(_largest(own))
-            inverse = limit / most if most > _LEAST else _ZERO
+            most, inverse = _range(own, limit)
             half = _numbers(own, inverse, 0, to, terms)
             rest = _numbers(own, inverse, BLOCK // 2, to, terms)
             whole = half + rest
@@ -120,6 +166,30 @@ def _quantise(x: Any, p: Any) -> None:
             sums[at + START_8], sums[at + START_128] = -8 * whole, -128 * whole
             scale = most / limit
             facts[at + SCALE], facts[at + SHIFT] = scale, scale * np.float32(whole)
+
+
+@fast
+def _quantise_for_tiles(x: Any, p: Any) -> None:
+    """A piece: PIECE_BLOCKS blocks of a tile of rows."""
+    out, facts, rows, blocks, limit = i8_at(p[2]), f32_at(p[3]), p[4], p[5] // BLOCK, _MOST[1]
+    pieces = (blocks + PIECE_BLOCKS - 1) // PIECE_BLOCKS  # of a tile
+    while True:
+        piece = fetch_add(p)
+        tile, first = piece // pieces, piece % pieces * PIECE_BLOCKS
+        if tile * TILE_ROWS >= rows:
+            return
+        for row in range(TILE_ROWS):
+            for block in range(first, min(first + PIECE_BLOCKS, blocks)):
+                at, source = (tile * blocks + block) * TILE_ROWS, tile * TILE_ROWS + row
+                scale, shift = _ZERO, _ZERO
+                if source < rows:
+                    own = offset_by(x, (source * blocks + block) * BLOCK)
+                    upper = offset_by(out, at * X_BYTES + row * 2 * BLOCK)
+                    most, inverse = _range(own, limit)
+                    whole = _in_bfloat16(own, inverse, upper, offset_by(upper, TILE_ROWS * 2 * BLOCK))
+                    scale = most / limit
+                    shift = scale * np.float32(whole)
+                facts[2 * at + row], facts[2 * at + TILE_ROWS + row] = scale, shift
 
 
 def _of_bf16(p: Any) -> None:
@@ -130,4 +200,13 @@ def _of_f32(p: Any) -> None:
     _quantise(f32_at(p[1]), p)
 
 
+def _bf16_for_tiles(p: Any) -> None:
+    _quantise_for_tiles(bf16_at(p[1]), p)
+
+
+def _f32_for_tiles(p: Any) -> None:
+    _quantise_for_tiles(f32_at(p[1]), p)
+
+
 QUANTISE = {torch.bfloat16: Kernel(_of_bf16), torch.float32: Kernel(_of_f32)}  # by dtype of `x`
+FOR_TILES = {torch.bfloat16: Kernel(_bf16_for_tiles), torch.float32: Kernel(_f32_for_tiles)}

@@ -29,22 +29,12 @@ import torch
 from torch import Tensor
 
 import kernels.cpu_jit
-from kernels.cpu_jit import amx
-from kernels.cpu_jit.block_microkernel import (
-    AMX_BYTES,
-    AMX_TILES,
-    BLOCK,
-    FACTS,
-    PANEL,
-    VNNI,
-    WIDE_BYTES,
-    Format,
-    amx_tiles,
-    tile,
-    unpack,
-)
-from kernels.cpu_jit.block_quantise import PIECE_ROWS, QUANTISE
+from kernels.cpu_jit import block_tiles
+from kernels.cpu_jit.block_microkernel import BLOCK, FACTS, PANEL, VNNI, WIDE_BYTES, Format, tile, unpack
+from kernels.cpu_jit.block_quantise import FOR_TILES, PIECE_BLOCKS, PIECE_ROWS, QUANTISE
+from kernels.cpu_jit.block_tiles import FACT_BYTES, MOST_ROWS, TABLE_ROW, TILE_ROWS, X_BYTES
 from kernels.cpu_jit.llvm_intrinsics import (
+    as_i64,
     bf16_at,
     call_with,
     f32_at,
@@ -69,10 +59,9 @@ FORMATS = (
 NIBBLES, NIBBLES_MINIMUM, INT8 = FORMATS[0], FORMATS[1], FORMATS[5]
 _TILE = 6 if VNNI else 3  # rows of `x`: their sums fill the registers
 # On AVX2 numbers become int16, which costs half as much as a tile's products: from _MANY rows on, a panel of
-# up to 4,096 columns is unpacked once, to 128 KiB on the stack (the second cache holds them). For AMX half
-# bytes become bytes, of up to 16,384 columns.
-_MANY, _UNPACKED_BLOCKS = 12, 512 if VNNI else 128
-_IN_TILES, _LEFT = 24, 8  # rows from which on AMX is faster, and those that it computes at the end
+# up to 4,096 columns is unpacked once, to 256 KiB on the stack (the second cache holds them).
+_MANY, _UNPACKED_BLOCKS = 12, 128
+_IN_TILES = 13  # rows from which on AMX is faster
 _HALF = BLOCK // 2
 
 
@@ -106,9 +95,8 @@ def _by_a_panel(format_: Format) -> Any:
 
 def _by_an_unpacked_panel(format_: Format) -> Any:
     """A function for the first rows of `x`, if they are many; it returns their number."""
-    if VNNI:  # tiles have rows enough to unpack in registers
-        in_tiles = amx.usable() and kernels.cpu_jit.has("amx-int8") and format_.columns == BLOCK
-        return _by_amx(format_) if in_tiles and format_.terms == 2 else fast(lambda p, panel, out: 0)
+    if VNNI:  # a register of the matrix has rows enough of `x` to unpack it for
+        return fast(lambda p, panel, out: 0)
     widen, some, size = unpack(format_), tile(_TILE, format_, unpacked=True), format_.x_bytes
     scratch = on_stack(_UNPACKED_BLOCKS * WIDE_BYTES)
 
@@ -125,36 +113,6 @@ def _by_an_unpacked_panel(format_: Format) -> Any:
             of_x = offset_by(i32_at(p[2]), row * blocks * FACTS)
             some(at, of_x, blocks, numbers, goal, height, wide)
             row += _TILE
-        return row
-
-    return multiply
-
-
-def _by_amx(format_: Format) -> Any:
-    """The same."""
-    product, widen, four_bits = amx_tiles(format_), unpack(format_), format_.bits == 4
-    configure, size = amx.setting(*AMX_TILES), format_.x_bytes
-    setting, memory, scratch = map(on_stack, (amx.CONFIG_BYTES, AMX_BYTES, _UNPACKED_BLOCKS * WIDE_BYTES))
-
-    @fast
-    def multiply(p: Any, panel: Any, out: Any) -> Any:
-        rows, blocks, height, numbers = p[6], p[7] // BLOCK, p[8], i8_at(panel[0])
-        row = 0
-        if rows < _IN_TILES or (four_bits and blocks > _UNPACKED_BLOCKS):
-            return row
-        wide, own, config = scratch(), memory(), setting()
-        if four_bits:
-            widen(blocks, numbers, wide)
-        here = 0
-        while rows - row >= _LEFT:
-            if here != min(amx.ROWS, rows - row):
-                here = min(amx.ROWS, rows - row)
-                configure(config, here)
-            at, goal = offset_by(i8_at(p[1]), row * blocks * size), offset_by(out, row * height)
-            of_x = offset_by(i32_at(p[2]), row * blocks * FACTS)
-            product(at, of_x, blocks, numbers, goal, height, wide, here, own)
-            row += here
-        amx.release()
         return row
 
     return multiply
@@ -222,6 +180,40 @@ def _int8_f32(p: Any, panel: Any) -> None:
     _int8(p, panel, _f32(p, panel))
 
 
+(
+    _nibbles_in_tiles,
+    _nibbles_minimum_in_tiles,
+    _bytes_in_tiles,
+    _bytes_minimum_in_tiles,
+    _bytes_16_in_tiles,
+) = map(block_tiles.by_a_panel, FORMATS[:-1])
+
+
+def _nibbles_tiles(p: Any, group: Any) -> None:
+    _nibbles_in_tiles(p, group, f32_at(p[5]))
+
+
+def _nibbles_minimum_tiles(p: Any, group: Any) -> None:
+    _nibbles_minimum_in_tiles(p, group, f32_at(p[5]))
+
+
+def _bytes_tiles(p: Any, group: Any) -> None:
+    _bytes_in_tiles(p, group, f32_at(p[5]))
+
+
+def _bytes_minimum_tiles(p: Any, group: Any) -> None:
+    _bytes_minimum_in_tiles(p, group, f32_at(p[5]))
+
+
+def _bytes_16_tiles(p: Any, group: Any) -> None:
+    _bytes_16_in_tiles(p, group, f32_at(p[5]))
+
+
+_IN_TILES_BY_FORMAT = [
+    Kernel(each, 2)
+    for each in (_nibbles_tiles, _nibbles_minimum_tiles, _bytes_tiles, _bytes_minimum_tiles, _bytes_16_tiles)
+]
+
 _PANELS = {  # kernels of a panel, by the dtype of results
     torch.bfloat16: [
         Kernel(each, 2)
@@ -255,11 +247,25 @@ def _all_panels(p: Any) -> None:
         if piece >= p[4]:
             return
         for number in range(starts[piece], starts[piece + 1]):
-            panel = offset_by(table, 3 * number)
+            panel = offset_by(table, TABLE_ROW * number)
             call_with(panel[1], p, panel)
 
 
-_MULTIPLY = Kernel(_all_panels)
+def _all_in_tiles(p: Any) -> None:
+    table, starts, pieces, work = i64_at(p[3]), i64_at(p[9]), p[10], as_i64(_work())
+    while True:
+        piece = fetch_add(p)
+        if piece >= p[4]:
+            return
+        work[1] = piece // pieces * MOST_ROWS
+        work[2] = min(work[1] + MOST_ROWS, p[6])
+        for number in range(starts[piece % pieces], starts[piece % pieces + 1]):
+            work[0] = p[3] + 8 * TABLE_ROW * number
+            call_with(offset_by(table, TABLE_ROW * number)[3], p, work)
+
+
+_work = on_stack(24)
+_MULTIPLY, _MULTIPLY_IN_TILES = Kernel(_all_panels), Kernel(_all_in_tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +291,9 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
-    """A packed matrix `[height, in]`; see PackedMatrix. Results have `dtype`. `table` `[panels, 3]`: the
-    address of each panel, that of its format's kernel, its first row. `segments`: the memory of each matrix,
-    `[panels, bytes]`."""
+    """A packed matrix `[height, in]`; see PackedMatrix. Results have `dtype`. `table` `[panels, 4]`: the
+    address of each panel, that of its format's kernel, its first row, and that of the kernel for many rows in
+    tiles. `segments`: the memory of each matrix, `[panels, bytes]`."""
 
     table: Tensor
     height: int
@@ -295,6 +301,7 @@ class BlockMatrix:
     dtype: torch.dtype
     terms: int
     x_bytes: int
+    in_tiles: bool
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -304,6 +311,8 @@ class BlockMatrix:
         """See PackedMatrix."""
         assert out.dtype == self.dtype, "packed for results of another dtype"
         rows, width = x.shape
+        if self.in_tiles and rows >= _IN_TILES:
+            return self._calls_in_tiles(x, out, parts)
         blocks = rows * width // BLOCK
         scratch = torch.empty(blocks * (4 * FACTS + self.x_bytes), dtype=torch.uint8)
         facts = scratch.data_ptr()
@@ -317,6 +326,27 @@ class BlockMatrix:
             Call(_MULTIPLY, len(starts) - 1, (*quantised, *to), scratch),
         )
 
+    def _calls_in_tiles(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
+        rows, width = x.shape
+        blocks, tiles = width // BLOCK, -(-rows // TILE_ROWS)
+        padded = tiles * TILE_ROWS * blocks
+        scratch = torch.empty(padded * (X_BYTES + FACT_BYTES), dtype=torch.uint8)
+        quantised = (scratch.data_ptr(), scratch.data_ptr() + padded * X_BYTES)
+        (table,) = parts
+        starts = shares(len(self.table), team_size())
+        pieces = len(starts) - 1  # for MOST_ROWS rows
+        count = pieces * -(-rows // MOST_ROWS)
+        to = (table, count, out.data_ptr(), rows, width, self.height, starts.ctypes.data, pieces)
+        return (
+            Call(
+                FOR_TILES[x.dtype],
+                tiles * -(-blocks // PIECE_BLOCKS),
+                (x.data_ptr(), *quantised, rows, width),
+                scratch,
+            ),
+            Call(_MULTIPLY_IN_TILES, count, (*quantised, *to), scratch),
+        )
+
 
 def can_pack(height: int, width: int) -> bool:
     """Whether this CPU has the instructions and a matrix `[height, width]` a suitable shape."""
@@ -327,16 +357,18 @@ def pack(matrices: Sequence[Blocks], dtype: torch.dtype) -> BlockMatrix:
     """The matrices, one below the other, in panels, for products that are rounded to `dtype`. A last panel
     ends with its matrix: it may repeat rows."""
     segments, table, height = [], [], 0
+    in_tiles = dtype == torch.float32 and all(block_tiles.takes(each.format) for each in matrices)
     ((terms, size),) = {(each.format.terms, each.format.x_bytes) for each in matrices}
     for matrix in matrices:
         segment = _panels(matrix)
         starts = range(height, height + len(matrix.numbers), PANEL)
         height += len(matrix.numbers)
-        kernel, step = _PANELS[dtype][FORMATS.index(matrix.format)].address, segment[0].numel()
+        kind, step = FORMATS.index(matrix.format), segment[0].numel()
+        kernel, many = _PANELS[dtype][kind].address, _IN_TILES_BY_FORMAT[kind].address if in_tiles else 0
         for number, start in enumerate(starts):
-            table.append((segment.data_ptr() + number * step, kernel, min(start, height - PANEL)))
+            table.append((segment.data_ptr() + number * step, kernel, min(start, height - PANEL), many))
         segments.append(segment)
-    return BlockMatrix(torch.tensor(table), height, tuple(segments), dtype, terms, size)
+    return BlockMatrix(torch.tensor(table), height, tuple(segments), dtype, terms, size, in_tiles)
 
 
 def _panels(matrix: Blocks) -> Tensor:

@@ -77,7 +77,8 @@ def _cast(element: types.Type, code: ir.Type) -> Any:
     return intrinsic(cast)
 
 
-as_f32, as_i32 = _cast(types.float32, _F32), _cast(types.int32, _I32)  # the same pointer, to these elements
+# The same pointer, to these elements.
+as_f32, as_i32, as_i64 = _cast(types.float32, _F32), _cast(types.int32, _I32), _cast(types.int64, _I64)
 
 
 def on_stack(size: int) -> Any:

@@ -152,11 +152,10 @@ class PackedWeights:
     def calls(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
         in_tiles = self.data.shape[2] == amx.PANEL
         kernel = _IN_TILES[out.dtype] if in_tiles else _KERNELS[x.dtype, out.dtype]
-        together = amx.GROUP if len(x) > 2 * amx.ROWS else 2
         starts = shares(len(self.data), team_size())
         numbers = (x.data_ptr(), *parts, out.data_ptr(), *x.shape, self.height)
         pieces = len(starts) - 1
-        return (Call(kernel, pieces, (*numbers, pieces, starts.ctypes.data, together)),)
+        return (Call(kernel, pieces, (*numbers, pieces, starts.ctypes.data, amx.together(*x.shape))),)
 
 
 def can_multiply(weight: Tensor) -> bool:
