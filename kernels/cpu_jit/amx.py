@@ -58,8 +58,10 @@ def usable() -> bool:
 
 def product() -> Any:
     """See the function in it."""
-    two, two_onto = (tiles(2, PANEL // ROWS, onto=onto) for onto in (False, True))
-    one, one_onto = (tiles(1, PANEL // ROWS, onto=onto, ahead=True) for onto in (False, True))
+    first_two, first_two_onto, one, one_onto = (
+        tiles(number, PANEL // ROWS, onto=onto, ahead=True) for number in (2, 1) for onto in (False, True)
+    )
+    two, two_onto = (tiles(2, PANEL // ROWS, onto=onto) for onto in (False, True))  # of a matrix in a cache
     pair, pair_onto = (tiles(1, PANEL // ROWS, panels=2, onto=onto, ahead=True) for onto in (False, True))
     sums, config = on_stack(4 * 2 * ROWS * PANEL * GROUP), on_stack(CONFIG_BYTES)
 
@@ -91,7 +93,11 @@ def product() -> Any:
                 while number < end:
                     panel = offset_by(panels, (number * width + column) * PANEL)
                     found = offset_by(all_found, (number - first) * 2 * ROWS * PANEL)
-                    if here == 2 * ROWS and column == 0:
+                    if here == 2 * ROWS and row == 0 and column == 0:
+                        first_two(of, width, columns, panel, PANEL, found, PANEL)
+                    elif here == 2 * ROWS and row == 0:
+                        first_two_onto(of, width, columns, panel, PANEL, found, PANEL)
+                    elif here == 2 * ROWS and column == 0:
                         two(of, width, columns, panel, PANEL, found, PANEL)
                     elif here == 2 * ROWS:
                         two_onto(of, width, columns, panel, PANEL, found, PANEL)
