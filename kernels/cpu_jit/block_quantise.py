@@ -169,9 +169,9 @@ def _quantise(x: Any, p: Any) -> None:
 
 
 @fast
-def _quantise_for_tiles(x: Any, p: Any) -> None:
+def _quantise_for_tiles(p: Any) -> None:
     """A piece: PIECE_BLOCKS blocks of a tile of rows."""
-    out, facts, rows, blocks, limit = i8_at(p[2]), f32_at(p[3]), p[4], p[5] // BLOCK, _MOST[1]
+    x, out, facts, rows, blocks = f32_at(p[1]), i8_at(p[2]), f32_at(p[3]), p[4], p[5] // BLOCK
     pieces = (blocks + PIECE_BLOCKS - 1) // PIECE_BLOCKS  # of a tile
     while True:
         piece = fetch_add(p)
@@ -185,9 +185,9 @@ def _quantise_for_tiles(x: Any, p: Any) -> None:
                 if source < rows:
                     own = offset_by(x, (source * blocks + block) * BLOCK)
                     upper = offset_by(out, at * X_BYTES + row * 2 * BLOCK)
-                    most, inverse = _range(own, limit)
+                    most, inverse = _range(own, _MOST[1])
                     whole = _in_bfloat16(own, inverse, upper, offset_by(upper, TILE_ROWS * 2 * BLOCK))
-                    scale = most / limit
+                    scale = most / _MOST[1]
                     shift = scale * np.float32(whole)
                 facts[2 * at + row], facts[2 * at + TILE_ROWS + row] = scale, shift
 
@@ -200,13 +200,9 @@ def _of_f32(p: Any) -> None:
     _quantise(f32_at(p[1]), p)
 
 
-def _bf16_for_tiles(p: Any) -> None:
-    _quantise_for_tiles(bf16_at(p[1]), p)
-
-
-def _f32_for_tiles(p: Any) -> None:
-    _quantise_for_tiles(f32_at(p[1]), p)
+def _for_tiles(p: Any) -> None:
+    _quantise_for_tiles(p)
 
 
 QUANTISE = {torch.bfloat16: Kernel(_of_bf16), torch.float32: Kernel(_of_f32)}  # by dtype of `x`
-FOR_TILES = {torch.bfloat16: Kernel(_bf16_for_tiles), torch.float32: Kernel(_f32_for_tiles)}
+FOR_TILES = Kernel(_for_tiles)

@@ -61,7 +61,8 @@ _TILE = 6 if VNNI else 3  # rows of `x`: their sums fill the registers
 # On AVX2 numbers become int16, which costs half as much as a tile's products: from _MANY rows on, a panel of
 # up to 4,096 columns is unpacked once, to 256 KiB on the stack (the second cache holds them).
 _MANY, _UNPACKED_BLOCKS = 12, 128
-_IN_TILES = 13  # rows from which on AMX is faster
+_NEVER = 1 << 62
+_IN_TILES = {4: 13, 8: 28}  # rows from which on AMX is faster, by bits
 _HALF = BLOCK // 2
 
 
@@ -122,62 +123,37 @@ _nibbles, _nibbles_minimum, _bytes, _bytes_minimum, _bytes_16, _int8 = map(_by_a
 
 
 @fast
-def _bf16(p: Any, panel: Any) -> Any:
-    return offset_by(bf16_at(p[5]), panel[2])
-
-
-@fast
 def _f32(p: Any, panel: Any) -> Any:
     return offset_by(f32_at(p[5]), panel[2])
 
 
 # Each is a function with a name of its own, by which Numba finds its machine code in the cache.
-def _nibbles_bf16(p: Any, panel: Any) -> None:
-    _nibbles(p, panel, _bf16(p, panel))
-
-
 def _nibbles_f32(p: Any, panel: Any) -> None:
     _nibbles(p, panel, _f32(p, panel))
-
-
-def _nibbles_minimum_bf16(p: Any, panel: Any) -> None:
-    _nibbles_minimum(p, panel, _bf16(p, panel))
 
 
 def _nibbles_minimum_f32(p: Any, panel: Any) -> None:
     _nibbles_minimum(p, panel, _f32(p, panel))
 
 
-def _bytes_bf16(p: Any, panel: Any) -> None:
-    _bytes(p, panel, _bf16(p, panel))
-
-
 def _bytes_f32(p: Any, panel: Any) -> None:
     _bytes(p, panel, _f32(p, panel))
-
-
-def _bytes_minimum_bf16(p: Any, panel: Any) -> None:
-    _bytes_minimum(p, panel, _bf16(p, panel))
 
 
 def _bytes_minimum_f32(p: Any, panel: Any) -> None:
     _bytes_minimum(p, panel, _f32(p, panel))
 
 
-def _bytes_16_bf16(p: Any, panel: Any) -> None:
-    _bytes_16(p, panel, _bf16(p, panel))
-
-
 def _bytes_16_f32(p: Any, panel: Any) -> None:
     _bytes_16(p, panel, _f32(p, panel))
 
 
-def _int8_bf16(p: Any, panel: Any) -> None:
-    _int8(p, panel, _bf16(p, panel))
-
-
 def _int8_f32(p: Any, panel: Any) -> None:
     _int8(p, panel, _f32(p, panel))
+
+
+def _int8_bf16(p: Any, panel: Any) -> None:
+    _int8(p, panel, offset_by(bf16_at(p[5]), panel[2]))
 
 
 (
@@ -189,55 +165,43 @@ def _int8_f32(p: Any, panel: Any) -> None:
 ) = map(block_tiles.by_a_panel, FORMATS[:-1])
 
 
-def _nibbles_tiles(p: Any, group: Any) -> None:
-    _nibbles_in_tiles(p, group, f32_at(p[5]))
+def _nibbles_tiles(p: Any, work: Any) -> None:
+    _nibbles_in_tiles(p, work, f32_at(p[5]))
 
 
-def _nibbles_minimum_tiles(p: Any, group: Any) -> None:
-    _nibbles_minimum_in_tiles(p, group, f32_at(p[5]))
+def _nibbles_minimum_tiles(p: Any, work: Any) -> None:
+    _nibbles_minimum_in_tiles(p, work, f32_at(p[5]))
 
 
-def _bytes_tiles(p: Any, group: Any) -> None:
-    _bytes_in_tiles(p, group, f32_at(p[5]))
+def _bytes_tiles(p: Any, work: Any) -> None:
+    _bytes_in_tiles(p, work, f32_at(p[5]))
 
 
-def _bytes_minimum_tiles(p: Any, group: Any) -> None:
-    _bytes_minimum_in_tiles(p, group, f32_at(p[5]))
+def _bytes_minimum_tiles(p: Any, work: Any) -> None:
+    _bytes_minimum_in_tiles(p, work, f32_at(p[5]))
 
 
-def _bytes_16_tiles(p: Any, group: Any) -> None:
-    _bytes_16_in_tiles(p, group, f32_at(p[5]))
+def _bytes_16_tiles(p: Any, work: Any) -> None:
+    _bytes_16_in_tiles(p, work, f32_at(p[5]))
 
 
-_IN_TILES_BY_FORMAT = [
+# Kernels of a panel, by format.
+_PANELS = [
+    Kernel(each, 2)
+    for each in (
+        _nibbles_f32,
+        _nibbles_minimum_f32,
+        _bytes_f32,
+        _bytes_minimum_f32,
+        _bytes_16_f32,
+        _int8_f32,
+    )
+]
+_PANELS_IN_TILES = [
     Kernel(each, 2)
     for each in (_nibbles_tiles, _nibbles_minimum_tiles, _bytes_tiles, _bytes_minimum_tiles, _bytes_16_tiles)
 ]
-
-_PANELS = {  # kernels of a panel, by the dtype of results
-    torch.bfloat16: [
-        Kernel(each, 2)
-        for each in (
-            _nibbles_bf16,
-            _nibbles_minimum_bf16,
-            _bytes_bf16,
-            _bytes_minimum_bf16,
-            _bytes_16_bf16,
-            _int8_bf16,
-        )
-    ],
-    torch.float32: [
-        Kernel(each, 2)
-        for each in (
-            _nibbles_f32,
-            _nibbles_minimum_f32,
-            _bytes_f32,
-            _bytes_minimum_f32,
-            _bytes_16_f32,
-            _int8_f32,
-        )
-    ],
-}
+_INT8_BF16 = Kernel(_int8_bf16, 2)
 
 
 def _all_panels(p: Any) -> None:
@@ -301,7 +265,7 @@ class BlockMatrix:
     dtype: torch.dtype
     terms: int
     x_bytes: int
-    in_tiles: bool
+    in_tiles: int  # rows from which on tiles multiply
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -311,7 +275,7 @@ class BlockMatrix:
         """See PackedMatrix."""
         assert out.dtype == self.dtype, "packed for results of another dtype"
         rows, width = x.shape
-        if self.in_tiles and rows >= _IN_TILES:
+        if rows >= self.in_tiles:
             return self._calls_in_tiles(x, out, parts)
         blocks = rows * width // BLOCK
         scratch = torch.empty(blocks * (4 * FACTS + self.x_bytes), dtype=torch.uint8)
@@ -339,7 +303,7 @@ class BlockMatrix:
         to = (table, count, out.data_ptr(), rows, width, self.height, starts.ctypes.data, pieces)
         return (
             Call(
-                FOR_TILES[x.dtype],
+                FOR_TILES,
                 tiles * -(-blocks // PIECE_BLOCKS),
                 (x.data_ptr(), *quantised, rows, width),
                 scratch,
@@ -354,19 +318,23 @@ def can_pack(height: int, width: int) -> bool:
 
 
 def pack(matrices: Sequence[Blocks], dtype: torch.dtype) -> BlockMatrix:
-    """The matrices, one below the other, in panels, for products that are rounded to `dtype`. A last panel
-    ends with its matrix: it may repeat rows."""
+    """The matrices, one below the other, in panels, for products in `dtype`: float32, or of int8 also rounded
+    to bfloat16. A last panel ends with its matrix: it may repeat rows."""
     segments, table, height = [], [], 0
-    in_tiles = dtype == torch.float32 and all(block_tiles.takes(each.format) for each in matrices)
-    ((terms, size),) = {(each.format.terms, each.format.x_bytes) for each in matrices}
+    formats = {each.format for each in matrices}
+    in_tiles = max(_IN_TILES[each.bits] if block_tiles.takes(each) else _NEVER for each in formats)
+    ((terms, size),) = {(each.terms, each.x_bytes) for each in formats}
+    assert dtype == torch.float32 or terms == 1, "packed weights have float32 between the products"
     for matrix in matrices:
         segment = _panels(matrix)
         starts = range(height, height + len(matrix.numbers), PANEL)
         height += len(matrix.numbers)
         kind, step = FORMATS.index(matrix.format), segment[0].numel()
-        kernel, many = _PANELS[dtype][kind].address, _IN_TILES_BY_FORMAT[kind].address if in_tiles else 0
+        kernel = _INT8_BF16 if dtype == torch.bfloat16 else _PANELS[kind]
+        many = _PANELS_IN_TILES[kind].address if in_tiles < _NEVER else 0
         for number, start in enumerate(starts):
-            table.append((segment.data_ptr() + number * step, kernel, min(start, height - PANEL), many))
+            at = segment.data_ptr() + number * step
+            table.append((at, kernel.address, min(start, height - PANEL), many))
         segments.append(segment)
     return BlockMatrix(torch.tensor(table), height, tuple(segments), dtype, terms, size, in_tiles)
 
