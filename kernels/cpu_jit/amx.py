@@ -56,6 +56,14 @@ def usable() -> bool:
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
 
 
+@fast
+def store_panel(found: Any, out: Any, rows: int, height: int) -> None:
+    """Store `found` `[rows][PANEL]`, float32, to `out`, float32 or bfloat16, with rows `height` apart."""
+    for row in range(rows):
+        for column in range(0, PANEL, LANES):
+            copy_lanes(offset_by(found, row * PANEL + column), offset_by(out, row * height + column))
+
+
 def product() -> Any:
     """See the function in it."""
     first_two, first_two_onto, one, one_onto = (
@@ -64,12 +72,6 @@ def product() -> Any:
     two, two_onto = (tiles(2, PANEL // ROWS, onto=onto) for onto in (False, True))  # of a matrix in a cache
     pair, pair_onto = (tiles(1, PANEL // ROWS, panels=2, onto=onto, ahead=True) for onto in (False, True))
     sums, config = on_stack(4 * 2 * ROWS * PANEL * GROUP), on_stack(CONFIG_BYTES)
-
-    @fast
-    def store(found: Any, out: Any, rows: int, height: int) -> None:
-        for row in range(rows):
-            for column in range(0, PANEL, LANES):
-                copy_lanes(offset_by(found, row * PANEL + column), offset_by(out, row * height + column))
 
     @fast
     def multiply(
@@ -115,7 +117,7 @@ def product() -> Any:
             for number in range(first, end):
                 to = row * height + min(number * PANEL, height - PANEL)
                 found = offset_by(all_found, (number - first) * 2 * ROWS * PANEL)
-                store(found, offset_by(out, to), here, height)
+                store_panel(found, offset_by(out, to), here, height)
             row += here
         release()
 
@@ -144,7 +146,7 @@ def setting(widths: Sequence[int], heights: Sequence[int]) -> Any:
             builder.store(ir.Constant(kind, numbers), builder.bitcast(config, kind.as_pointer()), align=1)
             for tile, height in enumerate(heights):
                 if not height:
-                    builder.store(builder.trunc(rows, _I8), _byte(builder, config, 48 + tile))
+                    builder.store(builder.trunc(rows, _I8), byte_after(builder, config, 48 + tile))
             call(builder, "llvm.x86.ldtilecfg", _VOID, config)
             return context.get_dummy_value()
 
@@ -191,7 +193,7 @@ def tiles(number: int, parts: int, *, panels: int = 1, onto: bool = False, ahead
                 for own in range(panels)
                 for part in range(parts)
             ]
-            targets = [_byte(builder, builder.gep(out, [row]), offset) for row, offset in places]
+            targets = [byte_after(builder, builder.gep(out, [row]), offset) for row, offset in places]
             for sums, target in enumerate(targets):
                 if onto:
                     call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(sums), target, out_bytes)
@@ -203,11 +205,11 @@ def tiles(number: int, parts: int, *, panels: int = 1, onto: bool = False, ahead
                 chunk = builder.gep(panel, [builder.mul(column, line)])
                 for tile in range(number):
                     at = builder.add(builder.mul(x_apart, _index(tile * ROWS)), column)
-                    of_x = _byte(builder, builder.gep(x, [at]), 0)
+                    of_x = byte_after(builder, builder.gep(x, [at]), 0)
                     call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(_X + tile), of_x, x_bytes)
                 for place in range(panels * parts):
                     away = builder.mul(x_apart, _index(place // parts * PANEL))
-                    matrix = _byte(builder, builder.gep(chunk, [away]), 4 * ROWS * (place % parts))
+                    matrix = byte_after(builder, builder.gep(chunk, [away]), 4 * ROWS * (place % parts))
                     if ahead and place % parts == 0:
                         read_ahead(builder, matrix, 2 * COLUMNS * PANEL)
                     own = first + place % (_TILES - first)
@@ -229,9 +231,10 @@ def tiles(number: int, parts: int, *, panels: int = 1, onto: bool = False, ahead
     return multiply
 
 
-def _byte(builder: ir.IRBuilder, pointer: Any, offset: int) -> Any:
+def byte_after(builder: ir.IRBuilder, pointer: Any, offset: Any) -> Any:
     """The pointer to the byte `offset` after `pointer`."""
-    return builder.gep(builder.bitcast(pointer, _I8.as_pointer()), [_index(offset)])
+    offset = _index(offset) if isinstance(offset, int) else offset
+    return builder.gep(builder.bitcast(pointer, _I8.as_pointer()), [offset])
 
 
 def tile_number(tile: int) -> Any:

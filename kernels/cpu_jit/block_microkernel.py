@@ -132,9 +132,9 @@ def unpack(format_: Format) -> Any:
     return widen
 
 
-def put(builder: ir.IRBuilder, found: Any, to: Any, offset: int = 0) -> None:
-    at = builder.bitcast(builder.gep(to, [_index(offset)]), found.type.as_pointer())
-    builder.store(found, at, align=1)
+def put(builder: ir.IRBuilder, found: Any, to: Any, offset: Any = 0) -> None:
+    at = builder.gep(to, [_index(offset) if isinstance(offset, int) else offset])
+    builder.store(found, builder.bitcast(at, found.type.as_pointer()), align=1)
 
 
 def _plus_minima(builder: ir.IRBuilder, sums: list[Any], of_x: list[Any], minima: list[Any]) -> list[Any]:

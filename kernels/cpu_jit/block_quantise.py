@@ -17,7 +17,17 @@ import torch
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu_jit.block_microkernel import BLOCK, FACTS, HALVES, SCALE, SHIFT, START_8, START_128, VNNI
+from kernels.cpu_jit.block_microkernel import (
+    BLOCK,
+    FACTS,
+    HALVES,
+    SCALE,
+    SHIFT,
+    START_8,
+    START_128,
+    VNNI,
+    put,
+)
 from kernels.cpu_jit.block_tiles import TILE_ROWS, X_BYTES
 from kernels.cpu_jit.llvm_intrinsics import (
     bf16_at,
@@ -68,7 +78,7 @@ def _stores(terms: int) -> Any:
             for term, each in enumerate(_split(builder, whole, terms)):
                 size = each.type.element.width // 8
                 at = builder.mul(builder.add(start, ir.Constant(_I64, term * BLOCK)), ir.Constant(_I64, size))
-                _put(builder, each, out, at)
+                put(builder, each, out, at)
             return call(builder, "llvm.vector.reduce.add.v16i32", _I32, whole)
 
         return types.int32(x, inverse, types.int64, out), generate
@@ -111,7 +121,7 @@ def _in_bfloat16(typing: Any, x: Any, inverse: Any, upper: Any, lower: Any) -> A
             for goal, each in zip(goals, _two_bytes_of(builder, whole), strict=True):
                 bits = builder.bitcast(builder.sitofp(each, _FLOATS), _WORDS)
                 shorts = builder.trunc(builder.lshr(bits, _words(16)), ir.VectorType(_I16, LANES))
-                _put(builder, _even_and_odd(builder, shorts), goal, ir.Constant(_I64, 2 * LANES * place))
+                put(builder, _even_and_odd(builder, shorts), goal, 2 * LANES * place)
         return call(builder, "llvm.vector.reduce.add.v16i32", _I32, builder.add(*halves))
 
     return types.int32(x, inverse, upper, lower), generate
@@ -121,11 +131,6 @@ def _integers(builder: ir.IRBuilder, x: Any, inverse: Any, start: Any) -> Any:
     """Half a block of `x`, from `start` on, times `inverse`, rounded."""
     exact = builder.fmul(read_lanes(builder, builder.gep(x, [start]), 0), broadcast(builder, inverse))
     return builder.fptosi(call(builder, "llvm.rint.v16f32", _FLOATS, exact), _WORDS)
-
-
-def _put(builder: ir.IRBuilder, numbers: Any, out: Any, offset: Any) -> None:
-    goal = builder.bitcast(builder.gep(out, [offset]), numbers.type.as_pointer())
-    builder.store(numbers, goal, align=1)
 
 
 def _words(number: int) -> Any:

@@ -34,14 +34,14 @@ from numba.extending import intrinsic
 
 import kernels.cpu_jit
 from kernels.cpu_jit import amx
+from kernels.cpu_jit.amx import byte_after
 from kernels.cpu_jit.block_microkernel import BLOCK, LANES, PANEL, PARTS, VNNI, Format, load, put, scales
 from kernels.cpu_jit.llvm_intrinsics import as_f32, fast, i8_at, i64_at, offset_by, on_stack
-from kernels.cpu_jit.vectors import broadcast, call, copy_lanes, loop, read_ahead
+from kernels.cpu_jit.vectors import broadcast, call, loop, read_ahead
 
 TILE_ROWS, TERMS = amx.ROWS, 2  # TERMS: bytes of a number of `x`
 X_BYTES, FACT_BYTES = TERMS * 2 * BLOCK, 2 * 4  # of a row of a block
 MOST_ROWS = 128  # at once: a panel is unpacked for them, _CHUNK blocks after the other, in the first cache
-TABLE_ROW = 4  # numbers of a panel in the table of block_weights.py: its memory, …, its first row, …
 _CHUNK = 6
 _WIDE_BYTES = 2 * BLOCK * PANEL  # of a block of a panel
 _TILE, _LINE = 1024, 64  # bytes of a tile and of its row
@@ -87,10 +87,7 @@ def by_a_panel(kind: Format) -> Any:
             x, facts = offset_by(i8_at(p[1]), before * X_BYTES), offset_by(i8_at(p[2]), before * FACT_BYTES)
             add_product(x, facts, blocks, tiles, wide, factors, count, sums, results)
         amx.release()
-        for row in range(end - first):
-            goal = offset_by(out, table[2] + (first + row) * height)
-            for column in range(0, PANEL, LANES):
-                copy_lanes(offset_by(results, row * PANEL + column), offset_by(goal, column))
+        amx.store_panel(results, offset_by(out, table[2] + first * height), end - first, height)
 
     return multiply
 
@@ -144,7 +141,7 @@ def _product(kind: Format) -> Any:
             emitter = _Emitter(builder, kind, x, facts, apart, wide, factors, results)
 
             def at(number: Any) -> Any:
-                return _after(builder, sums, builder.mul(builder.and_(number, _index(1)), _index(size)))
+                return byte_after(builder, sums, builder.mul(builder.and_(number, _index(1)), _index(size)))
 
             def add_groups(one: Any, none: list[Any]) -> list[Any]:
                 emitter.run(emitter.products(_Place(_index(0), _index(0)), at(_index(0)), together))
@@ -211,7 +208,7 @@ class _Emitter:
         matrix = self._of_block(self._wide, place, number, _WIDE_BYTES)
 
         def read(tile: Any, base: Any, offset: int) -> _Emit:
-            return lambda: call(builder, _LOAD, _VOID, tile, _after(builder, base, offset), _index(_LINE))
+            return lambda: call(builder, _LOAD, _VOID, tile, byte_after(builder, base, offset), _index(_LINE))
 
         reads = [read(tile, x, i * _TILE + 2 * kind.columns * half) for i, tile in enumerate(of_x)]
         reads[1:1] = [read(tile, matrix, i * _TILE + half * _TILE // 2) for i, tile in enumerate(of_matrix)]
@@ -221,7 +218,7 @@ class _Emitter:
             for term, part in product(range(TERMS), range(PARTS))
         ]
         start = (number * len(_halves(kind)) + half) * PARTS * apart
-        places = [_after(builder, sums, (start + i) * _TILE) for i in range(len(tiles))]
+        places = [byte_after(builder, sums, (start + i) * _TILE) for i in range(len(tiles))]
         stores = [
             emit(_STORE, _VOID, tile, at, _index(_LINE)) for tile, at in zip(tiles, places, strict=True)
         ]
@@ -236,12 +233,12 @@ class _Emitter:
             vectors = range(0, _factor_bytes(kind), 4 * LANES)
             factors.append([load(builder, at, vector, _FLOATS) for vector in vectors])
             facts.append(self._of_rows(self._facts, place, number, FACT_BYTES))
-        results = _after(builder, self._results, builder.mul(place.tile, _index(4 * TILE_ROWS * PANEL)))
+        results = byte_after(builder, self._results, builder.mul(place.tile, _index(4 * TILE_ROWS * PANEL)))
 
         def scale_row(row: Any, none: list[Any]) -> list[Any]:
-            own = [_after(builder, each, builder.mul(row, _index(4))) for each in facts]
-            to = _after(builder, results, builder.mul(row, _index(4 * PANEL)))
-            self._scale_row(_after(builder, sums, builder.mul(row, _index(_LINE))), own, factors, to)
+            own = [byte_after(builder, each, builder.mul(row, _index(4))) for each in facts]
+            to = byte_after(builder, results, builder.mul(row, _index(4 * PANEL)))
+            self._scale_row(byte_after(builder, sums, builder.mul(row, _index(_LINE))), own, factors, to)
             return none
 
         if not beside:
@@ -273,11 +270,11 @@ class _Emitter:
         """What a tile of rows has of a block; `size`: bytes of a row."""
         builder = self._builder
         block = builder.add(builder.mul(place.tile, self._apart), builder.add(place.block, _index(number)))
-        return _after(builder, base, builder.mul(block, _index(TILE_ROWS * size)))
+        return byte_after(builder, base, builder.mul(block, _index(TILE_ROWS * size)))
 
     def _of_block(self, base: Any, place: _Place, number: int, size: int) -> Any:
         block = self._builder.add(place.block, _index(number))
-        return _after(self._builder, base, self._builder.mul(block, _index(size)))
+        return byte_after(self._builder, base, self._builder.mul(block, _index(size)))
 
 
 def _unpack(kind: Format) -> Any:
@@ -291,13 +288,13 @@ def _unpack(kind: Format) -> Any:
             blocks, panel, wide, factors = args
 
             def store(block: Any, none: list[Any]) -> list[Any]:
-                chunk = _after(builder, panel, builder.mul(block, _index(kind.bytes)))
-                to = _after(builder, wide, builder.mul(block, _index(_WIDE_BYTES)))
+                chunk = byte_after(builder, panel, builder.mul(block, _index(kind.bytes)))
+                to = byte_after(builder, wide, builder.mul(block, _index(_WIDE_BYTES)))
                 read_ahead(builder, chunk, kind.bytes)
                 for column, odd, part in product(range(0, BLOCK, 4), range(2), range(PARTS)):
                     pairs = _bfloats(builder, kind, _pairs(builder, kind, chunk, column, odd, part))
                     put(builder, pairs, to, part * _TILE + (column // 2 + odd) * _LINE)
-                to = _after(builder, factors, builder.mul(block, _index(_factor_bytes(kind))))
+                to = byte_after(builder, factors, builder.mul(block, _index(_factor_bytes(kind))))
                 for number in range(len(_halves(kind)) + kind.minimum):
                     at = BLOCK * PANEL * kind.bits // 8 + 2 * PANEL * number
                     for part, each in enumerate(scales(builder, chunk, at)):
@@ -336,12 +333,6 @@ def _bfloats(builder: ir.IRBuilder, kind: Format, numbers: Any) -> Any:
         for each in (builder.shl(words, sixteen), words)
     )
     return builder.or_(builder.lshr(first, sixteen), builder.and_(second, upper))
-
-
-def _after(builder: ir.IRBuilder, pointer: Any, offset: Any) -> Any:
-    """The pointer to the byte `offset` after `pointer`."""
-    offset = _index(offset) if isinstance(offset, int) else offset
-    return builder.gep(builder.bitcast(pointer, ir.IntType(8).as_pointer()), [offset])
 
 
 def _index(value: int) -> Any:

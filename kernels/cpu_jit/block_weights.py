@@ -32,7 +32,7 @@ import kernels.cpu_jit
 from kernels.cpu_jit import block_tiles
 from kernels.cpu_jit.block_microkernel import BLOCK, FACTS, PANEL, VNNI, WIDE_BYTES, Format, tile, unpack
 from kernels.cpu_jit.block_quantise import FOR_TILES, PIECE_BLOCKS, PIECE_ROWS, QUANTISE
-from kernels.cpu_jit.block_tiles import FACT_BYTES, MOST_ROWS, TABLE_ROW, TILE_ROWS, X_BYTES
+from kernels.cpu_jit.block_tiles import FACT_BYTES, MOST_ROWS, TILE_ROWS, X_BYTES
 from kernels.cpu_jit.llvm_intrinsics import (
     as_i64,
     bf16_at,
@@ -62,6 +62,7 @@ _TILE = 6 if VNNI else 3  # rows of `x`: their sums fill the registers
 # up to 4,096 columns is unpacked once, to 256 KiB on the stack (the second cache holds them).
 _MANY, _UNPACKED_BLOCKS = 12, 128
 _NEVER = 1 << 62
+_TABLE_ROW = 4  # numbers of a panel: see BlockMatrix
 _IN_TILES = {4: 13, 8: 28}  # rows from which on AMX is faster, by bits
 _HALF = BLOCK // 2
 
@@ -211,7 +212,7 @@ def _all_panels(p: Any) -> None:
         if piece >= p[4]:
             return
         for number in range(starts[piece], starts[piece + 1]):
-            panel = offset_by(table, TABLE_ROW * number)
+            panel = offset_by(table, _TABLE_ROW * number)
             call_with(panel[1], p, panel)
 
 
@@ -224,8 +225,8 @@ def _all_in_tiles(p: Any) -> None:
         work[1] = piece // pieces * MOST_ROWS
         work[2] = min(work[1] + MOST_ROWS, p[6])
         for number in range(starts[piece % pieces], starts[piece % pieces + 1]):
-            work[0] = p[3] + 8 * TABLE_ROW * number
-            call_with(offset_by(table, TABLE_ROW * number)[3], p, work)
+            work[0] = p[3] + 8 * _TABLE_ROW * number
+            call_with(offset_by(table, _TABLE_ROW * number)[3], p, work)
 
 
 _work = on_stack(24)
