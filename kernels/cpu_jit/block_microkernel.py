@@ -5,7 +5,8 @@ numbers of `x` needs no shuffle. With VNNI an instruction multiplies unsigned by
 int32. Numbers of `x` in 16 bits are two bytes there, and the block is multiplied twice: first with the upper
 bytes, whose sums are shifted by 8 bits, then with the lower ones. AVX2 multiplies pairs in int16 and adds
 them up in int32; there the two bytes of a word that are a pair are the even or the odd ones, so the numbers
-of `x` lie in that order. With AMX many rows are multiplied by block_tiles.py.
+of `x` lie in that order. Matrices in 4 bits by `x` in 8 are multiplied in bytes, and a block is added up in
+int16 (16 * 15 * 127 = 30,480). With AMX many rows are multiplied by block_tiles.py.
 
 The sums of a block are exact integers, below 32 * 255 * 2^15 = 2^28; they become float32 block by block in
 one order, so that the bits of a row do not depend on the tile that it is in.
@@ -41,7 +42,7 @@ _HALF = BLOCK // 2
 _I8, _I16, _I32, _I64, _F32 = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
 _WORDS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _SCALES = ir.VectorType(ir.HalfType(), LANES)
-_SHORTS = ir.VectorType(_I16, 2 * LANES)
+_SHORTS, _BYTES = ir.VectorType(_I16, 2 * LANES), ir.VectorType(_I8, 4 * LANES)
 _FMA = f"llvm.fma.v{LANES}f32"
 
 
@@ -66,28 +67,29 @@ class Format:
         return PANEL * (BLOCK * self.bits // 8 + 2 * scales)
 
     @property
-    def terms(self) -> int:
-        """Bytes of a number of `x`: one changes near ties of tokens, so only weights that are rounded to
-        int8 here have one."""
-        return 1 if self.by_row else 2
-
-    @property
-    def x_bytes(self) -> int:
-        """The size of a block of `x`."""
-        return BLOCK * (self.terms if VNNI else 2)
-
-    @property
     def stored_offset(self) -> int:
         """What is added to a number before it is stored. AVX2 widens signed bytes; VNNI needs unsigned
         ones."""
         return 0 if self.bits == 4 or VNNI else -self.offset
 
 
+def x_bytes(terms: int) -> int:
+    """The size of a block of `x`, whose numbers have `terms` bytes."""
+    return BLOCK * (terms if VNNI else 4 - terms)
+
+
+def in_bytes(format_: Format, terms: int) -> bool:
+    """Whether AVX2 multiplies bytes, which follow the int16 of a block of `x`."""
+    return not VNNI and format_.bits == 4 and terms == 1
+
+
+_NIBBLES = Format(4)
 _Tile = list[list[Any]]  # by row of `x` and part of the panel, registers
 
 
-def tile(rows: int, format_: Format, *, unpacked: bool = False) -> Any:
-    """See the function in it. `unpacked`, on AVX2: the numbers of the panel are at `wide`, by `unpack`."""
+def tile(rows: int, format_: Format, terms: int, *, unpacked: bool = False) -> Any:
+    """See the function in it. `terms`: bytes of a number of `x`. `unpacked`, on AVX2: the numbers of the
+    panel are at `wide`, by `unpack`."""
 
     @intrinsic
     def multiply(
@@ -96,7 +98,7 @@ def tile(rows: int, format_: Format, *, unpacked: bool = False) -> Any:
         """Store the product of `rows` rows of `blocks` blocks at `x` with a panel to `out`, float32 or
         bfloat16, with rows `height` apart. `facts`: FACTS words of each block of `x`."""
         signature = types.void(x, facts, blocks, panel, out, height, wide)
-        return signature, _generator(rows, format_, out.dtype, unpacked=unpacked)
+        return signature, _generator(rows, format_, terms, out.dtype, unpacked=unpacked)
 
     return multiply
 
@@ -149,7 +151,7 @@ def _place(column: int, odd: int, part: int) -> int:
     return 2 * PANEL * (column + 2 * odd) + part * 4 * LANES
 
 
-def _generator(rows: int, kind: Format, stored: Any, *, unpacked: bool) -> Callable[..., Any]:
+def _generator(rows: int, kind: Format, terms: int, stored: Any, *, unpacked: bool) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x, facts, blocks, panel, out, height, wide = args
 
@@ -157,13 +159,13 @@ def _generator(rows: int, kind: Format, stored: Any, *, unpacked: bool) -> Calla
             chunk = builder.gep(panel, [builder.mul(block, _index(kind.bytes))])
             places = [builder.add(builder.mul(blocks, _index(row)), block) for row in range(rows)]
             of_x = [builder.gep(facts, [builder.mul(place, _index(FACTS))]) for place in places]
-            lines = [builder.gep(x, [builder.mul(place, _index(kind.x_bytes))]) for place in places]
+            lines = [builder.gep(x, [builder.mul(place, _index(x_bytes(terms)))]) for place in places]
             apart = builder.gep(wide, [builder.mul(block, _index(WIDE_BYTES))]) if unpacked else None
             if not unpacked:
                 read_ahead(builder, chunk, kind.bytes)
             at = BLOCK * PANEL * kind.bits // 8
             for first in range(0, BLOCK, kind.columns):
-                whole = _integers(builder, kind, lines, of_x, chunk, first, apart)
+                whole = _integers(builder, kind, terms, lines, of_x, chunk, first, apart)
                 factors = None if kind.by_row else scales(builder, chunk, at)
                 at += 2 * PANEL
                 sums = _scaled(builder, sums, whole, of_x, factors)
@@ -202,6 +204,7 @@ def _scaled(
 def _integers(
     builder: ir.IRBuilder,
     kind: Format,
+    terms: int,
     lines: list[Any],
     of_x: list[Any],
     chunk: Any,
@@ -216,13 +219,15 @@ def _integers(
     columns = [*range(first, first + kind.columns, 4)]
     if kind.bits == 4:  # the halves of a byte one after the other
         columns.sort(key=lambda column: column % _HALF)
+    if in_bytes(kind, terms):
+        return _by_bytes(builder, lines, starts, chunk)
     if not VNNI:
         return _by_pairs(builder, kind, lines, starts, chunk, first, wide)
     found = [[ir.Constant(_WORDS, None)] * PARTS for _ in lines]
-    for term in range(kind.terms):
+    for term in range(terms):
         if term:
             found = [[builder.shl(each, ir.Constant(_WORDS, [8] * LANES)) for each in own] for own in found]
-        if term + 1 == kind.terms:
+        if term + 1 == terms:
             found = [
                 [builder.add(each, start) for each in own] for own, start in zip(found, starts, strict=True)
             ]
@@ -275,6 +280,35 @@ def _by_pairs(
     before = [start for start in starts for _ in range(PARTS)]
     found = loop(builder, _index(_HALF // 4), before, add)
     return [found[row * PARTS : (row + 1) * PARTS] for row in range(len(lines))]
+
+
+def _by_bytes(builder: ir.IRBuilder, lines: list[Any], starts: list[Any], chunk: Any) -> _Tile:
+    """See _integers: on AVX2, of 4 bits by bytes of `x`."""
+
+    def add(step: Any, sums: list[Any]) -> list[Any]:
+        word = builder.gep(chunk, [builder.mul(step, _index(4 * PANEL))])
+        of_x = [builder.gep(line, [builder.mul(step, _index(4))]) for line in lines]
+        found = list(sums)
+        for column in (0, _HALF):
+            matrix = [_numbers(builder, _NIBBLES, word, column, part) for part in range(PARTS)]
+            for row, at in enumerate(of_x):
+                four = _broadcast(builder, load(builder, at, 2 * BLOCK + column, _I32))
+                for part, read in enumerate(matrix):
+                    both = (builder.bitcast(each, _BYTES) for each in (read, four))
+                    pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, *both)
+                    found[row * PARTS + part] = builder.add(found[row * PARTS + part], pairs)
+        return found
+
+    none = [ir.Constant(_SHORTS, None)] * (len(lines) * PARTS)
+    ones = ir.Constant(_SHORTS, [1] * (2 * LANES))
+    whole = [
+        call(builder, "llvm.x86.avx2.pmadd.wd", _WORDS, pairs, ones)
+        for pairs in loop(builder, _index(_HALF // 4), none, add)
+    ]
+    return [
+        [builder.add(start, each) for each in whole[row * PARTS : (row + 1) * PARTS]]
+        for row, start in enumerate(starts)
+    ]
 
 
 def _numbers(builder: ir.IRBuilder, kind: Format, chunk: Any, column: int, part: int) -> Any:

@@ -1,9 +1,9 @@
 """Quantises the input of block_weights.py: 32 columns of a row at a time, to integers with one scale.
 
-Integers have 16 bits, or 8 for weights in int8. They are stored so, 32 of them after the other:
+Integers have 16 or 8 bits. They are stored so, 32 of them after the other:
 
     VNNI   the upper bytes, then the lower ones, both signed; or one byte
-    AVX2   int16, each four in the order 0, 2, 1, 3
+    AVX2   int16, each four in the order 0, 2, 1, 3; then, if they have 8 bits, bytes
     tiles  see block_tiles.py
 """
 
@@ -28,7 +28,7 @@ from kernels.cpu_jit.block_microkernel import (
     VNNI,
     put,
 )
-from kernels.cpu_jit.block_tiles import TILE_ROWS, X_BYTES
+from kernels.cpu_jit.block_tiles import TILE_ROWS
 from kernels.cpu_jit.llvm_intrinsics import (
     bf16_at,
     f32_at,
@@ -75,10 +75,12 @@ def _stores(terms: int) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             x, inverse, start, out = args
             whole = _integers(builder, x, inverse, start)
-            for term, each in enumerate(_split(builder, whole, terms)):
+            first = 0
+            for each in _split(builder, whole, terms):
                 size = each.type.element.width // 8
-                at = builder.mul(builder.add(start, ir.Constant(_I64, term * BLOCK)), ir.Constant(_I64, size))
-                put(builder, each, out, at)
+                at = builder.mul(start, ir.Constant(_I64, size))
+                put(builder, each, out, builder.add(at, ir.Constant(_I64, first)))
+                first += size * BLOCK
             return call(builder, "llvm.vector.reduce.add.v16i32", _I32, whole)
 
         return types.int32(x, inverse, types.int64, out), generate
@@ -87,14 +89,15 @@ def _stores(terms: int) -> Any:
 
 
 def _split(builder: ir.IRBuilder, whole: Any, terms: int) -> list[Any]:
-    """Integers as they are stored: one vector, or the upper bytes and the lower ones."""
+    """Integers as they are stored."""
+    parts, shorts = [whole], []
     if not VNNI:
-        return [_even_and_odd(builder, builder.trunc(whole, ir.VectorType(_I16, LANES)))]
-    parts = [whole]
-    if terms == 2:
+        shorts = [_even_and_odd(builder, builder.trunc(whole, ir.VectorType(_I16, LANES)))]
+        parts = parts[: 2 - terms]
+    elif terms == 2:
         upper, lower = _two_bytes_of(builder, whole)
         parts = [builder.ashr(upper, _words(8)), lower]
-    return [builder.trunc(each, ir.VectorType(_I8, LANES)) for each in parts]
+    return shorts + [builder.trunc(each, ir.VectorType(_I8, LANES)) for each in parts]
 
 
 def _two_bytes_of(builder: ir.IRBuilder, whole: Any) -> tuple[Any, Any]:
@@ -109,22 +112,27 @@ def _even_and_odd(builder: ir.IRBuilder, shorts: Any) -> Any:
     return builder.shuffle_vector(shorts, shorts, ir.Constant(_WORDS, order))
 
 
-@intrinsic
-def _in_bfloat16(typing: Any, x: Any, inverse: Any, upper: Any, lower: Any) -> Any:
-    """Store a block for tiles, 256 times the upper bytes at `upper` and the lower ones at `lower`; the sum of
-    the integers."""
+def _in_bfloat16(terms: int) -> Any:
+    @intrinsic
+    def numbers(typing: Any, x: Any, inverse: Any, out: Any) -> Any:
+        """Store a block of a row for tiles at `out`: 256 times the upper bytes and, after those of all rows
+        of the tile, the lower ones; or integers of one byte. Returns the sum of the integers."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        x, inverse, *goals = args
-        halves = [_integers(builder, x, inverse, ir.Constant(_I64, first)) for first in (0, LANES)]
-        for place, whole in enumerate(halves):
-            for goal, each in zip(goals, _two_bytes_of(builder, whole), strict=True):
-                bits = builder.bitcast(builder.sitofp(each, _FLOATS), _WORDS)
-                shorts = builder.trunc(builder.lshr(bits, _words(16)), ir.VectorType(_I16, LANES))
-                put(builder, _even_and_odd(builder, shorts), goal, 2 * LANES * place)
-        return call(builder, "llvm.vector.reduce.add.v16i32", _I32, builder.add(*halves))
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            x, inverse, out = args
+            halves = [_integers(builder, x, inverse, ir.Constant(_I64, first)) for first in (0, LANES)]
+            for place, whole in enumerate(halves):
+                parts = (whole,) if terms == 1 else _two_bytes_of(builder, whole)
+                for term, each in enumerate(parts):
+                    bits = builder.bitcast(builder.sitofp(each, _FLOATS), _WORDS)
+                    shorts = builder.trunc(builder.lshr(bits, _words(16)), ir.VectorType(_I16, LANES))
+                    at = 2 * (term * TILE_ROWS * BLOCK + place * LANES)
+                    put(builder, _even_and_odd(builder, shorts), out, at)
+            return call(builder, "llvm.vector.reduce.add.v16i32", _I32, builder.add(*halves))
 
-    return types.int32(x, inverse, upper, lower), generate
+        return types.int32(x, inverse, out), generate
+
+    return numbers
 
 
 def _integers(builder: ir.IRBuilder, x: Any, inverse: Any, start: Any) -> Any:
@@ -138,6 +146,7 @@ def _words(number: int) -> Any:
 
 
 _one_byte, _two_bytes = _stores(1), _stores(2)
+_one_bfloat16, _two_bfloat16 = _in_bfloat16(1), _in_bfloat16(2)
 
 
 @fast
@@ -154,9 +163,16 @@ def _range(x: Any, limit: Any) -> Any:
 
 @fast
 def _quantise(x: Any, p: Any) -> None:
-    out, facts, sums, rows, width, terms = i8_at(p[2]), f32_at(p[3]), i32_at(p[3]), p[4], p[5], p[6]
+    out, facts, sums, rows, width, terms, size = (
+        i8_at(p[2]),
+        f32_at(p[3]),
+        i32_at(p[3]),
+        p[4],
+        p[5],
+        p[6],
+        p[7],
+    )
     blocks, limit = width // BLOCK, _MOST[terms - 1]
-    size = BLOCK * (terms if VNNI else 2)
     while True:
         first = fetch_add(p) * PIECE_ROWS * blocks
         if first >= rows * blocks:
@@ -176,8 +192,8 @@ def _quantise(x: Any, p: Any) -> None:
 @fast
 def _quantise_for_tiles(p: Any) -> None:
     """A piece: PIECE_BLOCKS blocks of a tile of rows."""
-    x, out, facts, rows, blocks = f32_at(p[1]), i8_at(p[2]), f32_at(p[3]), p[4], p[5] // BLOCK
-    pieces = (blocks + PIECE_BLOCKS - 1) // PIECE_BLOCKS  # of a tile
+    x, out, facts, rows, blocks, terms = f32_at(p[1]), i8_at(p[2]), f32_at(p[3]), p[4], p[5] // BLOCK, p[6]
+    pieces, limit = (blocks + PIECE_BLOCKS - 1) // PIECE_BLOCKS, _MOST[terms - 1]  # pieces of a tile
     while True:
         piece = fetch_add(p)
         tile, first = piece // pieces, piece % pieces * PIECE_BLOCKS
@@ -189,10 +205,10 @@ def _quantise_for_tiles(p: Any) -> None:
                 scale, shift = _ZERO, _ZERO
                 if source < rows:
                     own = offset_by(x, (source * blocks + block) * BLOCK)
-                    upper = offset_by(out, at * X_BYTES + row * 2 * BLOCK)
-                    most, inverse = _range(own, _MOST[1])
-                    whole = _in_bfloat16(own, inverse, upper, offset_by(upper, TILE_ROWS * 2 * BLOCK))
-                    scale = most / _MOST[1]
+                    to = offset_by(out, (at * terms + row) * 2 * BLOCK)
+                    most, inverse = _range(own, limit)
+                    whole = _two_bfloat16(own, inverse, to) if terms == 2 else _one_bfloat16(own, inverse, to)
+                    scale = most / limit
                     shift = scale * np.float32(whole)
                 facts[2 * at + row], facts[2 * at + TILE_ROWS + row] = scale, shift
 

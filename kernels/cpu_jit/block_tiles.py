@@ -11,8 +11,8 @@ of a block differ, so all sums pass through memory: that takes most of the time.
 blocks before are scaled, two rows after each few instructions of tiles, as a CPU does not look ahead far
 enough to mix them itself.
 
-    x        [tile of rows][block][upper, lower][TILE_ROWS][32] bfloat16, each four columns in the order
-             0, 2, 1, 3: the rows of a tile lie side by side, so that they find room in the first cache
+    x        [tile of rows][block][upper, lower byte][TILE_ROWS][32] bfloat16, each four columns in the
+             order 0, 2, 1, 3: the rows of a tile lie side by side, so that they find room in the first cache
     facts    [tile of rows][block][scale, scale times the sum][TILE_ROWS] float32, 0 after the last row
     wide     [block][part][pairs of columns][LANES][2] bfloat16: some blocks of a panel, unpacked
     factors  [block][scales, minima][part][LANES] float32: theirs
@@ -23,6 +23,7 @@ enough to mix them itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -39,8 +40,8 @@ from kernels.cpu_jit.block_microkernel import BLOCK, LANES, PANEL, PARTS, VNNI, 
 from kernels.cpu_jit.llvm_intrinsics import as_f32, fast, i8_at, i64_at, offset_by, on_stack
 from kernels.cpu_jit.vectors import broadcast, call, loop, read_ahead
 
-TILE_ROWS, TERMS = amx.ROWS, 2  # TERMS: bytes of a number of `x`
-X_BYTES, FACT_BYTES = TERMS * 2 * BLOCK, 2 * 4  # of a row of a block
+TILE_ROWS = amx.ROWS
+FACT_BYTES = 2 * 4  # of a row of a block
 MOST_ROWS = 128  # at once: a panel is unpacked for them, _CHUNK blocks after the other, in the first cache
 _CHUNK = 6
 _WIDE_BYTES = 2 * BLOCK * PANEL  # of a block of a panel
@@ -58,12 +59,17 @@ _Emit = Callable[[], Any]
 
 def takes(kind: Format) -> bool:
     """Whether this CPU has the tiles and they multiply this format."""
-    return VNNI and kind.terms == TERMS and amx.usable() and kernels.cpu_jit.has("avx512bw")
+    return VNNI and not kind.by_row and amx.usable() and kernels.cpu_jit.has("avx512bw")
 
 
-def by_a_panel(kind: Format) -> Any:
-    """See the function in it."""
-    widen, add_product = _unpack(kind), _product(kind)
+def x_bytes(terms: int) -> int:
+    """The size of a row of a block of `x`, whose numbers have `terms` bytes."""
+    return terms * 2 * BLOCK
+
+
+def by_a_panel(kind: Format, terms: int) -> Any:
+    """See the function in it. `terms`: bytes of a number of `x`, one with a matrix in 4 bits alone."""
+    widen, add_product, of_x = _unpack(kind), _product(kind, terms), x_bytes(terms)
     width, size = 2 * kind.columns, kind.bytes
     configure = amx.setting([_LINE] * 4 + [width] * 2 + [_LINE] * 2, [TILE_ROWS] * 6 + [width // 4] * 2)
     wide_at, factors_at = on_stack(_CHUNK * _WIDE_BYTES), on_stack(_CHUNK * _factor_bytes(kind))
@@ -84,7 +90,7 @@ def by_a_panel(kind: Format) -> Any:
             count = min(_CHUNK, blocks - block)
             widen(count, offset_by(i8_at(table[0]), block * size), wide, factors)
             before = first * blocks + block * TILE_ROWS
-            x, facts = offset_by(i8_at(p[1]), before * X_BYTES), offset_by(i8_at(p[2]), before * FACT_BYTES)
+            x, facts = offset_by(i8_at(p[1]), before * of_x), offset_by(i8_at(p[2]), before * FACT_BYTES)
             add_product(x, facts, blocks, tiles, wide, factors, count, sums, results)
         amx.release()
         amx.store_panel(results, offset_by(out, table[2] + first * height), end - first, height)
@@ -94,12 +100,12 @@ def by_a_panel(kind: Format) -> Any:
 
 def _together(kind: Format) -> int:
     """Blocks that are multiplied, then scaled, at once: as many as have tiles of their own."""
-    return 2 if kind.bits == 4 else 1
+    return 2 // _apart(kind)
 
 
 def _apart(kind: Format) -> int:
     """Sums of a row of a block: one, or one for each byte of `x`."""
-    return 1 if kind.bits == 4 else TERMS
+    return 1 if kind.bits == 4 else 2
 
 
 def _halves(kind: Format) -> range:
@@ -109,7 +115,7 @@ def _halves(kind: Format) -> range:
 
 def _sums_bytes(kind: Format) -> int:
     """The size of the sums of blocks that are multiplied at once."""
-    return _together(kind) * len(_halves(kind)) * PARTS * _apart(kind) * _TILE
+    return 2 * len(_halves(kind)) * PARTS * _TILE
 
 
 def _factor_bytes(kind: Format) -> int:
@@ -124,7 +130,7 @@ class _Place(NamedTuple):
     block: Any
 
 
-def _product(kind: Format) -> Any:
+def _product(kind: Format, terms: int) -> Any:
     """See the function in it."""
     together, size = _together(kind), _sums_bytes(kind)
 
@@ -138,7 +144,7 @@ def _product(kind: Format) -> Any:
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             x, facts, apart, tiles, wide, factors, blocks, sums, results = args
-            emitter = _Emitter(builder, kind, x, facts, apart, wide, factors, results)
+            emitter = _Emitter(builder, kind, terms, x, facts, apart, wide, factors, results)
 
             def at(number: Any) -> Any:
                 return byte_after(builder, sums, builder.mul(builder.and_(number, _index(1)), _index(size)))
@@ -179,15 +185,20 @@ def _product(kind: Format) -> Any:
     return multiply
 
 
+@dataclass(frozen=True, slots=True)
 class _Emitter:
-    """Emits the instructions of a product of tiles."""
+    """Emits the instructions of a product of tiles. `terms`: bytes of a number of `x`; `apart`: blocks from
+    one tile of rows to the next."""
 
-    def __init__(
-        self, builder: ir.IRBuilder, kind: Format, x: Any, facts: Any, apart: Any, wide: Any, factors: Any,
-        results: Any,
-    ) -> None:  # fmt: skip
-        self._builder, self._kind, self._apart = builder, kind, apart
-        self._x, self._facts, self._wide, self._factors, self._results = x, facts, wide, factors, results
+    _builder: ir.IRBuilder
+    _kind: Format
+    _terms: int
+    _x: Any
+    _facts: Any
+    _apart: Any
+    _wide: Any
+    _factors: Any
+    _results: Any
 
     def run(self, emits: list[_Emit]) -> None:
         for emit in emits:
@@ -203,8 +214,11 @@ class _Emitter:
         emit = partial(partial, call, builder)
         first = 0 if apart > 1 else PARTS * number  # two blocks of 4 bits have tiles of their own
         tiles = [amx.tile_number(tile) for tile in range(first, first + PARTS * apart)]
-        of_x, of_matrix = ([amx.tile_number(tile) for tile in (each, each + 1)] for each in (_X, _MATRIX))
-        x = self._of_rows(self._x, place, number, X_BYTES)
+        of_x, of_matrix = (
+            [amx.tile_number(each + i) for i in range(count)]
+            for each, count in ((_X, self._terms), (_MATRIX, PARTS))
+        )
+        x = self._of_rows(self._x, place, number, x_bytes(self._terms))
         matrix = self._of_block(self._wide, place, number, _WIDE_BYTES)
 
         def read(tile: Any, base: Any, offset: int) -> _Emit:
@@ -215,7 +229,7 @@ class _Emitter:
         clear = [emit("llvm.x86.tilezero", _VOID, tile) for tile in tiles]
         multiply = [
             emit(_MULTIPLY, _VOID, tiles[part * apart + term % apart], of_x[term], of_matrix[part])
-            for term, part in product(range(TERMS), range(PARTS))
+            for term, part in product(range(self._terms), range(PARTS))
         ]
         start = (number * len(_halves(kind)) + half) * PARTS * apart
         places = [byte_after(builder, sums, (start + i) * _TILE) for i in range(len(tiles))]

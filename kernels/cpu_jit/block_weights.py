@@ -7,8 +7,8 @@ A block is 32 columns of a row, with a scale and, in some formats, a minimum:
     y = sum over blocks of  scale * a * (sum of (number - offset) * xi)  +  minimum * a * (sum of xi)
 
 where a block of `x` is `a * xi` with integers xi, quantised at the call. So each product is exact. xi has 16
-bits, but 8 with weights in int8: 8 bits change which of two near tokens is likelier, and few rows take the
-time to read the weights in any case.
+bits, with which a model gives the answers of float32, or 8, with which many rows take half the time; always
+8 with weights in int8.
 
     stored in 4 bits   Q4_0, Q4_1, Q4_K
     stored in 8 bits   Q5_0, Q5_1, Q5_K, Q6_K (16 columns a scale), Q8_0, and int8 (a scale for all columns)
@@ -30,9 +30,20 @@ from torch import Tensor
 
 import kernels.cpu_jit
 from kernels.cpu_jit import block_tiles
-from kernels.cpu_jit.block_microkernel import BLOCK, FACTS, PANEL, VNNI, WIDE_BYTES, Format, tile, unpack
+from kernels.cpu_jit.block_microkernel import (
+    BLOCK,
+    FACTS,
+    PANEL,
+    VNNI,
+    WIDE_BYTES,
+    Format,
+    in_bytes,
+    tile,
+    unpack,
+    x_bytes,
+)
 from kernels.cpu_jit.block_quantise import FOR_TILES, PIECE_BLOCKS, PIECE_ROWS, QUANTISE
-from kernels.cpu_jit.block_tiles import FACT_BYTES, MOST_ROWS, TILE_ROWS, X_BYTES
+from kernels.cpu_jit.block_tiles import FACT_BYTES, MOST_ROWS, TILE_ROWS
 from kernels.cpu_jit.llvm_intrinsics import (
     as_i64,
     bf16_at,
@@ -58,18 +69,19 @@ FORMATS = (
 )
 NIBBLES, NIBBLES_MINIMUM, INT8 = FORMATS[0], FORMATS[1], FORMATS[5]
 _TILE = 6 if VNNI else 3  # rows of `x`: their sums fill the registers
+_NEVER = 1 << 62
 # On AVX2 numbers become int16, which costs half as much as a tile's products: from _MANY rows on, a panel of
 # up to 4,096 columns is unpacked once, to 256 KiB on the stack (the second cache holds them).
 _MANY, _UNPACKED_BLOCKS = 12, 128
-_NEVER = 1 << 62
 _TABLE_ROW = 4  # numbers of a panel: see BlockMatrix
-_IN_TILES = {4: 13, 8: 28}  # rows from which on AMX is faster, by bits
+# Rows from which on AMX is faster, by bytes of a number of `x` and bits of the matrix.
+_IN_TILES = {(2, 4): 13, (2, 8): 28, (1, 4): 29, (1, 8): _NEVER}
 _HALF = BLOCK // 2
 
 
-def _by_a_panel(format_: Format) -> Any:
-    most, four, two, one = (tile(rows, format_) for rows in (_TILE, min(4, _TILE), 2, 1))
-    size, whole_tiles = format_.x_bytes, _by_an_unpacked_panel(format_)
+def _by_a_panel(format_: Format, terms: int) -> Any:
+    most, four, two, one = (tile(rows, format_, terms) for rows in (_TILE, min(4, _TILE), 2, 1))
+    size, whole_tiles = x_bytes(terms), _by_an_unpacked_panel(format_, terms)
 
     @fast
     def multiply(p: Any, panel: Any, out: Any) -> None:
@@ -95,11 +107,11 @@ def _by_a_panel(format_: Format) -> Any:
     return multiply
 
 
-def _by_an_unpacked_panel(format_: Format) -> Any:
+def _by_an_unpacked_panel(format_: Format, terms: int) -> Any:
     """A function for the first rows of `x`, if they are many; it returns their number."""
-    if VNNI:  # a register of the matrix has rows enough of `x` to unpack it for
+    if VNNI or in_bytes(format_, terms):  # cheap to unpack, for the rows of a tile
         return fast(lambda p, panel, out: 0)
-    widen, some, size = unpack(format_), tile(_TILE, format_, unpacked=True), format_.x_bytes
+    widen, some, size = unpack(format_), tile(_TILE, format_, terms, unpacked=True), x_bytes(terms)
     scratch = on_stack(_UNPACKED_BLOCKS * WIDE_BYTES)
 
     @fast
@@ -120,12 +132,17 @@ def _by_an_unpacked_panel(format_: Format) -> Any:
     return multiply
 
 
-_nibbles, _nibbles_minimum, _bytes, _bytes_minimum, _bytes_16, _int8 = map(_by_a_panel, FORMATS)
-
-
 @fast
 def _f32(p: Any, panel: Any) -> Any:
     return offset_by(f32_at(p[5]), panel[2])
+
+
+_nibbles, _nibbles_minimum, _bytes, _bytes_minimum, _bytes_16 = (
+    _by_a_panel(each, 2) for each in FORMATS[:-1]
+)
+_nibbles_8, _nibbles_minimum_8, _bytes_8, _bytes_minimum_8, _bytes_16_8, _int8 = (
+    _by_a_panel(each, 1) for each in FORMATS
+)
 
 
 # Each is a function with a name of its own, by which Numba finds its machine code in the cache.
@@ -149,6 +166,26 @@ def _bytes_16_f32(p: Any, panel: Any) -> None:
     _bytes_16(p, panel, _f32(p, panel))
 
 
+def _nibbles_8_f32(p: Any, panel: Any) -> None:
+    _nibbles_8(p, panel, _f32(p, panel))
+
+
+def _nibbles_minimum_8_f32(p: Any, panel: Any) -> None:
+    _nibbles_minimum_8(p, panel, _f32(p, panel))
+
+
+def _bytes_8_f32(p: Any, panel: Any) -> None:
+    _bytes_8(p, panel, _f32(p, panel))
+
+
+def _bytes_minimum_8_f32(p: Any, panel: Any) -> None:
+    _bytes_minimum_8(p, panel, _f32(p, panel))
+
+
+def _bytes_16_8_f32(p: Any, panel: Any) -> None:
+    _bytes_16_8(p, panel, _f32(p, panel))
+
+
 def _int8_f32(p: Any, panel: Any) -> None:
     _int8(p, panel, _f32(p, panel))
 
@@ -163,7 +200,8 @@ def _int8_bf16(p: Any, panel: Any) -> None:
     _bytes_in_tiles,
     _bytes_minimum_in_tiles,
     _bytes_16_in_tiles,
-) = map(block_tiles.by_a_panel, FORMATS[:-1])
+) = (block_tiles.by_a_panel(each, 2) for each in FORMATS[:-1])
+_nibbles_8_in_tiles, _nibbles_minimum_8_in_tiles = (block_tiles.by_a_panel(each, 1) for each in FORMATS[:2])
 
 
 def _nibbles_tiles(p: Any, work: Any) -> None:
@@ -186,22 +224,39 @@ def _bytes_16_tiles(p: Any, work: Any) -> None:
     _bytes_16_in_tiles(p, work, f32_at(p[5]))
 
 
-# Kernels of a panel, by format.
-_PANELS = [
-    Kernel(each, 2)
-    for each in (
-        _nibbles_f32,
-        _nibbles_minimum_f32,
-        _bytes_f32,
-        _bytes_minimum_f32,
-        _bytes_16_f32,
-        _int8_f32,
+def _nibbles_8_tiles(p: Any, work: Any) -> None:
+    _nibbles_8_in_tiles(p, work, f32_at(p[5]))
+
+
+def _nibbles_minimum_8_tiles(p: Any, work: Any) -> None:
+    _nibbles_minimum_8_in_tiles(p, work, f32_at(p[5]))
+
+
+# Kernels of a panel, by bytes of a number of `x` and format.
+_PANELS = {
+    terms: [Kernel(each, 2) for each in bodies]
+    for terms, bodies in (
+        (2, (_nibbles_f32, _nibbles_minimum_f32, _bytes_f32, _bytes_minimum_f32, _bytes_16_f32)),
+        (
+            1,
+            (
+                _nibbles_8_f32,
+                _nibbles_minimum_8_f32,
+                _bytes_8_f32,
+                _bytes_minimum_8_f32,
+                _bytes_16_8_f32,
+                _int8_f32,
+            ),
+        ),
     )
-]
-_PANELS_IN_TILES = [
-    Kernel(each, 2)
-    for each in (_nibbles_tiles, _nibbles_minimum_tiles, _bytes_tiles, _bytes_minimum_tiles, _bytes_16_tiles)
-]
+}
+_PANELS_IN_TILES = {
+    terms: [Kernel(each, 2) for each in bodies]
+    for terms, bodies in (
+        (2, (_nibbles_tiles, _nibbles_minimum_tiles, _bytes_tiles, _bytes_minimum_tiles, _bytes_16_tiles)),
+        (1, (_nibbles_8_tiles, _nibbles_minimum_8_tiles)),
+    )
+}
 _INT8_BF16 = Kernel(_int8_bf16, 2)
 
 
@@ -264,8 +319,7 @@ class BlockMatrix:
     height: int
     segments: tuple[Tensor, ...]
     dtype: torch.dtype
-    terms: int
-    x_bytes: int
+    terms: int  # bytes of a number of `x`
     in_tiles: int  # rows from which on tiles multiply
 
     @property
@@ -278,14 +332,14 @@ class BlockMatrix:
         rows, width = x.shape
         if rows >= self.in_tiles:
             return self._calls_in_tiles(x, out, parts)
-        blocks = rows * width // BLOCK
-        scratch = torch.empty(blocks * (4 * FACTS + self.x_bytes), dtype=torch.uint8)
+        blocks, size = rows * width // BLOCK, x_bytes(self.terms)
+        scratch = torch.empty(blocks * (4 * FACTS + size), dtype=torch.uint8)
         facts = scratch.data_ptr()
         quantised = (facts + 4 * FACTS * blocks, facts)
         (table,) = parts
         starts = shares(len(self.table), team_size())
         to = (table, len(starts) - 1, out.data_ptr(), rows, width, self.height, starts.ctypes.data)
-        pieces, shape = -(-rows // PIECE_ROWS), (rows, width, self.terms)
+        pieces, shape = -(-rows // PIECE_ROWS), (rows, width, self.terms, size)
         return (
             Call(QUANTISE[x.dtype], pieces, (x.data_ptr(), *quantised, *shape), scratch),
             Call(_MULTIPLY, len(starts) - 1, (*quantised, *to), scratch),
@@ -293,10 +347,10 @@ class BlockMatrix:
 
     def _calls_in_tiles(self, x: Tensor, out: Tensor, parts: Sequence[Number]) -> tuple[Call, ...]:
         rows, width = x.shape
-        blocks, tiles = width // BLOCK, -(-rows // TILE_ROWS)
+        blocks, tiles, size = width // BLOCK, -(-rows // TILE_ROWS), block_tiles.x_bytes(self.terms)
         padded = tiles * TILE_ROWS * blocks
-        scratch = torch.empty(padded * (X_BYTES + FACT_BYTES), dtype=torch.uint8)
-        quantised = (scratch.data_ptr(), scratch.data_ptr() + padded * X_BYTES)
+        scratch = torch.empty(padded * (size + FACT_BYTES), dtype=torch.uint8)
+        quantised = (scratch.data_ptr(), scratch.data_ptr() + padded * size)
         (table,) = parts
         starts = shares(len(self.table), team_size())
         pieces = len(starts) - 1  # for MOST_ROWS rows
@@ -306,7 +360,7 @@ class BlockMatrix:
             Call(
                 FOR_TILES,
                 tiles * -(-blocks // PIECE_BLOCKS),
-                (x.data_ptr(), *quantised, rows, width),
+                (x.data_ptr(), *quantised, rows, width, self.terms),
                 scratch,
             ),
             Call(_MULTIPLY_IN_TILES, count, (*quantised, *to), scratch),
@@ -318,26 +372,29 @@ def can_pack(height: int, width: int) -> bool:
     return height >= PANEL and width % BLOCK == 0 and kernels.cpu_jit.has(*kernels.cpu_jit.BYTES)
 
 
-def pack(matrices: Sequence[Blocks], dtype: torch.dtype) -> BlockMatrix:
+def pack(matrices: Sequence[Blocks], dtype: torch.dtype, terms: int = 2) -> BlockMatrix:
     """The matrices, one below the other, in panels, for products in `dtype`: float32, or of int8 also rounded
-    to bfloat16. A last panel ends with its matrix: it may repeat rows."""
+    to bfloat16. A number of the input has `terms` bytes, or one with weights in int8. A last panel ends with
+    its matrix: it may repeat rows."""
     segments, table, height = [], [], 0
     formats = {each.format for each in matrices}
-    in_tiles = max(_IN_TILES[each.bits] if block_tiles.takes(each) else _NEVER for each in formats)
-    ((terms, size),) = {(each.terms, each.x_bytes) for each in formats}
-    assert dtype == torch.float32 or terms == 1, "packed weights have float32 between the products"
+    if INT8 in formats:
+        terms = 1
+    assert dtype == torch.float32 or formats == {INT8}, "packed weights have float32 between the products"
+    with_amx = all(map(block_tiles.takes, formats))
+    in_tiles = max(_IN_TILES[terms, each.bits] for each in formats) if with_amx else _NEVER
     for matrix in matrices:
         segment = _panels(matrix)
         starts = range(height, height + len(matrix.numbers), PANEL)
         height += len(matrix.numbers)
         kind, step = FORMATS.index(matrix.format), segment[0].numel()
-        kernel = _INT8_BF16 if dtype == torch.bfloat16 else _PANELS[kind]
-        many = _PANELS_IN_TILES[kind].address if in_tiles < _NEVER else 0
+        kernel = _INT8_BF16 if dtype == torch.bfloat16 else _PANELS[terms][kind]
+        many = _PANELS_IN_TILES[terms][kind].address if in_tiles < _NEVER else 0
         for number, start in enumerate(starts):
             at = segment.data_ptr() + number * step
             table.append((at, kernel.address, min(start, height - PANEL), many))
         segments.append(segment)
-    return BlockMatrix(torch.tensor(table), height, tuple(segments), dtype, terms, size, in_tiles)
+    return BlockMatrix(torch.tensor(table), height, tuple(segments), dtype, terms, in_tiles)
 
 
 def _panels(matrix: Blocks) -> Tensor:

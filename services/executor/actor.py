@@ -489,10 +489,11 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
 def _timed_threads(settings: Settings, path: Path, dtype: str) -> int:
     """The threads to begin with on a CPU; 0: not timed. Logs the times, and where another dtype would be
     faster than the f32 or bf16 that a rule chose."""
+    from services.executor.checkpoint.loader import PACKED
     from services.executor.cpu.autotune import timing_for
 
     by_rule = settings.dtype.partition("/")[0] == "auto"
-    timing = timing_for(settings, path, dtype, ("f32", "bf16") if by_rule and dtype != "packed" else ())
+    timing = timing_for(settings, path, dtype, ("f32", "bf16") if by_rule and dtype not in PACKED else ())
     if timing is None:
         return 0
     log.info("%s", timing)

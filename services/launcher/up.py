@@ -628,7 +628,7 @@ def same_seed(dtype: str, *, deterministic: bool) -> str:
     """In words, whether a seed gives the same tokens again on an engine of this dtype; empty without one."""
     if deterministic:
         return "same tokens in any batch (deterministic)"
-    if dtype in ("f32", "packed/f16"):
+    if dtype in ("f32", "packed/f16", "packed8/f16"):
         return f"same tokens in any batch ({dtype.partition('/')[0]})"
     if dtype in ("", "none"):
         return ""

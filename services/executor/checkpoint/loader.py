@@ -62,8 +62,14 @@ _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; mo
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 # Weights in int8, in the blocks of their file, in fp8 (fp8.py), in 4 bits (int4.py); and the dtype between
 # their products.
-_KEPT = {"int8": torch.bfloat16, "packed": torch.float32, "fp8": torch.bfloat16, "int4": torch.bfloat16}
-_KV = {**_DTYPES, **_KEPT, "packed": torch.float16}  # of KV, by default; half the reads of float32
+PACKED = ("packed", "packed8")
+_KEPT = {
+    "int8": torch.bfloat16,
+    **dict.fromkeys(PACKED, torch.float32),
+    "fp8": torch.bfloat16,
+    "int4": torch.bfloat16,
+}
+_KV = {**_DTYPES, **_KEPT, **dict.fromkeys(PACKED, torch.float16)}  # of KV, by default; half the reads of f32
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", FP8: "fp8"}
 
 
@@ -74,7 +80,9 @@ class TorchOptions:
     model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
-    dtype: str = "auto"  # bf16, f32, int8, packed, fp8, int4; auto: f32 on a CPU, as stored or bf16 on a GPU
+    dtype: str = (
+        "auto"  # bf16, f32, int8, packed, packed8, fp8, int4; auto: f32 on a CPU, as stored or bf16 on a GPU
+    )
     kv_dtype: str = "auto"  # fp8; auto: the model's dtype, f16 with packed weights
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
@@ -104,7 +112,7 @@ class Loaded:
     fingerprint: str
     ranks: Ranks = SOLO
     stage: Stage = WHOLE
-    kept_in: str = ""  # the weights of products, if not in the model's dtype: int8, packed, fp8, int4
+    kept_in: str = ""  # the weights of products, if not in the model's dtype: one of _KEPT
 
 
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
@@ -115,7 +123,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     name = _dtype_name(options, device)
     dtype = {**_DTYPES, **_KEPT}[name]
     in_int4 = dummy_in_int4 if options.dummy else part_in_int4
-    by_name = {"fp8": part_in_fp8, "int4": in_int4, "packed": part_in_blocks}
+    by_name = {"fp8": part_in_fp8, "int4": in_int4, **dict.fromkeys(PACKED, part_in_blocks)}
     load_part = by_name.get(name, plain_part)
     if name == "int4" and options.model_path.suffix == ".gguf" and not options.dummy:
         from services.executor.checkpoint.gguf_blocks import part_in_groups  # it imports Numba
@@ -129,7 +137,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     if options.dummy:
         shapes, weights = load_dummy(options.model_path, dtype, device, shard_of, load_part)
     elif options.model_path.suffix == ".gguf":
-        packed = name in ("packed", "int4")
+        packed = name in (*PACKED, "int4")
         shapes, weights = load_gguf(
             options.model_path, dtype, device, shard_of, packed=packed, load_part=load_part
         )
@@ -275,7 +283,7 @@ def device_of(name: str, rank: int = 0) -> torch.device:
 
 
 def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
-    """What a server computes in if no dtype is chosen, and why: `packed` for a GGUF file whose weights are
+    """What a server computes in if no dtype is chosen, and why: `packed8` for a GGUF file whose weights are
     mostly in blocks and for a checkpoint in 4 bits, on one CPU rank with the instructions; `bf16` for a
     checkpoint in bfloat16 on a CPU with AMX; else `f32`; on a GPU `auto`."""
     if device_of(device).type != "cpu":
@@ -291,7 +299,7 @@ def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
         return "f32", "several ranks share the layers, and cuts may fall within a block"
     if not in_4_bits and type_of_blocks(path) is None:
         return "f32", "few weights of the file are in blocks of 4 to 8 bits"
-    return "packed", "the weights stay in the file's blocks: the answers of f32, sooner"
+    return "packed8", "the weights stay in the file's blocks; packed is slower, with the answers of f32"
 
 
 def _is_in_bf16(folder: Path) -> bool:
@@ -324,9 +332,9 @@ def _dtype_name(options: TorchOptions, device: torch.device) -> str:
             raise SetupError(f"dtype {name} is for CPUs; use bf16 or fp8")
         if not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
             raise SetupError(f"dtype {name} needs a CPU with AVX2 and F16C, and Numba; use bf16")
-        if name == "packed" and path.suffix != ".gguf" and stored_in(path) != "int4":
+        if name in PACKED and path.suffix != ".gguf" and stored_in(path) != "int4":
             raise SetupError(
-                "dtype packed is for GGUF files and checkpoints in 4 bits; use int8, bf16 or f32"
+                f"dtype {name} is for GGUF files and checkpoints in 4 bits; use int8, bf16 or f32"
             )
     elif name not in _DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; use one of {', '.join((*_DTYPES, *_KEPT))}")

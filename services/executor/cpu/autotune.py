@@ -35,7 +35,7 @@ from torch import Tensor
 
 import kernels.cpu_jit
 from services.executor.checkpoint.gguf import type_of_blocks
-from services.executor.checkpoint.loader import device_of
+from services.executor.checkpoint.loader import PACKED, device_of
 from services.executor.checkpoint.stored import Dense, Stored
 from services.executor.cpu.linear import Products
 from shared.config import Settings
@@ -58,7 +58,10 @@ RETRY_S = 3600  # starts beside other work are not slowed down by one timing eac
 ROUNDS, BUDGET_S = 2, 0.5  # with the matrices, of which packed ones take 0.2 s, less than a second
 _BYTES, _COLUMNS = 8 << 20, 1024  # of a matrix: more than the second cache of a core; in whole blocks
 _SCALE = 100_000_000  # weights: times of matrices of unlike dtypes are shown for so many
-_TYPES = {"f32": torch.float32, "packed": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
+_TYPES = {
+    **dict.fromkeys(("f32", *PACKED), torch.float32),
+    **dict.fromkeys(("bf16", "int8"), torch.bfloat16),
+}
 _CPU = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU implementer", "CPU part",
         "CPU variant", "Features")  # fmt: skip
 _LIMITS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "ONEDNN_MAX_CPU_ISA")  # instructions that are not used
@@ -137,13 +140,13 @@ def timing_for(
     if chosen or dtype not in _TYPES or device_of(device).type != "cpu":
         return None
     kind = type_of_blocks(path) if path.suffix == ".gguf" else Kind.Q4_0  # as those of a checkpoint in 4 bits
-    if dtype == "packed" and kind is None:
+    if dtype in PACKED and kind is None:
         return None
     cores = usable_cores()
     dtypes, threads = [dtype, *(other for other in others if other != dtype)], counts(cores)
     if len(dtypes) == len(threads) == 1:
         return None
-    about = [*_machine(), f"{cores:g} cores", dtype, kind.name if kind and dtype == "packed" else ""]
+    about = [*_machine(), f"{cores:g} cores", dtype, kind.name if kind and dtype in PACKED else ""]
     name = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
     file = settings.cache_dir.expanduser() / "timings" / f"{name}.json"
     kept = _read(file, about, dtypes, threads)
@@ -173,7 +176,7 @@ def _shown(times: Sequence[float]) -> str:
 def _product(dtype: str, kind: Kind | None) -> Product:
     """A product with a matrix, as the engine makes it."""
     weight: Stored
-    if dtype == "packed":
+    if dtype in PACKED:
         from services.executor.checkpoint.gguf_blocks import InBlocks
 
         assert kind is not None, "only a file has blocks"
@@ -184,7 +187,7 @@ def _product(dtype: str, kind: Kind | None) -> Product:
     else:
         size = 1 if dtype == "int8" else _TYPES[dtype].itemsize
         weight = Dense.of(torch.ones(_BYTES // _COLUMNS // size, _COLUMNS, dtype=_TYPES[dtype]))
-    products = Products(_TYPES[dtype], torch.device("cpu"), deterministic=False, int8=dtype == "int8")
+    products = Products(_TYPES[dtype], torch.device("cpu"), deterministic=False, kept_in=dtype)
     inputs = [torch.ones(rows, _COLUMNS, dtype=_TYPES[dtype]) for rows in ROWS]
     return products.linear(weight), inputs, math.prod(weight.shape)
 

@@ -101,13 +101,19 @@ class TorchOperators:
         return segments[0] if len(segments) == 1 else torch.cat(segments)
 
 
+# The matrices, beside the head, whose inputs keep 16 bits with `packed8`: a sixth of a layer's work, and more
+# of the error than any other (docs/guides/accuracy.md).
+_SENSITIVE = ("qkv",)
+
+
 def table(products: Products, operators: Operators, *, deterministic: bool) -> Table:
     """What this engine takes. With `deterministic` a row's result does not depend on the other rows."""
 
     def projection(placed: Placed) -> Product:
         bias = placed.op.bias
         added = None if bias is None else placed.dense(bias)
-        return Product(products.linear(placed.weights[placed.op.weight.name], added))
+        name = placed.op.weight.name
+        return Product(products.linear(placed.weights[name], added, sensitive=name in _SENSITIVE))
 
     def add_norm(add: Placed, norm: Placed) -> AddNorm:
         return AddNorm(operators, norm.dense(norm.op.weight), norm.op.eps)

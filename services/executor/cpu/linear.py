@@ -48,10 +48,11 @@ class Products:
     """Makes the products of one model. They share a scratch buffer, so they run on one thread."""
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, *, deterministic: bool, int8: bool = False
+        self, dtype: torch.dtype, device: torch.device, *, deterministic: bool, kept_in: str = ""
     ) -> None:
-        """`int8`: keep the weights in int8 with a scale for each row, on a CPU with the instructions."""
-        self._dtype, self._int8 = dtype, int8
+        """`kept_in`, on a CPU with the instructions: `int8` keeps the weights in int8 with a scale for each
+        row; with `packed8` inputs of weights in blocks have 8 bits, else 16."""
+        self._dtype, self._kept_in = dtype, kept_in
         self._deterministic = deterministic
         self._on_cpu = device.type == "cpu"
         self._widen = (
@@ -79,12 +80,20 @@ class Products:
             for (_, width), product in self._by_shape.items():
                 product(like.new_zeros(rows, width))
 
-    def linear(self, stored: Stored, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
+    def linear(
+        self,
+        stored: Stored,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        sensitive: bool = False,
+    ) -> Linear:
         """The product with the weight `[out, in]`, plus `bias`. The result has the input's dtype; our own
-        kernels round it to `dtype` if given. With `deterministic` a row's result does not depend on the other
-        rows: those of our kernels never do, and torch's run in tiles of ROW_TILE rows, which all have one
-        shape and one order of summation; the number of rows must then be a multiple of ROW_TILE."""
-        product = self._in_bytes(stored, dtype) if self._compiled else None
+        kernels round it to `dtype` if given. `sensitive`: inputs of weights in blocks have 16 bits. With
+        `deterministic` a row's result does not depend on the other rows: those of our kernels never do, and
+        torch's run in tiles of ROW_TILE rows, which all have one shape and one order of summation; the number
+        of rows must then be a multiple of ROW_TILE."""
+        product = self._in_bytes(stored, dtype, sensitive=sensitive) if self._compiled else None
         if product is None:
             product = self._of_numbers(stored.values, dtype)
         if dtype is None:
@@ -97,7 +106,7 @@ class Products:
         product = self._of_torch(weight)
         return _tiled(product) if self._deterministic else product
 
-    def _in_bytes(self, stored: Stored, dtype: torch.dtype | None) -> Linear | None:
+    def _in_bytes(self, stored: Stored, dtype: torch.dtype | None, *, sensitive: bool) -> Linear | None:
         """The product with a matrix that stays in the blocks of its file, or in int8 if asked. Raises
         SetupError for scales that are not finite: a row of -inf would hide from the check of the logits."""
         from kernels.cpu_jit.block_weights import can_pack, in_int8, pack
@@ -112,13 +121,14 @@ class Products:
                     "a matrix of the model has scales that are not finite, or too large for float16: fetch "
                     "the model again, or use dtype f32"
                 )
-        elif self._int8 and can_pack(*stored.shape):
+        elif self._kept_in == "int8" and can_pack(*stored.shape):
             matrices = [in_int8(stored.values)]
         else:
             return None
         if not all(can_pack(*each.numbers.shape) for each in matrices):
             return None
-        return PackedProduct(pack(matrices, dtype or self._dtype), dtype)
+        terms = 1 if self._kept_in == "packed8" and not sensitive else 2
+        return PackedProduct(pack(matrices, dtype or self._dtype, terms), dtype)
 
     def _compiled_product(self, weight: Tensor, dtype: torch.dtype | None) -> Linear | None:
         from kernels.cpu_jit.gemm_few_rows import by_rows

@@ -42,9 +42,10 @@ class Model:
         shapes, weights, stage = loaded.shapes, loaded.weights, loaded.stage
         self._shapes, self._ranks, self._stage = shapes, loaded.ranks, stage
         self._embedding, self._like, device = weights.embedding, weights.norm, weights.norm.device
-        int8 = loaded.kept_in == "int8"
-        products = Products(weights.norm.dtype, device, deterministic=deterministic, int8=int8)
-        self._head = products.linear(weights.head, dtype=torch.float32) if stage.last else None
+        products = Products(weights.norm.dtype, device, deterministic=deterministic, kept_in=loaded.kept_in)
+        self._head = None
+        if stage.last:
+            self._head = products.linear(weights.head, dtype=torch.float32, sensitive=True)
         operations = placed(describe(shapes), weights.layers, Dense.of(weights.norm))
         takes = table(products, operators, deterministic=deterministic)
         self._steps = steps_of(operations, takes, REFERENCE)

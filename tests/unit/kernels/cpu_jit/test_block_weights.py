@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu_jit.block_microkernel import FACTS, PANEL, SCALE, VNNI, Format
+from kernels.cpu_jit.block_microkernel import FACTS, PANEL, SCALE, VNNI, Format, x_bytes
 from kernels.cpu_jit.block_weights import FORMATS, BlockMatrix, Blocks, can_pack, pack
 from kernels.cpu_jit.packed_weights import multiply
 
 AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+f16c"}
 COLUMNS = 96
+WAYS = [(kind, terms) for terms in (2, 1) for kind in FORMATS if terms == 1 or not kind.by_row]
 
 pytestmark = pytest.mark.skipif(not can_pack(PANEL, 32), reason="no AVX2")
 
@@ -47,10 +48,13 @@ def few_in_int8(x: Tensor, matrix: BlockMatrix) -> Tensor:
     quantise.run()
     assert quantise.scratch is not None
     blocks = x.numel() // 32
-    facts, numbers = quantise.scratch.split([4 * FACTS * blocks, matrix.x_bytes * blocks])
+    facts, numbers = quantise.scratch.split([4 * FACTS * blocks, x_bytes(matrix.terms) * blocks])
     scales = facts.view(torch.float32).view(blocks, FACTS)[:, SCALE].double()
     if not VNNI:  # even before odd ones
-        found = numbers.view(torch.int16).view(blocks, 8, 2, 2).transpose(2, 3).double()
+        shorts, rest = numbers.view(blocks, -1).split([64, 32 * (2 - matrix.terms)], 1)
+        found = shorts.contiguous().view(torch.int16).view(blocks, 8, 2, 2).transpose(2, 3).double()
+        if matrix.terms == 1:
+            assert torch.equal(rest.contiguous().view(torch.int8).double(), found.reshape(blocks, 32))
     else:
         upper, *lower = numbers.view(torch.int8).view(blocks, matrix.terms, 32).double().unbind(1)
         found = 256 * upper + lower[0] if lower else upper
@@ -61,14 +65,14 @@ def few_in_int8(x: Tensor, matrix: BlockMatrix) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize(("kind", "terms"), WAYS, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 25, 33, 300])  # with AMX in tiles: 25 in 4 bits, 33, 300
-def test_a_product_is_that_of_float64(kind: Format, rows: int) -> None:
+def test_a_product_is_that_of_float64(kind: Format, terms: int, rows: int) -> None:
     """Joined matrices of two formats, but for 25 rows, and a height that is no multiple of a panel."""
     torch.manual_seed(rows)
     second = kind if kind.by_row or rows == 25 else FORMATS[2]
     matrices = [random_blocks(kind, 100), random_blocks(second, 64)]
-    packed = pack(matrices, torch.float32)
+    packed = pack(matrices, torch.float32, terms)
     values = torch.cat([each.values() for each in matrices]).double()
     for dtype in (torch.float32, torch.bfloat16)[: 1 + kind.by_row]:
         x = torch.randn(rows, COLUMNS).to(dtype)
@@ -82,15 +86,15 @@ def test_a_product_is_that_of_float64(kind: Format, rows: int) -> None:
         assert torch.equal(torch.cat(each), found), "bits depend on the other rows"
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize(("kind", "terms"), WAYS, ids=str)
 @pytest.mark.parametrize("number", [0, 1.0])
-def test_the_largest_numbers_do_not_saturate(kind: Format, number: float) -> None:
+def test_the_largest_numbers_do_not_saturate(kind: Format, terms: int, number: float) -> None:
     numbers = torch.full((PANEL, COLUMNS), int(number * largest(kind)), dtype=torch.uint8)
     ones = torch.ones(PANEL, 1 if kind.by_row else COLUMNS // kind.columns)
     ones = ones if kind.by_row else ones.half()
     minima = torch.ones(PANEL, COLUMNS // 32).half() if kind.minimum else None
     matrix = Blocks(kind, numbers, ones, minima)
-    packed = pack([matrix], torch.float32)
+    packed = pack([matrix], torch.float32, terms)
     for x in (torch.ones(4, COLUMNS), -torch.ones(4, COLUMNS), -torch.ones(40, COLUMNS)):
         wanted = in_int8(x, packed) @ matrix.values().double().T
         found = multiply(x, packed).double()
@@ -102,11 +106,11 @@ def test_a_row_of_zeros() -> None:
     assert not multiply(torch.zeros(2, COLUMNS), packed).any()
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize(("kind", "terms"), WAYS, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_not_finite_stays_visible(kind: Format, bad: float) -> None:
+def test_a_number_that_is_not_finite_stays_visible(kind: Format, terms: int, bad: float) -> None:
     """In its own row, in every product: logits that are not finite fail the sequence."""
-    packed = pack([random_blocks(kind, PANEL)], torch.float32)
+    packed = pack([random_blocks(kind, PANEL)], torch.float32, terms)
     for rows in (3, 41):
         x = torch.randn(rows, COLUMNS)
         x[1] = torch.where(torch.arange(COLUMNS) == 40, bad, x[1])

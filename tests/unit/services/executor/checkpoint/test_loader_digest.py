@@ -88,7 +88,7 @@ def test_it_is_checked_before_weights_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.skipif(not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES), reason="no AVX2: packed weights need it")
 @pytest.mark.parametrize(
     ("first", "second", "flags", "kv"),
-    [("cpu", "cpu/tp2", "packed", "f16"), ("cpu/tp2", "cpu", "f32", "f32")],
+    [("cpu", "cpu/tp2", "packed8", "f16"), ("cpu/tp2", "cpu", "f32", "f32")],
 )
 def test_one_rank_and_two_choose_other_dtypes_and_the_second_is_told_which(
     first: str, second: str, flags: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -255,7 +255,7 @@ def test_one_core_and_one_dtype_leave_nothing_to_choose(
 # ---- for real -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["f32", "packed", "int8"])
+@pytest.mark.parametrize("dtype", ["f32", "packed", "packed8", "int8"])
 def test_products_of_this_machine(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if dtype != "f32" and not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
         pytest.skip("kernels of packed weights and int8 need a CPU with AVX2 and F16C")

@@ -40,7 +40,7 @@ def chosen(dtype: str, device: torch.device, file: Path) -> str:
     return _dtype_name(TorchOptions(model_path=file, model_name="m", dtype=dtype), device)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "packed"])
+@pytest.mark.parametrize("dtype", ["int8", "packed", "packed8"])
 def test_a_machine_without_the_instructions_is_told_what_works(
     monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
@@ -53,14 +53,17 @@ def test_a_machine_without_the_instructions_is_told_what_works(
 
 
 def test_only_a_gguf_file_has_blocks() -> None:
-    with pytest.raises(SetupError, match="packed is for GGUF files and checkpoints in 4 bits; use int8"):
-        chosen("packed", torch.device("cpu"), Path("folder"))
+    for dtype in ("packed", "packed8"):
+        with pytest.raises(
+            SetupError, match=f"{dtype} is for GGUF files and checkpoints in 4 bits; use int8"
+        ):
+            chosen(dtype, torch.device("cpu"), Path("folder"))
 
 
 def test_a_server_without_a_dtype_computes_with_the_blocks_of_its_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    wanted = "packed" if kernels.cpu_jit.has(*kernels.cpu_jit.BYTES) else "f32"
+    wanted = "packed8" if kernels.cpu_jit.has(*kernels.cpu_jit.BYTES) else "f32"
     assert best_dtype(model_path(), "cpu", 1)[0] == wanted
     assert best_dtype(tmp_path, "cpu", 1)[0] == "f32"
     monkeypatch.setattr(kernels.cpu_jit, "has", lambda *wanted: True)

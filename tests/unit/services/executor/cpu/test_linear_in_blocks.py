@@ -13,11 +13,14 @@ from support.executor.tiny_gguf import tiny_vocabulary, write_gguf, write_model
 from support.executor.tiny_models import VOCAB
 
 import kernels.cpu_jit
+from kernels.cpu_jit.block_weights import BlockMatrix
+from kernels.cpu_jit.packed_weights import PackedProduct
 from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.gguf_blocks import InBlocks
 from services.executor.checkpoint.loader import TorchOptions
 from services.executor.checkpoint.stored import Cut, Dense
 from services.executor.cpu.engine import TorchBackend, build
+from services.executor.cpu.linear import Products
 from shared.errors import SetupError
 
 MIXED = {
@@ -74,8 +77,33 @@ def test_logits_are_those_of_the_dequantised_file(tmp_path: Path) -> None:
     assert packed.info.memory_bytes < plain.info.memory_bytes
 
 
-def test_all_layers_in_one_call_give_the_bits_of_single_calls(tmp_path: Path) -> None:
-    backend = engine(file_of(tmp_path), "packed")
+def test_inputs_in_8_bits_cost_little_and_are_another_engine(tmp_path: Path) -> None:
+    """Mean KL below 0.005. Its KV mixes with that of no other engine."""
+    path = file_of(tmp_path)
+    eight, packed, plain = (engine(path, dtype) for dtype in ("packed8", "packed", "f32"))
+    exact, found, wanted = (logits(each).double().log_softmax(-1) for each in (packed, eight, plain))
+    assert 1e-6 < (wanted.exp() * (wanted - found)).sum(-1).mean() < 0.005
+    assert not found.equal(exact)
+    assert eight.info.dtype == "packed8/f16"
+    assert eight.info.fingerprint != packed.info.fingerprint
+    assert eight.info.model_digest != packed.info.model_digest
+
+
+@pytest.mark.parametrize(("kept_in", "sensitive", "terms"), [
+    ("packed", False, 2), ("packed8", False, 1), ("packed8", True, 2)
+])  # fmt: skip
+def test_which_inputs_have_8_bits(kept_in: str, sensitive: bool, terms: int, tmp_path: Path) -> None:
+    _, weights = load_gguf(file_of(tmp_path), torch.float32, CPU, packed=True)
+    products = Products(torch.float32, CPU, deterministic=False, kept_in=kept_in)
+    product = products.linear(weights.layers[0]["qkv"], sensitive=sensitive)
+    assert isinstance(product, PackedProduct)
+    assert isinstance(product.matrix, BlockMatrix)
+    assert product.matrix.terms == terms
+
+
+@pytest.mark.parametrize("dtype", ["packed", "packed8"])
+def test_all_layers_in_one_call_give_the_bits_of_single_calls(dtype: str, tmp_path: Path) -> None:
+    backend = engine(file_of(tmp_path), dtype)
     together = logits(backend)
     assert backend._model._at_once is not None or not kernels.cpu_jit.has("avx512f")  # for `ffn_down`
     backend.reset()
@@ -83,8 +111,11 @@ def test_all_layers_in_one_call_give_the_bits_of_single_calls(tmp_path: Path) ->
     assert together.equal(logits(backend))
 
 
+@pytest.mark.parametrize("dtype", ["packed", "packed8"])
 @pytest.mark.parametrize("counts", [(TOKENS - 7, 7), (1, 1, 1, TOKENS - 3)])
-def test_bits_depend_neither_on_chunks_nor_on_company(tmp_path: Path, counts: tuple[int, ...]) -> None:
+def test_bits_depend_neither_on_chunks_nor_on_company(
+    tmp_path: Path, counts: tuple[int, ...], dtype: str
+) -> None:
     """So a request that was interrupted goes on with the same tokens."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = transformers.LlamaConfig(
@@ -96,7 +127,7 @@ def test_bits_depend_neither_on_chunks_nor_on_company(tmp_path: Path, counts: tu
     torch.manual_seed(3)
     model = transformers.LlamaForCausalLM(config).float().eval()
     path = write_model(model, tmp_path / "all.gguf", tiny_vocabulary, types=types)
-    backend = engine(path, "packed")
+    backend = engine(path, dtype)
     whole = logits(backend)
     backend.reset()
     assert whole[-1].equal(logits(backend, counts, company=9)[-1])
