@@ -74,7 +74,10 @@ def choose_mode(load: OverlapLoad, costs: CostModel, present: str) -> str:
         return "two_batch"
     if costs.seen < MIN_SEEN or not load.rows:
         return "single" if load.host_fed else "run_ahead"
-    modes = [mode for mode in MODES if mode != "run_ahead" or load.host_fed < load.rows]
+    # Two batches hide the host's work on their results. Without any they only read the weights twice; a
+    # prediction that says otherwise would never be corrected, since no step of all rows would be seen.
+    useless = "run_ahead" if load.host_fed == load.rows else "two_batch" if not load.host_fed else ""
+    modes = [mode for mode in MODES if mode != useless]
     rates = {mode: rate(mode, load, costs) for mode in modes}
     best = max(rates, key=lambda mode: rates[mode])
     if present in rates and rates[best] * 1000 < rates[present] * (1000 + MARGIN_PM):

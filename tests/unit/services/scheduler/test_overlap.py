@@ -22,7 +22,7 @@ from services.scheduler.overlap import (
 )
 from services.scheduler.state.cost_model import CostModel, StepPace
 from services.scheduler.state.state import Limits
-from shared.step_model import H200_8B, SMOLLM2_CPU, StepModel
+from shared.step_model import H200_8B, SMOLLM2_CPU, StepModel, StepShape
 
 
 def load(rows: int, hosted: int, context: int = 1_024, stages: int = 1, window: int = 2) -> OverlapLoad:
@@ -63,6 +63,20 @@ def test_two_stages_are_fed_by_two_batches() -> None:
     costs = Known(H200_8B, 300)
     assert choose_mode(load(256, 0, stages=2), costs, "single") == "two_batch"
     assert choose_mode(load(1, 0, stages=2), costs, "single") != "two_batch"
+
+
+def test_rows_that_the_host_does_not_feed_are_never_parted() -> None:
+    """A CPU was seen with up to 16 rows and with chunks. More rows look far longer than they are, and so they
+    would for ever if they were computed in two halves."""
+    costs = CostModel()
+    costs.observe_loop(2_000)
+    for _ in range(4):
+        for rows in range(1, 17):
+            costs.observe(StepShape(rows, rows, rows * 160, rows * 160), 10_000 + 700 * rows)
+        costs.observe(StepShape(8, 136, 8 * 160, 8 * 160 + 128 * 64), 10_000 + 700 * 136)
+    whole, half = (costs.predict_us(StepShape(rows, rows, rows * 160, rows * 160)) for rows in (32, 16))
+    assert whole > 2 * half
+    assert choose_mode(load(32, 0, 160), costs, "run_ahead") == "run_ahead"
 
 
 def test_little_known_means_the_safe_mode() -> None:
