@@ -61,7 +61,7 @@ class Operators(Protocol):
 
     def rotate_and_write(self, x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
         """Rotate the queries and keys of `x` `[tokens, heads + 2 * kv_heads, head_dim]` (queries, keys,
-        values), store keys and values at `rows` `[K|V, tokens]` of `write_rows`, and return the queries."""
+        values), store keys and values at `rows` `[K|V, tokens]` as `write_kv`, and return the queries."""
 
     def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
         """Attention of every token row of a batch: the shape of `query`."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.executor.gpu_side import DEVICE, far, normal
+from support.executor.references import fp8_product
 
 from kernels.activation import ref as swiglu_ref
 from kernels.activation.gpu import swiglu_fp8
-from kernels.fp8 import Fp8Rows, dequantise, gpu, product, quantise_rows
+from kernels.fp8 import Fp8Rows, dequantise, gpu, quantise_rows
 from kernels.gemm.gpu import MatmulTuning, matmul_fp8
 from kernels.norm import ref as norm_ref
 from kernels.norm.gpu import add_rms_norm_fp8_, rms_norm_fp8
@@ -99,7 +100,7 @@ def test_a_product_of_fp8_rows_is_that_of_its_numbers(splits: int, rows: int) ->
     found = matmul_fp8(x, weight, MatmulTuning(64, 64, splits))
     assert found.dtype == (torch.bfloat16 if splits == 1 else torch.float32)
     error = 2**-7 if splits == 1 else 2e-3 if ON_GPU else 1e-5  # of sums in the fast mode of a GPU
-    assert far(found if splits == 1 else found.sum(0), product(x, weight)) < error
+    assert far(found if splits == 1 else found.sum(0), fp8_product(x, weight)) < error
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the library has this product on GPUs")
@@ -107,4 +108,4 @@ def test_a_product_of_fp8_rows_is_that_of_its_numbers(splits: int, rows: int) ->
 def test_the_library_computes_the_same(rows: int) -> None:
     x, weight = quantise_rows(normal(rows, 256)), quantise_rows(normal(128, 256, seed=1))
     for bias in (None, normal(128, seed=2).bfloat16()):
-        assert far(gpu.scaled_mm(x, weight, bias), product(x, weight, bias)) < 2**-7
+        assert far(gpu.scaled_mm(x, weight, bias), fp8_product(x, weight, bias)) < 2**-7

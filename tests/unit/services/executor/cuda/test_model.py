@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.executor.int4_folders import gptq, save_int4
+from support.executor.references import fp8_product, write_rows
 from support.executor.tiny_models import random_tokens, reference_logprobs, save_tiny
 
 import kernels.fp8 as fp8_rows
 import kernels.int4 as int4_groups
 from kernels.activation import swiglu
-from kernels.attention import attend_prefill, write_kv, write_rows
+from kernels.attention import attend_prefill, write_kv
 from kernels.int4.gpu import Int4Weight
 from kernels.moe import combine, dispatch, experts_mlp, permute, route
 from kernels.moe import gpu as moe
@@ -89,7 +90,7 @@ def test_weights_in_fp8_read_fp8_rows(kind: str, tmp_path: Path, monkeypatch: py
             return F.linear(x, weight, bias)
         torch_for.names.append("fp8" if isinstance(x, fp8_rows.Fp8Rows) else "quantised")
         rows = x if isinstance(x, fp8_rows.Fp8Rows) else fp8_rows.quantise_rows(x)
-        return fp8_rows.product(rows, weight, bias).bfloat16()
+        return fp8_product(rows, weight, bias).bfloat16()
 
     def normed(*arguments: Any, chained: bool) -> Any:
         return fp8_rows.quantise_rows(rms_norm(*arguments))
