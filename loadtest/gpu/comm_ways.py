@@ -175,8 +175,7 @@ def _memory(device: torch.device, most_bytes: int) -> Memory:
         return HostMemory(most_bytes)
     from services.executor.parallel.peer_memory import PeerMemory
 
-    assert distributed.group.WORLD is not None, "the ranks have joined"
-    return PeerMemory(most_bytes, device, distributed.group.WORLD)
+    return PeerMemory(most_bytes, device)
 
 
 def _same(copies: PeerCopies, group: GroupTalks, device: torch.device) -> bool:

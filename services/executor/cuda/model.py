@@ -46,7 +46,7 @@ from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
 from services.executor.model.shapes import Shapes
 from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_alone
 from services.executor.parallel.peer_memory import PeerMemory
-from services.executor.parallel.ranks import DistributedRanks, Ranks
+from services.executor.parallel.ranks import DistributedRanks, Ranks, if_mapped
 from services.executor.parallel.step_split import Chunk
 from shared.errors import SetupError
 
@@ -83,7 +83,11 @@ class CudaModel:
         self._last = loaded.stage.last
         self._shared: SharedLogits | None = None
         if isinstance(loaded.ranks, DistributedRanks) and loaded.ranks.symmetric is not None:
-            self._shared = shared_logits(loaded.ranks, weights.head.values, most, shapes.vocab)
+            self._shared = if_mapped(
+                loaded.ranks,
+                lambda: SharedLogits(loaded.ranks, weights.head.values, most, shapes.vocab),
+                "NCCL gathers logits, and is slower",
+            )
         self._embedding, self._norm = weights.embedding.values, weights.norm
         self._head = weights.head.values
         self._layers: list[dict[str, Any]] = []
@@ -317,9 +321,7 @@ class SharedLogits:
     def __init__(self, ranks: Ranks, like: Tensor, rows: int, vocab: int) -> None:
         """For logits of the dtype and device of `like`; all ranks create it at once. Raises torch's errors if
         GPUs cannot map each other's memory."""
-        group = torch.distributed.group.WORLD
-        assert group is not None, "the ranks have joined"
-        self._memory = PeerMemory(rows * vocab * like.element_size(), like.device, group)
+        self._memory = PeerMemory(rows * vocab * like.element_size(), like.device)
         self._rank, self._vocab, self._dtype = ranks.rank, vocab, like.dtype
         one = torch.Size([1])
         addresses = [self._memory.of(rank, one, like.dtype).data_ptr() for rank in range(ranks.size)]
@@ -330,13 +332,3 @@ class SharedLogits:
         all_gather(own, self._addresses, self._rank, self._vocab)
         self._memory.barrier()
         return self._memory.of(self._rank, torch.Size([len(own), self._vocab]), self._dtype)
-
-
-def shared_logits(ranks: Ranks, like: Tensor, rows: int, vocab: int) -> SharedLogits | None:
-    """None on all ranks if any cannot map the memory: NCCL gathers then."""
-    found = None
-    try:
-        found = SharedLogits(ranks, like, rows, vocab)
-    except (RuntimeError, ImportError, AttributeError) as error:
-        log.warning("logits are gathered by NCCL, which is slower: %s", error)
-    return found if all(ranks.exchange(found is not None)) else None

@@ -206,13 +206,26 @@ def join(
         device_id=device if on_gpu else None,
     )
     if on_gpu and size > 1 and sums:
-        from services.executor.parallel.peer_memory import one_shot_all_reduce, symmetric_buffers
+        from services.executor.parallel.peer_memory import OneShotAllReduce, SymmetricBuffers
 
-        found = one_shot_all_reduce(size, device)
-        ranks.one_shot = found if all(ranks.exchange(found is not None)) else None
-        buffers = None if ordered else symmetric_buffers(rank, size, device)
-        ranks.symmetric = buffers if all(ranks.exchange(buffers is not None)) else None
+        ranks.one_shot = if_mapped(
+            ranks, lambda: OneShotAllReduce(size, device), "NCCL sums, which is slower"
+        )
+        if not ordered:
+            apart = "sums and norms are separate and slower"
+            ranks.symmetric = if_mapped(ranks, lambda: SymmetricBuffers(rank, size, device), apart)
     return ranks
+
+
+def if_mapped(ranks: Ranks, make: Callable[[], T], otherwise: str) -> T | None:
+    """What `make` returns on each rank. None on all if GPUs of one cannot map each other's memory: its log
+    has the reason, and what is done `otherwise`."""
+    found = None
+    try:
+        found = make()
+    except (RuntimeError, ImportError, AttributeError, OSError) as error:
+        log.warning("GPUs do not map each other's memory: %s: %s", otherwise, error)
+    return found if all(ranks.exchange(found is not None)) else None
 
 
 def _patience() -> timedelta:
