@@ -360,7 +360,11 @@ def warm_up_steps(info: BackendInfo) -> Iterator[WarmUp]:
         blocks = blocks_for(tokens + 1, info.block_tokens)
         yield (
             opened,
-            [_plan(0, micro_batch, blocks), _plan(micro_batch, tokens - micro_batch, 0), _plan(tokens, 1, 0)],
+            [
+                trial_plan([0], [micro_batch], [blocks]),
+                trial_plan([micro_batch], [tokens - micro_batch], [0]),
+                trial_plan([tokens], [1], [0]),
+            ],
         )
 
 
@@ -378,25 +382,31 @@ def long_steps(info: BackendInfo) -> Iterator[WarmUp]:
         tokens=ints([0]) * (2 * longest),
     )
     blocks = blocks_for(2 * longest, info.block_tokens)
-    yield opened, [_plan(0, longest, blocks), _plan(longest, longest, 0)]
+    yield opened, [trial_plan([0], [longest], [blocks]), trial_plan([longest], [longest], [0])]
 
 
-def _plan(start: int, count: int, blocks: int) -> StepPlan:
+def trial_plan(
+    starts: Sequence[int], counts: Sequence[int], blocks: Sequence[int], *, sampled: bool = True
+) -> StepPlan:
+    """A step of the slots from 0 on: `counts[i]` tokens of slot i from position `starts[i]`. The table of a
+    slot begins with `blocks[i]` new blocks; 0: it stays. `sampled`: all rows are."""
+    slots = ints(range(len(counts)))
+    tables = [slot for slot in slots if blocks[slot]]
     return StepPlan(
         exec_epoch=0,
         step=0,
         mode="single",
         micro_batch=0,
-        slots=ints([0]),
-        starts=ints([start]),
-        counts=ints([count]),
-        from_device=ints([int(count == 1)]),
-        sample_rows=ints([0]),
-        sample_slots=ints([0]),
-        table_slots=ints([0] if blocks else []),
-        table_first=ints([0] if blocks else []),
-        table_counts=ints([blocks] if blocks else []),
-        table_blocks=ints(range(blocks)),
+        slots=slots,
+        starts=ints(starts),
+        counts=ints(counts),
+        from_device=ints(int(count == 1) for count in counts),
+        sample_rows=slots if sampled else ints(),
+        sample_slots=slots if sampled else ints(),
+        table_slots=ints(tables),
+        table_first=ints([0] * len(tables)),
+        table_counts=ints(blocks[slot] for slot in tables),
+        table_blocks=ints(range(sum(blocks))),
     )
 
 

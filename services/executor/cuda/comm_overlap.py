@@ -101,20 +101,16 @@ class CommStream:
         """Queue forward passes to their ends; their results, on the current stream. A graph may capture
         it."""
         compute, comm = torch.cuda.current_stream(), self._stream
+        timed = timer.segment if timer else lambda lane: nullcontext()
 
         def start(micro_batch: int, collective: Collective) -> Callable[[], object]:
             comm.wait_stream(compute)
-            with torch.cuda.stream(comm), timer.segment(COMM[micro_batch]) if timer else nullcontext():
+            with torch.cuda.stream(comm), timed(COMM[micro_batch]):
                 collective()
                 done = comm.record_event()
             return functools.partial(_wait, compute, done, collective)
 
-        if timer is None:
-            found = run_interleaved(forward_passes, start)
-        else:
-            found = run_interleaved(
-                forward_passes, start, lambda micro_batch: timer.segment(COMPUTE[micro_batch])
-            )
+        found = run_interleaved(forward_passes, start, lambda micro_batch: timed(COMPUTE[micro_batch]))
         compute.wait_stream(comm)
         return found
 

@@ -85,7 +85,7 @@ class CudaBackend:
         device, ranks = cache.tensor.device, loaded.ranks
         _check_alike(shapes, ranks)
         alone = ranks.size == loaded.stage.count == 1
-        self._info = replace(info_of(options, loaded), sleeps=alone)
+        self.info: BackendInfo = replace(info_of(options, loaded), sleeps=alone)
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
@@ -130,10 +130,6 @@ class CudaBackend:
         self._copier = CudaCopier(cache, lambda: self._computed)
         self._compiles = CompileWatch()
 
-    @property
-    def info(self) -> BackendInfo:
-        return self._info
-
     @torch.inference_mode()
     def warm_up(self) -> None:
         began_s = time.monotonic()
@@ -147,7 +143,7 @@ class CudaBackend:
         if (micro_batches := self._runner.split_graphs) is not None:
             since = two_stream_tokens(self, self._ranks, micro_batches.capture)
             micro_batches.capture_from(LEAST if self._splits_steps else since)
-            self._info = replace(self._info, two_stream_tokens=since)
+            self.info = replace(self.info, two_stream_tokens=since)
             log.info("captured the graphs of split steps, %.1f s in all", time.monotonic() - began_s)
         self.reset()
         self._compiles.start()
@@ -163,11 +159,11 @@ class CudaBackend:
         """The steps of any engine; the same with rows that the kernel samples and with a block copied; and
         the longest steps, which may have no graph."""
         copied = ints([self._cache.spare])
-        for opened, plans in warm_up_steps(self._info):
+        for opened, plans in warm_up_steps(self.info):
             yield opened, plans
             plain = replace(opened, logprobs=0, sampling=replace(opened.sampling, frequency_penalty=0.0))
             yield plain, [replace(plan, copy_from=copied, copy_to=copied) for plan in plans]
-        yield from long_steps(self._info)
+        yield from long_steps(self.info)
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._slots.open(opened)
@@ -266,7 +262,7 @@ class CudaBackend:
         return self._copier
 
     def reset(self) -> None:
-        for slot in range(self._info.slots):
+        for slot in range(self.info.slots):
             self.close_slot(slot)
         self._slots.reset()
         self._computed = self._host_rows.forwarded()

@@ -215,17 +215,13 @@ class GroupBackend:
         self._own, self._workers, self._ranks, self._pipeline = own, workers, ranks, pipeline
         sizes = ranks.exchange(own.info.bytes_per_block)
         stages = ranks.size if pipeline else own.info.stages
-        self._info = replace(own.info, bytes_per_block=sum(sizes), stages=stages)
+        self.info: BackendInfo = replace(own.info, bytes_per_block=sum(sizes), stages=stages)
         self._copier: Copier = GroupCopier(own.copier(), workers, ranks.size)
-
-    @property
-    def info(self) -> BackendInfo:
-        return self._info
 
     def warm_up(self) -> None:
         self._workers.send(Control.WARM_UP)
         self._own.warm_up()
-        self._info = replace(self._info, two_stream_tokens=self._own.info.two_stream_tokens)
+        self.info = replace(self.info, two_stream_tokens=self._own.info.two_stream_tokens)
 
     def open_slot(self, opened: SlotOpen) -> None:
         bare = for_workers(opened)
