@@ -181,39 +181,31 @@ def float_of(builder: ir.IRBuilder, bits: Any) -> Any:
     return builder.bitcast(bits, _F32)
 
 
-@intrinsic
-def widen(typing: Any, value: types.Type) -> Any:
+@emitted(types.float32)
+def widen(builder: ir.IRBuilder, value: Any) -> Any:
     """A stored bfloat16 (its bits as uint16), float16 or float32, as float32."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        if signature.args[0] == types.float32:
-            return args[0]
-        if signature.args[0] == float16:
-            return builder.fpext(args[0], _F32)
-        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
-
-    return types.float32(value), generate
+    if value.type == _F32:
+        return value
+    if value.type == ir.HalfType():
+        return builder.fpext(value, _F32)
+    return builder.bitcast(builder.shl(builder.zext(value, _I32), ir.Constant(_I32, 16)), _F32)
 
 
-@intrinsic
-def narrow(typing: Any, value: types.Type, like: types.Type) -> Any:
+@emitted(lambda value, like: like(like if value == like else types.float32, like))
+def narrow(builder: ir.IRBuilder, value: Any, like: Any) -> Any:
     """A float32 in the stored type of `like`: rounded to nearest, ties to even; NaN stays NaN. A number of
     that type stays as it is."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        if signature.args[0] == signature.args[1]:
-            return args[0]
-        if signature.args[1] == float16:
-            return to_float16(builder, args[0])
-        number = [ir.Constant(_I32, n) for n in (16, 1, 0x7FFF, 0x7FFFFFFF, 0x7F800000, 0x7FC00000)]
-        sixteen, one, half, positive, infinite, nan = number
-        bits = builder.bitcast(args[0], _I32)
-        odd = builder.and_(builder.lshr(bits, sixteen), one)
-        rounded = builder.add(bits, builder.add(odd, half))
-        is_nan = builder.icmp_unsigned(">", builder.and_(bits, positive), infinite)
-        return builder.trunc(builder.lshr(builder.select(is_nan, nan, rounded), sixteen), _I16)
-
-    return like(like if value == like else types.float32, like), generate
+    if value.type == like.type:
+        return value
+    if like.type == ir.HalfType():
+        return to_float16(builder, value)
+    number = [ir.Constant(_I32, n) for n in (16, 1, 0x7FFF, 0x7FFFFFFF, 0x7F800000, 0x7FC00000)]
+    sixteen, one, half, positive, infinite, nan = number
+    bits = builder.bitcast(value, _I32)
+    odd = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.add(bits, builder.add(odd, half))
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, positive), infinite)
+    return builder.trunc(builder.lshr(builder.select(is_nan, nan, rounded), sixteen), _I16)
 
 
 def to_float16(builder: ir.IRBuilder, value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.activation.gpu import swiglu, swiglu_fp8
 from kernels.fp8 import gpu as fp8
 from kernels.fp8 import quantise_rows
-from kernels.gemm.gpu import matmul, matmul_fp8
+from kernels.gemm.gpu import matmul
 from kernels.norm.gpu import add_rms_norm_, add_rms_norm_fp8_
 from loadtest.eval.divergence import kl_divergence, log_probs, same_top
 from loadtest.eval.logits import by_steps
@@ -138,7 +138,7 @@ def _products() -> list[dict[str, Any]]:
             if (own := layouts.product(width, inner, count)) is not None:
                 runs["own_us"] = lambda i: matmul(x, plain[i % _COPIES], own)  # noqa: B023
             if (fp8_own := layouts.product(width, inner, count, fp8=True)) is not None:
-                runs["own_fp8_us"] = lambda i: matmul_fp8(few, narrow[i % _COPIES], fp8_own)  # noqa: B023
+                runs["own_fp8_us"] = lambda i: matmul(few, narrow[i % _COPIES], fp8_own)  # noqa: B023
             rows.append({
                 "weight": name, "rows": count, **{key: graph_us(run, _COPIES) for key, run in runs.items()}
             })  # fmt: skip

@@ -181,23 +181,23 @@ class ExecutorActor(Actor):
                 self._choose_scheduler(draining)
 
     def heartbeat_payload(self) -> HeartbeatPayload:
-        info = self._backend.info if self._backend is not None else None
-        facts: tuple[tuple[str, int], ...] = ()
-        if info is not None:
-            grammars = int(info.follows_grammars)
-            facts = ("context", info.context), ("grammars", grammars), ("block_tokens", info.block_tokens)
-        if info is not None and info.only_tier:
-            facts = (*facts, (ONLY_TIER, 1))
-        asleep = ((ASLEEP, 1),) if self._asleep and not self._switching else ()
-        if info is not None and info.memory_bytes:
-            facts = (*facts, (NEED, info.memory_bytes >> 20), (SLEEPS, int(info.sleeps)))
-        load = (("steps", self._steps), ("slots", len(self._open_slots)), *facts, *asleep)
-        model = "" if info is None else info.model
-        generation = self._arenas.worker.generation if self._arenas is not None else 0
-        scheduler = self._scheduler.removeprefix("scheduler.") if self._welcomed else ""
-        counts = {"steps": self._steps, "failed_steps": self._failed_steps}
+        load, model = {"steps": self._steps, "slots": len(self._open_slots)}, ""
+        if self._backend is not None:
+            info = self._backend.info
+            model, grammars = info.model, int(info.follows_grammars)
+            load |= {"context": info.context, "grammars": grammars, "block_tokens": info.block_tokens}
+            if info.only_tier:
+                load[ONLY_TIER] = 1
+            if info.memory_bytes:
+                load |= {NEED: info.memory_bytes >> 20, SLEEPS: int(info.sleeps)}
+        if self._asleep and not self._switching:
+            load[ASLEEP] = 1
         return HeartbeatPayload(
-            model=model, load=load, arena_generation=generation, scheduler=scheduler, counts=counts
+            model=model,
+            load=tuple(load.items()),
+            arena_generation=self._arenas.worker.generation if self._arenas is not None else 0,
+            scheduler=self._scheduler.removeprefix("scheduler.") if self._welcomed else "",
+            counts={"steps": self._steps, "failed_steps": self._failed_steps},
         )
 
     @property

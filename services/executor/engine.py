@@ -348,24 +348,9 @@ def warm_up_steps(info: BackendInfo) -> Iterator[WarmUp]:
         return
     micro_batch = tokens // 2
     for sampling in (_GREEDY, _FILTERED):
-        opened = SlotOpen(
-            slot=0,
-            generation=0,
-            seq=0,
-            prompt_tokens=tokens,
-            sampling=sampling,
-            logprobs=2,
-            tokens=ints([0] * tokens),
-        )
-        blocks = blocks_for(tokens + 1, info.block_tokens)
-        yield (
-            opened,
-            [
-                trial_plan([0], [micro_batch], [blocks]),
-                trial_plan([micro_batch], [tokens - micro_batch], [0]),
-                trial_plan([tokens], [1], [0]),
-            ],
-        )
+        first = trial_plan([0], [micro_batch], [blocks_for(tokens + 1, info.block_tokens)])
+        second = trial_plan([micro_batch], [tokens - micro_batch], [0])
+        yield _prompt(tokens, sampling, logprobs=2), [first, second, trial_plan([tokens], [1], [0])]
 
 
 def long_steps(info: BackendInfo) -> Iterator[WarmUp]:
@@ -373,16 +358,15 @@ def long_steps(info: BackendInfo) -> Iterator[WarmUp]:
     longest = min(info.max_step_tokens, (info.context - 1) // 2)
     if longest < 1:
         return
-    opened = SlotOpen(
-        slot=0,
-        generation=0,
-        seq=0,
-        prompt_tokens=2 * longest,
-        sampling=_GREEDY,
-        tokens=ints([0]) * (2 * longest),
-    )
-    blocks = blocks_for(2 * longest, info.block_tokens)
+    blocks, opened = blocks_for(2 * longest, info.block_tokens), _prompt(2 * longest, _GREEDY)
     yield opened, [trial_plan([0], [longest], [blocks]), trial_plan([longest], [longest], [0])]
+
+
+def _prompt(tokens: int, sampling: Sampling, logprobs: int = 0) -> SlotOpen:
+    zeros = ints([0]) * tokens
+    return SlotOpen(
+        slot=0, generation=0, seq=0, prompt_tokens=tokens, sampling=sampling, logprobs=logprobs, tokens=zeros
+    )
 
 
 def trial_plan(

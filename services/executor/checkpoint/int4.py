@@ -321,7 +321,7 @@ def _experts_in_int4(stored: Stored, dtype: torch.dtype, device: torch.device) -
 
 def products_read(part: Part, stored: Stored) -> bool:
     """Whether the product of a GPU can read a part of this size in 4 bits."""
-    return part.units in (HEADS, KV_HEADS, WIDTH) and _fits(stored)
+    return part.units in (HEADS, KV_HEADS, WIDTH) and takes(*stored.shape)
 
 
 def part_in_blocks(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
@@ -345,10 +345,6 @@ def dummy_in_int4(part: Part, stored: Stored, dtype: torch.dtype, device: torch.
     if len(plain.shape) != 2 or not products_read(part, plain):
         return plain
     return ScaledInt4(quantise_groups(plain.values, DUMMY_GROUP), dtype)
-
-
-def _fits(stored: Stored) -> bool:
-    return takes(*stored.shape)
 
 
 def takes(*sizes: int) -> bool:

@@ -29,7 +29,7 @@ from kernels.attention.prefill import PrefillTiles, attend_prefill
 from kernels.collectives.gpu import Norm, PeerBuffers, all_gather, all_reduce_add_rms_norm_
 from kernels.fp8 import Fp8Rows
 from kernels.fp8.gpu import quantise_rows, scaled_mm
-from kernels.gemm.gpu import layout_of, matmul, matmul_fixed, matmul_fp8
+from kernels.gemm.gpu import layout_of, matmul, matmul_fixed
 from kernels.inputs.gpu import Resolved
 from kernels.int4 import gpu as int4
 from kernels.int4.gpu import Int4Weight
@@ -289,14 +289,10 @@ def _tuned(tuning: DeviceTuning) -> Products:
         layouts = tuning.of(rows)
         chosen = layouts.product(weight.shape[0], weight.shape[1], rows, fp8=fp8)
         split = chosen is not None and whole and chosen.splits > 1
-        if fp8:
-            if isinstance(x, Tensor):
-                x = quantise_rows(x, chained=layouts.chained)
-            if chosen is None or split or bias is not None:
-                return scaled_mm(x, weight, bias)
-            return matmul_fp8(x, weight, chosen)
-        if chosen is None or split or bias is not None or x.dtype != torch.bfloat16:
-            return F.linear(x, weight, bias)
+        if fp8 and isinstance(x, Tensor):
+            x = quantise_rows(x, chained=layouts.chained)
+        if chosen is None or split or bias is not None or not (fp8 or x.dtype == torch.bfloat16):
+            return scaled_mm(x, weight, bias) if fp8 else F.linear(x, weight, bias)
         return matmul(x, weight, chosen)
 
     return product

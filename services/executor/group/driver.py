@@ -20,7 +20,6 @@ slots and resets, also if messages to the driver are lost, repeated or refused.
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import queue
@@ -51,8 +50,6 @@ from services.executor.parallel.ranks import DRIVER, Ranks, join, rendezvous
 from shared.errors import EngineError, SetupError
 from shared.messages import GrammarFailed, GrammarReady, Ints, SlotOpen, StepPlan
 from shared.processes import module_command, with_import_path
-
-log = logging.getLogger("headrace.executor")
 
 END_TIMEOUT_S = 5.0
 LAST_ERROR_S = 2.0  # to wait for the LastError of a dying rank

@@ -13,7 +13,7 @@ from support.executor.references import fp8_product
 from kernels.activation import ref as swiglu_ref
 from kernels.activation.gpu import swiglu_fp8
 from kernels.fp8 import Fp8Rows, dequantise, gpu, quantise_rows
-from kernels.gemm.gpu import MatmulTuning, matmul_fp8
+from kernels.gemm.gpu import MatmulTuning, matmul
 from kernels.norm import ref as norm_ref
 from kernels.norm.gpu import add_rms_norm_fp8_, rms_norm_fp8
 
@@ -97,7 +97,7 @@ def test_a_poisoned_row_is_nan_and_leaves_the_others() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 17])
 def test_a_product_of_fp8_rows_is_that_of_its_numbers(splits: int, rows: int) -> None:
     x, weight = quantise_rows(normal(rows, 256)), quantise_rows(normal(128, 256, seed=1))
-    found = matmul_fp8(x, weight, MatmulTuning(64, 64, splits))
+    found = matmul(x, weight, MatmulTuning(64, 64, splits))
     assert found.dtype == (torch.bfloat16 if splits == 1 else torch.float32)
     error = 2**-7 if splits == 1 else 2e-3 if ON_GPU else 1e-5  # of sums in the fast mode of a GPU
     assert far(found if splits == 1 else found.sum(0), fp8_product(x, weight)) < error
