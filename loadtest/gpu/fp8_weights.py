@@ -17,7 +17,7 @@ from kernels.activation.gpu import swiglu, swiglu_fp8
 from kernels.fp8 import gpu as fp8
 from kernels.fp8 import quantise_rows
 from kernels.gemm.gpu import matmul
-from kernels.norm.gpu import add_rms_norm_, add_rms_norm_fp8_
+from kernels.norm.gpu import add_rms_norm_, rms_norm_fp8
 from loadtest.eval.divergence import kl_divergence, log_probs, same_top
 from loadtest.eval.logits import by_steps
 from loadtest.gpu.deterministic import end
@@ -108,7 +108,7 @@ def _kernels() -> list[dict[str, float]]:
         )
         runs = {
             "add_rms_norm": lambda i: add_rms_norm_(x, residual, weight, 1e-5),  # noqa: B023
-            "add_rms_norm_fp8": lambda i: add_rms_norm_fp8_(x, residual, weight, 1e-5),  # noqa: B023
+            "add_rms_norm_fp8": lambda i: rms_norm_fp8(x, weight, 1e-5, residual),  # noqa: B023
             "swiglu": lambda i: swiglu(wide),  # noqa: B023
             "swiglu_fp8": lambda i: swiglu_fp8(wide),  # noqa: B023
             "quantise_rows": lambda i: fp8.quantise_rows(x),  # noqa: B023

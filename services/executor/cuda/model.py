@@ -34,7 +34,7 @@ from kernels.inputs.gpu import Resolved
 from kernels.int4 import gpu as int4
 from kernels.int4.gpu import Int4Weight
 from kernels.moe.gpu import combine, dispatch, experts_mlp, permute, route
-from kernels.norm.gpu import add_rms_norm_, add_rms_norm_fp8_, rms_norm, rms_norm_fp8
+from kernels.norm.gpu import add_rms_norm_, rms_norm, rms_norm_fp8
 from kernels.rope import rope_table
 from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
 from services.executor.checkpoint.fp8 import ScaledFp8
@@ -231,7 +231,7 @@ class _ResidualAdd:
         if self.whole:
             yield functools.partial(self._sums.all_reduce, part)
         if fp8:
-            return add_rms_norm_fp8_(part, residual, weight, eps, chained=chained)
+            return rms_norm_fp8(part, weight, eps, residual, chained=chained)
         return add_rms_norm_(part, residual, weight, eps, out, chained=chained)
 
 

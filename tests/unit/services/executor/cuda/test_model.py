@@ -92,17 +92,15 @@ def test_weights_in_fp8_read_fp8_rows(kind: str, tmp_path: Path, monkeypatch: py
         rows = x if isinstance(x, fp8_rows.Fp8Rows) else fp8_rows.quantise_rows(x)
         return fp8_product(rows, weight, bias).bfloat16()
 
-    def normed(*arguments: Any, chained: bool) -> Any:
-        return fp8_rows.quantise_rows(rms_norm(*arguments))
-
-    def added(x: Any, residual: Any, weight: Any, eps: float, *, chained: bool) -> Any:
+    def normed(x: Any, weight: Any, eps: float, residual: Any = None, *, chained: bool) -> Any:
+        if residual is None:
+            return fp8_rows.quantise_rows(rms_norm(x, weight, eps))
         return fp8_rows.quantise_rows(torch_for.add_rms_norm_(x, residual, weight, eps, None))
 
     for name in ("add_rms_norm_", "rope_write", "attend_prefill"):
         monkeypatch.setattr(cuda_model, name, getattr(torch_for, name))
     monkeypatch.setattr(cuda_model, "products_of", lambda *_: product)
     monkeypatch.setattr(cuda_model, "rms_norm_fp8", normed)
-    monkeypatch.setattr(cuda_model, "add_rms_norm_fp8_", added)
     monkeypatch.setattr(cuda_model, "gated", in_fp8)
     tokens = random_tokens(TOKENS, 3)
     tuning: Any = SimpleNamespace(of=lambda rows: SimpleNamespace(chained=False, decode=None), prefill=None)
