@@ -219,6 +219,7 @@ class Backend(Protocol):
         plan may be device-fed), and wait for the ids to reach the host. Logits processors run first. A failed
         processor, or logits that are not finite, give a row error with id -1 and done 2, and end the slot."""
 
+    @property
     def copier(self) -> Copier:
         """The copier of this engine's blocks; always the same object."""
 

@@ -84,7 +84,7 @@ class TorchBackend:
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
         self._threads = None if fixed else _thread_count()
-        self._copier: Copier = CudaCopier(cache, lambda: self._computed) if on_gpu else HostCopier(cache)
+        self.copier: Copier = CudaCopier(cache, lambda: self._computed) if on_gpu else HostCopier(cache)
 
     def warm_up(self) -> None:
         self._model.compile_products(min(WARM_ROWS, self.info.max_step_tokens))
@@ -174,9 +174,6 @@ class TorchBackend:
             take(last, ended, slots, ids, done)
             append_sampled(map(self._slots.tokens, slots), ids, pending.positions)
 
-    def copier(self) -> Copier:
-        return self._copier
-
     def reset(self) -> None:
         for slot in range(self.info.slots):
             self.close_slot(slot)
@@ -202,7 +199,7 @@ class TorchBackend:
             rows.end()
         if self._comm_thread is not None:
             self._comm_thread.close()
-        for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "_copier"):
+        for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "copier"):
             self.__dict__.pop(name, None)  # frees the memory
 
 

@@ -42,7 +42,6 @@ from services.executor.cuda.kernel_configs import (
 from services.executor.cuda.model import CudaModel
 from services.executor.engine import (
     BackendInfo,
-    Copier,
     Pending,
     Segment,
     StepOutput,
@@ -127,7 +126,7 @@ class CudaBackend:
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
         self._no_ids = torch.empty(2, 0, dtype=torch.int32)
         self._computed: torch.cuda.Event | None = None  # the end of the last sampled forward
-        self._copier = CudaCopier(cache, lambda: self._computed)
+        self.copier = CudaCopier(cache, lambda: self._computed)
         self._compiles = CompileWatch()
 
     @torch.inference_mode()
@@ -258,9 +257,6 @@ class CudaBackend:
         known = pending.tokens or map(self._slots.tokens, slots)
         append_sampled(known, ids, pending.positions)
 
-    def copier(self) -> Copier:
-        return self._copier
-
     def reset(self) -> None:
         for slot in range(self.info.slots):
             self.close_slot(slot)
@@ -286,7 +282,7 @@ class CudaBackend:
         self._compiles.stop()
         if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
             rows.end()
-        for name in ("_cache", "_slots", "_runner", "_storage", "_sampling", "_host_rows", "_copier"):
+        for name in ("_cache", "_slots", "_runner", "_storage", "_sampling", "_host_rows", "copier"):
             self.__dict__.pop(name, None)  # frees the memory
 
 

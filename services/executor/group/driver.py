@@ -213,7 +213,7 @@ class GroupBackend:
         sizes = ranks.exchange(own.info.bytes_per_block)
         stages = ranks.size if pipeline else own.info.stages
         self.info: BackendInfo = replace(own.info, bytes_per_block=sum(sizes), stages=stages)
-        self._copier: Copier = GroupCopier(own.copier(), workers, ranks.size)
+        self.copier: Copier = GroupCopier(own.copier, workers, ranks.size)
 
     def warm_up(self) -> None:
         self._workers.send(Control.WARM_UP)
@@ -261,9 +261,6 @@ class GroupBackend:
             raise EngineError(found.error)
         self._own.take(pending, found.output.ids, found.output.done)
         return found.output
-
-    def copier(self) -> Copier:
-        return self._copier
 
     def reset(self) -> None:
         self._workers.send(Control.RESET)

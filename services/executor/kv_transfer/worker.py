@@ -353,7 +353,7 @@ class ArenaTransfers:
             idle=on_loop(mailbox, quiet),
             unmapped=on_loop(mailbox, self._on_unmapped),
         )
-        self.worker = CopyWorker(backend.copier(), mailbox.clock, callbacks, computing)
+        self.worker = CopyWorker(backend.copier, mailbox.clock, callbacks, computing)
         self._find_arena()
 
     def begin(self, scheduler: str, epoch: int) -> None:

@@ -84,7 +84,7 @@ class SimBackend:
         self._free_s = [0.0] * self._timing.stages  # when each stage becomes idle
         self._host_rows = SimHostRows(options.processors, options.vocab, self._timing.host_row_us)
         self._blocks = SimBlocks(options.blocks, options.block_tokens, options.slots, options.max_context)
-        self._copier = SimCopier(self._blocks, self._timing.copies)
+        self.copier = SimCopier(self._blocks, self._timing.copies)
 
     @property
     def info(self) -> BackendInfo:
@@ -170,9 +170,6 @@ class SimBackend:
             ids.append(token)
             done.append(1 if state.done else 0)
         return ids, done
-
-    def copier(self) -> SimCopier:
-        return self._copier
 
     def reset(self) -> None:
         for slot in list(self._slots):
