@@ -34,9 +34,5 @@ def prefetch(pointers: tl.tensor) -> None:
     """Load the cache lines at `pointers` into the second-level cache, without a wait."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -9,7 +9,6 @@ from kernels.attention.ref import (
     copy_blocks,
     gather_kv,
     write_kv,
-    write_rows,
 )
 
 __all__ = [
@@ -21,5 +20,4 @@ __all__ = [
     "copy_blocks",
     "gather_kv",
     "write_kv",
-    "write_rows",
 ]

@@ -67,18 +67,10 @@ def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
     return (values if most is None else values.clamp(-most, most)).to(dtype)
 
 
-def write_rows(kv: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
-    """The slot mapping in rows of `[kv_head * head_dim]`: `[layer, K|V, tokens]`, once per step."""
-    _, layers, two, block_tokens, _, _ = kv.shape
-    planes = torch.arange(layers * two, device=kv.device).view(layers, two, 1)
-    return (blocks * (layers * two) + planes) * block_tokens + offsets
-
-
 def write_kv(kv: Tensor, rows: Tensor, key: Tensor, value: Tensor) -> None:
-    """Store `key` and `value` `[tokens, kv_heads, head_dim]` at `rows` `[K|V, tokens]` of `write_rows`.
-
-    Rows may repeat (all tokens of finished sequences go to one spare block): any of them may win.
-    """
+    """Store `key` and `value` `[tokens, kv_heads, head_dim]` at `rows` `[K|V, tokens]` of the cache, which
+    count the tokens of all blocks, layers and K and V. Rows may repeat (all tokens of finished sequences go
+    to one spare block): any of them may win."""
     width = kv.shape[-2] * kv.shape[-1]
     flat = _movable(kv).view(-1, width)
     for at, values in zip(rows, (key, value), strict=True):

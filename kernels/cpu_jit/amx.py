@@ -24,11 +24,10 @@ from functools import cache
 from typing import Any
 
 import llvmlite.ir as ir
-from numba import types
-from numba.extending import intrinsic
+from numba import int64, void
 
 import kernels.cpu_jit
-from kernels.cpu_jit.llvm_intrinsics import as_f32, fast, offset_by, on_stack
+from kernels.cpu_jit.llvm_intrinsics import as_f32, emitted, fast, offset_by, on_stack
 from kernels.cpu_jit.vectors import LANES, call, copy_lanes, loop, read_ahead
 
 COLUMNS = 32  # of a tile of `x`: the width of a matrix is a multiple
@@ -132,25 +131,19 @@ def together(rows: int, width: int) -> int:
 def setting(widths: Sequence[int], heights: Sequence[int]) -> Any:
     """See the function in it. The bytes of a row of each tile, and its rows; 0: as many as of `x`."""
 
-    @intrinsic
-    def configure(typing: Any, config: Any, rows: Any) -> Any:
+    @emitted(lambda config, rows: void(config, int64))
+    def configure(builder: ir.IRBuilder, config: Any, rows: Any) -> None:
         """Prepare the tiles of this thread for so many rows of `x`. `config`: memory for the setting."""
-
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            config, rows = args
-            kind = ir.VectorType(_I8, CONFIG_BYTES)
-            numbers = [0] * CONFIG_BYTES
-            numbers[0] = 1  # the palette
-            for tile, (width, height) in enumerate(zip(widths, heights, strict=True)):
-                numbers[16 + 2 * tile], numbers[48 + tile] = width, height
-            builder.store(ir.Constant(kind, numbers), builder.bitcast(config, kind.as_pointer()), align=1)
-            for tile, height in enumerate(heights):
-                if not height:
-                    builder.store(builder.trunc(rows, _I8), byte_after(builder, config, 48 + tile))
-            call(builder, "llvm.x86.ldtilecfg", _VOID, config)
-            return context.get_dummy_value()
-
-        return types.void(config, types.int64), generate
+        kind = ir.VectorType(_I8, CONFIG_BYTES)
+        numbers = [0] * CONFIG_BYTES
+        numbers[0] = 1  # the palette
+        for tile, (width, height) in enumerate(zip(widths, heights, strict=True)):
+            numbers[16 + 2 * tile], numbers[48 + tile] = width, height
+        builder.store(ir.Constant(kind, numbers), builder.bitcast(config, kind.as_pointer()), align=1)
+        for tile, height in enumerate(heights):
+            if not height:
+                builder.store(builder.trunc(rows, _I8), byte_after(builder, config, 48 + tile))
+        call(builder, "llvm.x86.ldtilecfg", _VOID, config)
 
     return configure
 
@@ -158,15 +151,10 @@ def setting(widths: Sequence[int], heights: Sequence[int]) -> Any:
 configure = setting([4 * ROWS] * _TILES, [0] * (_X + 1) + [ROWS] * (_TILES - _X - 1))
 
 
-@intrinsic
-def release(typing: Any) -> Any:
+@emitted(void)
+def release(builder: ir.IRBuilder) -> None:
     """Give the tiles of this thread back: Linux then saves less of it."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        call(builder, "llvm.x86.tilerelease", _VOID)
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    call(builder, "llvm.x86.tilerelease", _VOID)
 
 
 def tiles(number: int, parts: int, *, panels: int = 1, onto: bool = False, ahead: bool = False) -> Any:
@@ -176,57 +164,51 @@ def tiles(number: int, parts: int, *, panels: int = 1, onto: bool = False, ahead
     first = _X + number  # of the matrix
     assert number * parts * panels <= _X
 
-    @intrinsic
+    @emitted(
+        lambda x, x_apart, width, panel, line, out, apart: void(x, int64, int64, panel, int64, out, int64)
+    )
     def multiply(
-        typing: Any, x: Any, x_apart: Any, width: Any, panel: Any, line: Any, out: Any, apart: Any
-    ) -> Any:
+        builder: ir.IRBuilder, x: Any, x_apart: Any, width: Any, panel: Any, line: Any, out: Any, apart: Any
+    ) -> None:
         """Store the product of `number` tiles of `x`, rows `x_apart`, of `width` columns, with `parts` parts
         of a panel to `out`, float32, rows `apart`. `line`: rows of the matrix packed together."""
+        x_bytes = builder.mul(x_apart, _index(2))
+        panel_bytes, out_bytes = (builder.mul(each, _index(4)) for each in (line, apart))
+        places = [
+            (builder.mul(apart, _index(tile * ROWS)), 4 * ROWS * part + 4 * 2 * ROWS * PANEL * own)
+            for tile in range(number)
+            for own in range(panels)
+            for part in range(parts)
+        ]
+        targets = [byte_after(builder, builder.gep(out, [row]), offset) for row, offset in places]
+        for sums, target in enumerate(targets):
+            if onto:
+                call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(sums), target, out_bytes)
+            else:
+                call(builder, "llvm.x86.tilezero", _VOID, tile_number(sums))
 
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            x, x_apart, width, panel, line, out, apart = args
-            x_bytes = builder.mul(x_apart, _index(2))
-            panel_bytes, out_bytes = (builder.mul(each, _index(4)) for each in (line, apart))
-            places = [
-                (builder.mul(apart, _index(tile * ROWS)), 4 * ROWS * part + 4 * 2 * ROWS * PANEL * own)
-                for tile in range(number)
-                for own in range(panels)
-                for part in range(parts)
-            ]
-            targets = [byte_after(builder, builder.gep(out, [row]), offset) for row, offset in places]
-            for sums, target in enumerate(targets):
-                if onto:
-                    call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(sums), target, out_bytes)
-                else:
-                    call(builder, "llvm.x86.tilezero", _VOID, tile_number(sums))
-
-            def add(step: Any, sums: list[Any]) -> list[Any]:
-                column = builder.mul(step, _index(COLUMNS))
-                chunk = builder.gep(panel, [builder.mul(column, line)])
+        def add(step: Any, sums: list[Any]) -> list[Any]:
+            column = builder.mul(step, _index(COLUMNS))
+            chunk = builder.gep(panel, [builder.mul(column, line)])
+            for tile in range(number):
+                at = builder.add(builder.mul(x_apart, _index(tile * ROWS)), column)
+                of_x = byte_after(builder, builder.gep(x, [at]), 0)
+                call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(_X + tile), of_x, x_bytes)
+            for place in range(panels * parts):
+                away = builder.mul(x_apart, _index(place // parts * PANEL))
+                matrix = byte_after(builder, builder.gep(chunk, [away]), 4 * ROWS * (place % parts))
+                if ahead and place % parts == 0:
+                    read_ahead(builder, matrix, 2 * COLUMNS * PANEL)
+                own = first + place % (_TILES - first)
+                call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(own), matrix, panel_bytes)
                 for tile in range(number):
-                    at = builder.add(builder.mul(x_apart, _index(tile * ROWS)), column)
-                    of_x = byte_after(builder, builder.gep(x, [at]), 0)
-                    call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(_X + tile), of_x, x_bytes)
-                for place in range(panels * parts):
-                    away = builder.mul(x_apart, _index(place // parts * PANEL))
-                    matrix = byte_after(builder, builder.gep(chunk, [away]), 4 * ROWS * (place % parts))
-                    if ahead and place % parts == 0:
-                        read_ahead(builder, matrix, 2 * COLUMNS * PANEL)
-                    own = first + place % (_TILES - first)
-                    call(builder, "llvm.x86.tileloadd64", _VOID, tile_number(own), matrix, panel_bytes)
-                    for tile in range(number):
-                        names = (
-                            tile_number(each) for each in (tile * parts * panels + place, _X + tile, own)
-                        )
-                        call(builder, "llvm.x86.tdpbf16ps", _VOID, *names)
-                return sums
+                    names = (tile_number(each) for each in (tile * parts * panels + place, _X + tile, own))
+                    call(builder, "llvm.x86.tdpbf16ps", _VOID, *names)
+            return sums
 
-            loop(builder, builder.sdiv(width, _index(COLUMNS)), [], add)
-            for sums, target in enumerate(targets):
-                call(builder, "llvm.x86.tilestored64", _VOID, tile_number(sums), target, out_bytes)
-            return context.get_dummy_value()
-
-        return types.void(x, types.int64, types.int64, panel, types.int64, out, types.int64), generate
+        loop(builder, builder.sdiv(width, _index(COLUMNS)), [], add)
+        for sums, target in enumerate(targets):
+            call(builder, "llvm.x86.tilestored64", _VOID, tile_number(sums), target, out_bytes)
 
     return multiply
 

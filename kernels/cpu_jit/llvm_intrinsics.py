@@ -6,6 +6,9 @@ read. Each function below is a few instructions, which are inlined into the kern
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import update_wrapper
 from time import CLOCK_MONOTONIC
 from typing import Any
 
@@ -21,6 +24,26 @@ from numba.extending import intrinsic, models, register_model
 fast = njit(fastmath=True, error_model="numpy", forceinline=True)
 # Without reordering, and NaN stays NaN.
 strict = njit(fastmath={"contract", "nsz"}, error_model="numpy", forceinline=True)
+
+
+def emitted(signature: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an intrinsic of a function that emits its instructions: of the builder and the arguments, to a
+    value or None. `signature`: from the arguments' types."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def typed(typing: Any, *arguments: types.Type) -> Any:
+            def generate(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> Any:
+                found = emit(builder, *values)
+                return context.get_dummy_value() if found is None else found
+
+            return signature(*arguments), generate
+
+        emits: Any = update_wrapper(typed, emit)
+        emits.__signature__ = inspect.signature(emit)  # as many parameters: the builder's stands for `typing`
+        return intrinsic(emits)
+
+    return decorate
+
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _F16_MAX = 65504.0  # the largest float16
@@ -40,13 +63,11 @@ float16 = _Float16("float16")
 
 
 def _pointer(element: types.Type, code: ir.Type) -> Any:
-    def typed(typing: Any, address: types.Type) -> Any:
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], code.as_pointer())
+    @emitted(lambda address: types.CPointer(element)(types.int64))
+    def typed(builder: ir.IRBuilder, address: Any) -> Any:
+        return builder.inttoptr(address, code.as_pointer())
 
-        return types.CPointer(element)(types.int64), generate
-
-    return intrinsic(typed)
+    return typed
 
 
 bf16_at = _pointer(types.uint16, _I16)  # address -> pointer
@@ -57,24 +78,18 @@ f32_at = _pointer(types.float32, _F32)
 i64_at = _pointer(types.int64, _I64)
 
 
-@intrinsic
-def offset_by(typing: Any, pointer: types.Type, count: types.Type) -> Any:
+@emitted(lambda pointer, count: pointer(pointer, types.int64))
+def offset_by(builder: ir.IRBuilder, pointer: Any, count: Any) -> Any:
     """The pointer to the element `count` after `pointer`."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.gep(args[0], [args[1]])
-
-    return pointer(pointer, types.int64), generate
+    return builder.gep(pointer, [count])
 
 
 def _cast(element: types.Type, code: ir.Type) -> Any:
-    def cast(typing: Any, pointer: types.Type) -> Any:
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            return builder.bitcast(args[0], code.as_pointer())
+    @emitted(types.CPointer(element))
+    def cast(builder: ir.IRBuilder, pointer: Any) -> Any:
+        return builder.bitcast(pointer, code.as_pointer())
 
-        return types.CPointer(element)(pointer), generate
-
-    return intrinsic(cast)
+    return cast
 
 
 # The same pointer, to these elements.
@@ -84,160 +99,113 @@ as_f32, as_i32, as_i64 = _cast(types.float32, _F32), _cast(types.int32, _I32), _
 def on_stack(size: int) -> Any:
     """A function that returns a pointer to `size` bytes, which live until its caller returns."""
 
-    @intrinsic
-    def memory(typing: Any) -> Any:
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            with builder.goto_entry_block():  # not by cgutils, which would store zeros
-                found = builder.alloca(ir.IntType(8), ir.Constant(_I64, size))
-                found.align = 64  # a cache line
-                return found
-
-        return types.CPointer(types.int8)(), generate
+    @emitted(types.CPointer(types.int8))
+    def memory(builder: ir.IRBuilder) -> Any:
+        with builder.goto_entry_block():  # not by cgutils, which would store zeros
+            found = builder.alloca(ir.IntType(8), ir.Constant(_I64, size))
+            found.align = 64  # a cache line
+            return found
 
     return memory
 
 
-@intrinsic
-def call_at(typing: Any, address: types.Type, pointer: types.Type) -> Any:
+@emitted(lambda address, pointer: types.void(types.int64, pointer))
+def call_at(builder: ir.IRBuilder, address: Any, pointer: Any) -> None:
     """Call the function at `address` with `pointer`."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [args[1].type])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, pointer), generate
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type])
+    builder.call(builder.inttoptr(address, kind.as_pointer()), [pointer])
 
 
-@intrinsic
-def call_with(typing: Any, address: types.Type, pointer: types.Type, second: types.Type) -> Any:
+@emitted(lambda address, pointer, second: types.void(types.int64, pointer, second))
+def call_with(builder: ir.IRBuilder, address: Any, pointer: Any, second: Any) -> None:
     """Call the function at `address` with two pointers."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [args[1].type, args[2].type])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, pointer, second), generate
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, second.type])
+    builder.call(builder.inttoptr(address, kind.as_pointer()), [pointer, second])
 
 
-@intrinsic
-def clock_ns(typing: Any, address: types.Type) -> Any:
+@emitted(lambda address: types.int64(types.int64))
+def clock_ns(builder: ir.IRBuilder, address: Any) -> Any:
     """The monotonic clock in ns, by the `clock_gettime` at `address`."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        spec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))  # seconds, nanoseconds
-        kind = ir.FunctionType(_I32, [_I32, spec.type])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [ir.Constant(_I32, CLOCK_MONOTONIC), spec])
-        seconds, rest = (builder.extract_value(builder.load(spec), place) for place in (0, 1))
-        return builder.add(builder.mul(seconds, ir.Constant(_I64, 10**9)), rest)
-
-    return types.int64(types.int64), generate
+    spec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))  # seconds, nanoseconds
+    kind = ir.FunctionType(_I32, [_I32, spec.type])
+    builder.call(builder.inttoptr(address, kind.as_pointer()), [ir.Constant(_I32, CLOCK_MONOTONIC), spec])
+    seconds, rest = (builder.extract_value(builder.load(spec), place) for place in (0, 1))
+    return builder.add(builder.mul(seconds, ir.Constant(_I64, 10**9)), rest)
 
 
-@intrinsic
-def fetch_add(typing: Any, pointer: types.Type) -> Any:
+@emitted(lambda pointer: types.int64(types.CPointer(types.int64)))
+def fetch_add(builder: ir.IRBuilder, pointer: Any) -> Any:
     """The number at `pointer`, which is incremented atomically: every thread gets another number."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", args[0], ir.Constant(_I64, 1), "acq_rel")
-
-    return types.int64(types.CPointer(types.int64)), generate
+    return builder.atomic_rmw("add", pointer, ir.Constant(_I64, 1), "acq_rel")
 
 
-@intrinsic
-def publish(typing: Any, pointer: types.Type, number: types.Type) -> Any:
+@emitted(lambda pointer, number: types.void(pointer, types.int64))
+def publish(builder: ir.IRBuilder, pointer: Any, number: Any) -> None:
     """Store a number that other threads look at, after all that this thread has written, and before its next
     `fetch_add`."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], args[0], "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(pointer, types.int64), generate
+    builder.store_atomic(number, pointer, "release", 8)
 
 
-@intrinsic
-def look_past(typing: Any, pointer: types.Type, number: types.Type, most: types.Type) -> Any:
+@emitted(lambda pointer, number, most: types.boolean(pointer, types.int64, types.int64))
+def look_past(builder: ir.IRBuilder, pointer: Any, number: Any, most: Any) -> Any:
     """Look at the number at `pointer`, which another thread publishes, until it is another than `number`,
     `most` times at most. Returns whether it was."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        pointer, number, most = args
-        entry, look, pause, end = builder.block, *map(builder.append_basic_block, ("look", "pause", "end"))
-        builder.branch(look)
-        builder.position_at_end(look)
-        looks = builder.phi(_I64)
-        passed = builder.icmp_signed("!=", builder.load_atomic(pointer, "acquire", 8), number)
-        last = builder.icmp_signed(">=", looks, most)
-        builder.cbranch(builder.or_(passed, last), end, pause)
-        builder.position_at_end(pause)
-        nothing = ir.FunctionType(ir.VoidType(), [])
-        builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), nothing), [])
-        looks.add_incoming(ir.Constant(_I64, 1), entry)
-        looks.add_incoming(builder.add(looks, ir.Constant(_I64, 1)), pause)
-        builder.branch(look)
-        builder.position_at_end(end)
-        return passed
-
-    return types.boolean(pointer, types.int64, types.int64), generate
+    entry, look, pause, end = builder.block, *map(builder.append_basic_block, ("look", "pause", "end"))
+    builder.branch(look)
+    builder.position_at_end(look)
+    looks = builder.phi(_I64)
+    passed = builder.icmp_signed("!=", builder.load_atomic(pointer, "acquire", 8), number)
+    last = builder.icmp_signed(">=", looks, most)
+    builder.cbranch(builder.or_(passed, last), end, pause)
+    builder.position_at_end(pause)
+    nothing = ir.FunctionType(ir.VoidType(), [])
+    builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), nothing), [])
+    looks.add_incoming(ir.Constant(_I64, 1), entry)
+    looks.add_incoming(builder.add(looks, ir.Constant(_I64, 1)), pause)
+    builder.branch(look)
+    builder.position_at_end(end)
+    return passed
 
 
-@intrinsic
-def power_of_two(typing: Any, shifted: types.Type) -> Any:
+@emitted(lambda shifted: types.float32(types.float32))
+def power_of_two(builder: ir.IRBuilder, shifted: Any) -> Any:
     """2^n for the float32 1.5 * 2^23 + n, with n in its last bits; n from -126 to 127."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[0], _I32)
-        exponent = builder.shl(builder.add(bits, ir.Constant(_I32, 127)), ir.Constant(_I32, 23))
-        return builder.bitcast(exponent, _F32)
-
-    return types.float32(types.float32), generate
+    bits = builder.bitcast(shifted, _I32)
+    exponent = builder.shl(builder.add(bits, ir.Constant(_I32, 127)), ir.Constant(_I32, 23))
+    return builder.bitcast(exponent, _F32)
 
 
-@intrinsic
-def float_of(typing: Any, bits: types.Type) -> Any:
+@emitted(lambda bits: types.float32(types.int32))
+def float_of(builder: ir.IRBuilder, bits: Any) -> Any:
     """The float32 with these bits."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _F32)
-
-    return types.float32(types.int32), generate
+    return builder.bitcast(bits, _F32)
 
 
-@intrinsic
-def widen(typing: Any, value: types.Type) -> Any:
+@emitted(types.float32)
+def widen(builder: ir.IRBuilder, value: Any) -> Any:
     """A stored bfloat16 (its bits as uint16), float16 or float32, as float32."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        if signature.args[0] == types.float32:
-            return args[0]
-        if signature.args[0] == float16:
-            return builder.fpext(args[0], _F32)
-        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
-
-    return types.float32(value), generate
+    if value.type == _F32:
+        return value
+    if value.type == ir.HalfType():
+        return builder.fpext(value, _F32)
+    return builder.bitcast(builder.shl(builder.zext(value, _I32), ir.Constant(_I32, 16)), _F32)
 
 
-@intrinsic
-def narrow(typing: Any, value: types.Type, like: types.Type) -> Any:
+@emitted(lambda value, like: like(like if value == like else types.float32, like))
+def narrow(builder: ir.IRBuilder, value: Any, like: Any) -> Any:
     """A float32 in the stored type of `like`: rounded to nearest, ties to even; NaN stays NaN. A number of
     that type stays as it is."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        if signature.args[0] == signature.args[1]:
-            return args[0]
-        if signature.args[1] == float16:
-            return to_float16(builder, args[0])
-        number = [ir.Constant(_I32, n) for n in (16, 1, 0x7FFF, 0x7FFFFFFF, 0x7F800000, 0x7FC00000)]
-        sixteen, one, half, positive, infinite, nan = number
-        bits = builder.bitcast(args[0], _I32)
-        odd = builder.and_(builder.lshr(bits, sixteen), one)
-        rounded = builder.add(bits, builder.add(odd, half))
-        is_nan = builder.icmp_unsigned(">", builder.and_(bits, positive), infinite)
-        return builder.trunc(builder.lshr(builder.select(is_nan, nan, rounded), sixteen), _I16)
-
-    return like(like if value == like else types.float32, like), generate
+    if value.type == like.type:
+        return value
+    if like.type == ir.HalfType():
+        return to_float16(builder, value)
+    number = [ir.Constant(_I32, n) for n in (16, 1, 0x7FFF, 0x7FFFFFFF, 0x7F800000, 0x7FC00000)]
+    sixteen, one, half, positive, infinite, nan = number
+    bits = builder.bitcast(value, _I32)
+    odd = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.add(bits, builder.add(odd, half))
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, positive), infinite)
+    return builder.trunc(builder.lshr(builder.select(is_nan, nan, rounded), sixteen), _I16)
 
 
 def to_float16(builder: ir.IRBuilder, value: Any) -> Any:

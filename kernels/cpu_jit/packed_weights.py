@@ -8,16 +8,9 @@ bfloat16 two neighbouring columns of each. Tiles of AMX: amx.py. Bytes and half 
 A panel is a piece of work: it is read once and stays in the second-level cache for all tiles of 8 rows of
 `x`. With few rows the read takes the time, with many rows the arithmetic.
 
-Measured on 2 Zen 4 cores under other load, all products of a 135M model with its head, ms by rows:
-
-    rows                             1     2     4     8    16    32    64   128   256
-    f32    oneDNN, packed         32.9  28.0  26.3  29.1  40.1  67.5   118   225   438
-           packed weights         19.4  19.2  17.0  22.4  37.7  48.9   101   198   424
-    bf16   oneDNN, packed         16.4  14.0  15.6  20.4  24.8  40.6  67.2   115   207
-           packed weights          9.8   8.8  11.3  11.6  15.5  28.9  53.8  94.0   199
-           few rows, plain matrix 12.2  16.6  18.6
-
-Packed weights are bit-equal by row: every tile adds up a row's sum in the same order.
+On 2 Zen 4 cores products of up to 8 rows take 0.5 to 0.8 of oneDNN's time, those of 256 nearly the same
+(docs/benchmarks/cpu.md). Their bits do not depend on the other rows: every tile adds up a row's sum in the
+same order.
 """
 
 from __future__ import annotations
@@ -31,14 +24,7 @@ from torch import Tensor
 
 import kernels.cpu_jit
 from kernels.cpu_jit import amx
-from kernels.cpu_jit.llvm_intrinsics import (
-    bf16_at,
-    f32_at,
-    fast,
-    fetch_add,
-    i64_at,
-    offset_by,
-)
+from kernels.cpu_jit.llvm_intrinsics import bf16_at, f32_at, fast, fetch_add, i64_at, offset_by
 from kernels.cpu_jit.microkernel import PANEL, microkernel
 from kernels.cpu_jit.thread_team import Call, Kernel, Number, shares, team_size
 

@@ -176,7 +176,7 @@ _ROPE = {  # by the dtype of KV
 
 def rotate_and_write(x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
     """Rotate queries and keys of a contiguous `x` `[tokens, heads + 2 * kv_heads, head_dim]` by `rotation`
-    `[tokens, 2, head_dim]` float32, and store keys and values at `rows` `[K|V, tokens]` int64 of `write_rows`
+    `[tokens, 2, head_dim]` float32, and store keys and values at `rows` `[K|V, tokens]` int64 of `write_kv`
     in `kv`, of the dtype of `x`, or float16 for float32. Returns the queries `[tokens, heads, head_dim]`: a
     view of `x`, which is overwritten."""
     rotation_call(x, rotation, kv, rows.data_ptr(), heads).run()

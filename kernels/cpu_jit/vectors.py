@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.ir as ir
-from numba import types
-from numba.extending import intrinsic
+from numba import float32, int64, types
 
-from kernels.cpu_jit.llvm_intrinsics import to_float16
+from kernels.cpu_jit.llvm_intrinsics import emitted, to_float16
 
 LANES = 16
 AHEAD = 1 << 13  # bytes
@@ -33,47 +32,37 @@ class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
 NARROW = ir.VectorType(BFloat(), LANES)
 
 
-@intrinsic
-def highest(typing: Any, scores: Any, tokens: Any, before: Any) -> Any:
+@emitted(lambda scores, tokens, before: types.float32(scores, types.int64, types.float32))
+def highest(builder: ir.IRBuilder, scores: Any, tokens: Any, before: Any) -> Any:
     """The largest of `before` and of the first `tokens` scores; no NaN."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        scores, tokens, before = args
+    def larger(found: Any, at: Any, which: Any) -> Any:
+        score = _lanes_at(builder, scores, at)
+        more = builder.fcmp_ordered(">", score, found)
+        return builder.select(more if which is None else builder.and_(more, which), score, found)
 
-        def larger(found: Any, at: Any, which: Any) -> Any:
-            score = _lanes_at(builder, scores, at)
-            more = builder.fcmp_ordered(">", score, found)
-            return builder.select(more if which is None else builder.and_(more, which), score, found)
-
-        most = _by_lanes(builder, tokens, broadcast(builder, before), larger)
-        return call(builder, "llvm.vector.reduce.fmax.v16f32", ir.FloatType(), most)
-
-    return types.float32(scores, types.int64, types.float32), generate
+    most = _by_lanes(builder, tokens, broadcast(builder, before), larger)
+    return call(builder, "llvm.vector.reduce.fmax.v16f32", ir.FloatType(), most)
 
 
-@intrinsic
-def weigh(typing: Any, scores: Any, tokens: Any, most: Any, scale: Any, out: Any) -> Any:
+@emitted(lambda scores, tokens, most, scale, out: float32(scores, int64, float32, float32, out))
+def weigh(builder: ir.IRBuilder, scores: Any, tokens: Any, most: Any, scale: Any, out: Any) -> Any:
     """Store 2^((score - most) * scale) of the first `tokens` scores to `out`, float32 or bfloat16, and zeros
     up to a multiple of LANES; returns their sum. No score is above `most`. NaN stays NaN."""
+    most, scale, zeros = broadcast(builder, most), broadcast(builder, scale), _all(0.0)
+    factors = _FACTORS_F32 if out.type.pointee == ir.FloatType() else _FACTORS_BF16
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        scores, tokens, most, scale, out = args
-        most, scale, zeros = broadcast(builder, most), broadcast(builder, scale), _all(0.0)
-        factors = _FACTORS_F32 if out.type.pointee == ir.FloatType() else _FACTORS_BF16
+    def add(total: Any, at: Any, which: Any) -> Any:
+        power = builder.fmul(builder.fsub(_lanes_at(builder, scores, at), most), scale)
+        weight = _power_of_two(builder, power, factors)
+        if which is not None:
+            weight = builder.select(which, weight, zeros)
+        _store_lanes(builder, weight, builder.gep(out, [at]))
+        return builder.fadd(total, weight)
 
-        def add(total: Any, at: Any, which: Any) -> Any:
-            power = builder.fmul(builder.fsub(_lanes_at(builder, scores, at), most), scale)
-            weight = _power_of_two(builder, power, factors)
-            if which is not None:
-                weight = builder.select(which, weight, zeros)
-            _store_lanes(builder, weight, builder.gep(out, [at]))
-            return builder.fadd(total, weight)
-
-        sums = _by_lanes(builder, tokens, zeros, add)
-        zero = ir.Constant(ir.FloatType(), 0.0)
-        return call(builder, "llvm.vector.reduce.fadd.v16f32", zero.type, zero, sums)
-
-    return types.float32(scores, types.int64, types.float32, types.float32, out), generate
+    sums = _by_lanes(builder, tokens, zeros, add)
+    zero = ir.Constant(ir.FloatType(), 0.0)
+    return call(builder, "llvm.vector.reduce.fadd.v16f32", zero.type, zero, sums)
 
 
 def _by_lanes(builder: ir.IRBuilder, count: Any, before: Any, body: Any) -> Any:
@@ -91,36 +80,25 @@ def _by_lanes(builder: ir.IRBuilder, count: Any, before: Any, body: Any) -> Any:
     return found
 
 
-@intrinsic
-def rotate_lanes(typing: Any, x: Any, half: Any, cos: Any, sin: Any, out: Any) -> Any:
+@emitted(lambda x, half, cos, sin, out: types.void(x, types.int64, cos, sin, out))
+def rotate_lanes(builder: ir.IRBuilder, x: Any, half: Any, cos: Any, sin: Any, out: Any) -> None:
     """Rotate LANES pairs of numbers, those of `x` and those `half` after them, to `out`, which may be `x`."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        x, half, cos, sin, out = args
-        low, high = read_lanes(builder, x, 0), read_lanes(builder, builder.gep(x, [half]), 0)
-        cos, sin = _lanes_at(builder, cos, _index(0)), _lanes_at(builder, sin, _index(0))
-        minus = builder.fneg(builder.fmul(high, sin))
-        turned = call(builder, _FMA, _FLOATS, low, cos, minus)
-        _store_lanes(builder, turned, out, any_cpu=True)
-        plus = builder.fmul(low, sin)
-        turned = call(builder, _FMA, _FLOATS, high, cos, plus)
-        _store_lanes(builder, turned, builder.gep(out, [half]), any_cpu=True)
-        return context.get_dummy_value()
-
-    return types.void(x, types.int64, cos, sin, out), generate
+    low, high = read_lanes(builder, x, 0), read_lanes(builder, builder.gep(x, [half]), 0)
+    cos, sin = _lanes_at(builder, cos, _index(0)), _lanes_at(builder, sin, _index(0))
+    minus = builder.fneg(builder.fmul(high, sin))
+    turned = call(builder, _FMA, _FLOATS, low, cos, minus)
+    _store_lanes(builder, turned, out, any_cpu=True)
+    plus = builder.fmul(low, sin)
+    turned = call(builder, _FMA, _FLOATS, high, cos, plus)
+    _store_lanes(builder, turned, builder.gep(out, [half]), any_cpu=True)
 
 
-@intrinsic
-def prefetch(typing: Any, pointer: Any) -> Any:
+@emitted(lambda pointer: types.void(pointer))
+def prefetch(builder: ir.IRBuilder, pointer: Any) -> None:
     """Start to read the cache line at `pointer`."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        at = builder.bitcast(args[0], ir.IntType(8).as_pointer())
-        read, keep, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
-        call(builder, "llvm.prefetch.p0i8", ir.VoidType(), at, read, keep, data)
-        return context.get_dummy_value()
-
-    return types.void(pointer), generate
+    at = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    read, keep, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), at, read, keep, data)
 
 
 def read_ahead(builder: ir.IRBuilder, pointer: Any, size: int) -> None:
@@ -133,51 +111,40 @@ def read_ahead(builder: ir.IRBuilder, pointer: Any, size: int) -> None:
         call(builder, "llvm.prefetch.p0i8", ir.VoidType(), at, read, second, data)
 
 
-@intrinsic
-def copy_lanes(typing: Any, source: Any, out: Any) -> Any:
+@emitted(lambda source, out: types.void(source, out))
+def copy_lanes(builder: ir.IRBuilder, source: Any, out: Any) -> None:
     """Store LANES float32 numbers of `source` to `out`, float32 or rounded to bfloat16."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        _store_lanes(builder, _lanes_at(builder, args[0], _index(0)), args[1])
-        return context.get_dummy_value()
-
-    return types.void(source, out), generate
+    _store_lanes(builder, _lanes_at(builder, source, _index(0)), out)
 
 
-@intrinsic
-def transpose(typing: Any, source: Any, offsets: Any, out: Any, line: Any) -> Any:
+@emitted(lambda source, offsets, out, line: types.void(source, offsets, out, types.int64))
+def transpose(builder: ir.IRBuilder, source: Any, offsets: Any, out: Any, line: Any) -> None:
     """Store LANES rows of `source`, `offsets` apart from it, as the columns of `out`, whose rows are `line`
     apart. Elements are float32, into which bfloat16 and float16 are widened, or pairs of bfloat16 if `out` is
     bfloat16."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        source, offsets, out, line = args
-        pairs = out.type.pointee != ir.FloatType()
-        starts = [
-            builder.gep(source, [builder.load(builder.gep(offsets, [_index(row)]))]) for row in range(LANES)
+    pairs = out.type.pointee != ir.FloatType()
+    starts = [
+        builder.gep(source, [builder.load(builder.gep(offsets, [_index(row)]))]) for row in range(LANES)
+    ]
+    if not pairs and source.type.pointee != ir.FloatType():
+        for column, lanes in enumerate(_narrow_columns(builder, starts)):
+            _store_lanes(builder, lanes, builder.gep(out, [builder.mul(line, _index(column))]))
+        return
+    to = builder.bitcast(out, _I32.as_pointer()) if pairs else out
+    for first in range(0, LANES, _PART):
+        parts = [_columns(builder, starts[row::_PART], first, pairs) for row in range(_PART)]
+        low, high = (
+            [builder.shuffle_vector(*parts[at : at + 2], order) for at in (0, 2)]
+            for order in (_LOW_WORDS, _HIGH_WORDS)
+        )
+        found = [
+            builder.shuffle_vector(*both, order)
+            for both in (low, high)
+            for order in (_LOW_DOUBLES, _HIGH_DOUBLES)
         ]
-        if not pairs and source.type.pointee != ir.FloatType():
-            for column, lanes in enumerate(_narrow_columns(builder, starts)):
-                _store_lanes(builder, lanes, builder.gep(out, [builder.mul(line, _index(column))]))
-            return context.get_dummy_value()
-        to = builder.bitcast(out, _I32.as_pointer()) if pairs else out
-        for first in range(0, LANES, _PART):
-            parts = [_columns(builder, starts[row::_PART], first, pairs) for row in range(_PART)]
-            low, high = (
-                [builder.shuffle_vector(*parts[at : at + 2], order) for at in (0, 2)]
-                for order in (_LOW_WORDS, _HIGH_WORDS)
-            )
-            found = [
-                builder.shuffle_vector(*both, order)
-                for both in (low, high)
-                for order in (_LOW_DOUBLES, _HIGH_DOUBLES)
-            ]
-            for column, lanes in enumerate(found, first):
-                target = builder.gep(to, [builder.mul(line, _index(column))])
-                builder.store(lanes, builder.bitcast(target, lanes.type.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(source, offsets, out, types.int64), generate
+        for column, lanes in enumerate(found, first):
+            target = builder.gep(to, [builder.mul(line, _index(column))])
+            builder.store(lanes, builder.bitcast(target, lanes.type.as_pointer()), align=4)
 
 
 _PART = 4  # lanes that shuffles do not leave

@@ -41,9 +41,3 @@ def quantise_rows(x: Tensor) -> Fp8Rows:
 def dequantise(x: Fp8Rows) -> Tensor:
     """`[rows, width]` float32."""
     return x.numbers.float() * x.scales[:, None]
-
-
-def product(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]` float32."""
-    found = dequantise(x) @ dequantise(weight).T
-    return found if bias is None else found + bias.float()

@@ -103,40 +103,25 @@ class MatmulTuning:
     chained: bool = False  # see kernels.launch
 
 
-def matmul(x: Tensor, weight: Tensor, tuning: MatmulTuning) -> Tensor:
+def matmul(x: Tensor | Fp8Rows, weight: Tensor | Fp8Rows, tuning: MatmulTuning) -> Tensor:
     """`x @ weight.T` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]` in the dtype of
     `x`, or with several splits `[splits, rows, width]` float32, to be added up; with a gated layout
-    `silu(gate) * up`, `[rows, width / 2]`. Raises ValueError if the weight does not divide into the
-    layout."""
-    return _launch(x, weight, x.dtype, tuning)
-
-
-def matmul_fp8(x: Fp8Rows, weight: Fp8Rows, tuning: MatmulTuning) -> Tensor:
-    """`matmul` of fp8 rows, in bfloat16 if it has one split. With a scale for each row on both sides, each
-    split is scaled at its end."""
-    return _launch(x.numbers, weight.numbers, torch.bfloat16, tuning, (x.scales, weight.scales))
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    dtype: torch.dtype,
-    tuning: MatmulTuning,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    rows, inner = x.shape
-    width = weight.shape[0]
-    splits = tuning.splits
+    `silu(gate) * up`, `[rows, width / 2]`. Fp8 rows, on both sides, give bfloat16; each split is scaled at
+    its end. Raises ValueError if the weight does not divide into the layout."""
+    numbers, x_scales = x.tensors if isinstance(x, Fp8Rows) else (x, None)
+    matrix, weight_scales = weight.tensors if isinstance(weight, Fp8Rows) else (weight, None)
+    dtype = numbers.dtype if x_scales is None else torch.bfloat16
+    rows, inner = numbers.shape
+    width, splits = len(matrix), tuning.splits
     if width % tuning.tile or inner % (splits * tuning.step) or (tuning.gated and splits > 1):
         raise ValueError(f"a weight of {width} x {inner} does not divide into {tuning}")
     shape = (rows, width // (1 + tuning.gated)) if splits == 1 else (splits, rows, width)
-    out = torch.empty(shape, dtype=dtype if splits == 1 else torch.float32, device=x.device)
-    x_scales, weight_scales = scales or (None, None)
+    out = torch.empty(shape, dtype=dtype if splits == 1 else torch.float32, device=numbers.device)
     _matmul[(width // tuning.tile, splits)](
-        x, weight, out, x_scales, weight_scales, rows, rows * width, WIDTH=width, INNER=inner,
+        numbers, matrix, out, x_scales, weight_scales, rows, rows * width, WIDTH=width, INNER=inner,
         SPLIT_INNER=inner // splits, ROWS=max(16, triton.next_power_of_2(rows)), TILE=tuning.tile,
-        STEP=tuning.step, STAGES=tuning.stages, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        AHEAD=tuning.ahead, GATED=tuning.gated, CHAINED=tuning.chained, SCALED=scales is not None,
+        STEP=tuning.step, STAGES=tuning.stages, PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        AHEAD=tuning.ahead, GATED=tuning.gated, CHAINED=tuning.chained, SCALED=x_scales is not None,
         launch_pdl=tuning.chained, num_warps=tuning.warps,
     )  # fmt: skip
     return out

@@ -94,8 +94,3 @@ def quantise_groups(x: Tensor, group: int) -> Int4Groups:
     scales = torch.where(largest == 0, 1.0, largest / (MIDDLE - 1)).to(x.dtype)
     numbers = (wide / scales[..., None].float()).round_().clamp_(1 - MIDDLE, MIDDLE - 1) + MIDDLE
     return Int4Groups(pack(numbers.to(torch.uint8).flatten(1)), scales)
-
-
-def product(x: Tensor, weight: Int4Groups) -> Tensor:
-    """`x @ weight.T` of `x` `[rows, columns]`, in its dtype, with the weight rounded to that dtype."""
-    return x @ dequantise(weight).to(x.dtype).T

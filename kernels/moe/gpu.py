@@ -239,13 +239,8 @@ def _gate(gate_up: Tensor, bounds: Tensor) -> Tensor:
     """SwiGLU of the rows up to the last bound."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
+    block = triton.next_power_of_2(width)
     _swiglu[(min(rows, _LOOPS),)](
-        gate_up,
-        out,
-        bounds,
-        LAST=len(bounds) - 1,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=4,
+        gate_up, out, bounds, LAST=len(bounds) - 1, WIDTH=width, BLOCK=block, num_warps=4
     )
     return out

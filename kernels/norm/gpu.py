@@ -77,18 +77,11 @@ def add_rms_norm_(
     return out
 
 
-def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, *, chained: bool = False) -> Fp8Rows:
-    """`rms_norm` as fp8 rows."""
-    out = empty_rows(x.shape[0], x.shape[1], x.device)
-    _launch((x, None, weight, out.numbers), eps, chained, out.scales)
-    return out
-
-
-def add_rms_norm_fp8_(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, chained: bool = False
+def rms_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, chained: bool = False
 ) -> Fp8Rows:
-    """`add_rms_norm_` as fp8 rows."""
-    out = empty_rows(residual.shape[0], residual.shape[1], residual.device)
+    """`rms_norm` as fp8 rows; with a `residual` `add_rms_norm_`."""
+    out = empty_rows(x.shape[-2], x.shape[-1], x.device)
     _launch((x, residual, weight, out.numbers), eps, chained, out.scales)
     return out
 

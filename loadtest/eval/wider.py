@@ -47,7 +47,7 @@ def write_wider(source: Path, target: Path) -> None:
             kind, of_array = field.types[0], field.types[-1]
             value = new.get(name, field.contents())
             writer.add_key_value(name, value, kind, of_array if kind == gguf.GGUFValueType.ARRAY else None)
-    for name in sorted(tensors.names):
+    for name in sorted(tensors.entries):
         values = tensors.read(name).numpy()
         wider = np.zeros([sizes.get(size, size) for size in values.shape], np.float32)
         norm = name.endswith("norm.weight")

@@ -37,9 +37,7 @@ from torch import Tensor
 from loadtest.gpu import comm_report
 from loadtest.gpu.comm_model import Stack, shapes_of
 from loadtest.gpu.comm_times import all_say, talk_us, times
-from loadtest.gpu.comm_ways import LIMIT, How, Together, Way, offered
-from services.executor.parallel.coroutines import run_in_turn
-from services.executor.parallel.ranks import Collectives
+from loadtest.gpu.comm_ways import LIMIT, GroupTalks, How, Together, Way, offered, run_in_turn
 from services.executor.parallel.step_split import CUT_TOKENS, Chunk, split_chunks, split_threshold
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -107,7 +105,7 @@ class Bench:
         self._kind, self._device, self._on_gpu = kind, device, device.type == "cuda"
         self._prompt = asked.prompt
         self._sizes = [int(size) for size in asked.sizes.split(",")]
-        self._group = Collectives()
+        self._group = GroupTalks()
         self._together: Together = run_in_turn
         if self._on_gpu:
             from services.executor.cuda.comm_overlap import CommStream

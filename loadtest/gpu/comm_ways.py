@@ -16,8 +16,8 @@ from loadtest.gpu.comm_model import Talks
 from loadtest.gpu.comm_times import all_say
 from services.executor.cuda.comm_overlap import BARRIER_PROCESSORS, nccl_of_few_blocks
 from services.executor.cuda.comm_overlap import BLOCKS as LIMIT
-from services.executor.parallel.coroutines import ForwardPass
-from services.executor.parallel.ranks import Collectives, Memory, PeerCopies
+from services.executor.parallel.coroutines import Collective, ForwardPass, run_interleaved
+from services.executor.parallel.ranks import Memory, PeerCopies
 
 Together = Callable[[Sequence[ForwardPass]], list[Tensor]]
 
@@ -30,10 +30,47 @@ class How:
     spare: int = 0
 
 
+def run_in_turn(forward_passes: Sequence[ForwardPass]) -> list[Tensor]:
+    """As `run_interleaved`, without overlap."""
+
+    def start(forward_pass: int, collective: Collective) -> Callable[[], object]:
+        collective()
+        return lambda: None
+
+    return run_interleaved(forward_passes, start)
+
+
+class GroupTalks:
+    """What ranks say in a process group of torch.distributed; None: the default one."""
+
+    def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+
+    def all_reduce(self, x: Tensor) -> None:
+        distributed.all_reduce(x, group=self._group)
+
+    def all_gather_into(self, out: Tensor, x: Tensor) -> None:
+        _call("all_gather_single", "all_gather_into_tensor", out.flatten(), x.flatten(), group=self._group)
+
+    def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        for out, x in zip(outs, xs, strict=True):
+            self.all_gather_into(out, x)
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
+        _call("reduce_scatter_single", "reduce_scatter_tensor", out.flatten(), x.flatten(), group=self._group)
+
+
+def _call(newer: str, older: str, *given: Any, **more: Any) -> None:
+    """Call torch.distributed's function by its newer name, where there is one: the older one warns then."""
+    call = getattr(distributed, newer, None) or getattr(distributed, older)
+    call(*given, **more)
+
+
 class Silent:
     """Ranks that say nothing: a rank gets its own part of what it would get, so that numbers stay numbers."""
 
-    def __init__(self, group: Collectives) -> None:
+    def __init__(self, group: GroupTalks) -> None:
         self.rank, self.size = group.rank, group.size
 
     def all_reduce(self, x: Tensor) -> None:
@@ -53,13 +90,13 @@ class Silent:
         out.copy_(x[self.rank])
 
 
-def offered(group: Collectives, device: torch.device, most_bytes: int) -> dict[str, How]:
+def offered(group: GroupTalks, device: torch.device, most_bytes: int) -> dict[str, How]:
     """By name; `most_bytes` that ranks say at once by copies, 0: they do not. `on…` in halves, the others
     not."""
     silent = Silent(group)
     ways = {"off": How(group), "silent": How(silent), "on": How(group)}
     if device.type == "cuda":
-        limited = nccl_of_few_blocks()
+        limited = GroupTalks(nccl_of_few_blocks().group)
         ways |= {f"on {LIMIT}": How(limited), f"on {LIMIT} spared": How(limited, LIMIT)}
     copies = _copies(group, device, most_bytes) if most_bytes else None
     if copies is not None:
@@ -113,7 +150,7 @@ def _spare(count: int) -> contextlib.AbstractContextManager[None]:
     return leave_processors_free(count)
 
 
-def _copies(group: Collectives, device: torch.device, most_bytes: int) -> PeerCopies | None:
+def _copies(group: GroupTalks, device: torch.device, most_bytes: int) -> PeerCopies | None:
     """None, on all ranks, where one has no such memory or hears something else than its group says."""
     heard, copies = False, None
     try:
@@ -138,11 +175,10 @@ def _memory(device: torch.device, most_bytes: int) -> Memory:
         return HostMemory(most_bytes)
     from services.executor.parallel.peer_memory import PeerMemory
 
-    assert distributed.group.WORLD is not None, "the ranks have joined"
-    return PeerMemory(most_bytes, device, distributed.group.WORLD)
+    return PeerMemory(most_bytes, device)
 
 
-def _same(copies: PeerCopies, group: Collectives, device: torch.device) -> bool:
+def _same(copies: PeerCopies, group: GroupTalks, device: torch.device) -> bool:
     """Whether copies say what collectives say, of whole numbers, a few times."""
     heard = []
     for turn in range(3):

@@ -16,8 +16,8 @@ from torch import Tensor
 from kernels.activation.gpu import swiglu, swiglu_fp8
 from kernels.fp8 import gpu as fp8
 from kernels.fp8 import quantise_rows
-from kernels.gemm.gpu import matmul, matmul_fp8
-from kernels.norm.gpu import add_rms_norm_, add_rms_norm_fp8_
+from kernels.gemm.gpu import matmul
+from kernels.norm.gpu import add_rms_norm_, rms_norm_fp8
 from loadtest.eval.divergence import kl_divergence, log_probs, same_top
 from loadtest.eval.logits import by_steps
 from loadtest.gpu.deterministic import end
@@ -108,7 +108,7 @@ def _kernels() -> list[dict[str, float]]:
         )
         runs = {
             "add_rms_norm": lambda i: add_rms_norm_(x, residual, weight, 1e-5),  # noqa: B023
-            "add_rms_norm_fp8": lambda i: add_rms_norm_fp8_(x, residual, weight, 1e-5),  # noqa: B023
+            "add_rms_norm_fp8": lambda i: rms_norm_fp8(x, weight, 1e-5, residual),  # noqa: B023
             "swiglu": lambda i: swiglu(wide),  # noqa: B023
             "swiglu_fp8": lambda i: swiglu_fp8(wide),  # noqa: B023
             "quantise_rows": lambda i: fp8.quantise_rows(x),  # noqa: B023
@@ -138,7 +138,7 @@ def _products() -> list[dict[str, Any]]:
             if (own := layouts.product(width, inner, count)) is not None:
                 runs["own_us"] = lambda i: matmul(x, plain[i % _COPIES], own)  # noqa: B023
             if (fp8_own := layouts.product(width, inner, count, fp8=True)) is not None:
-                runs["own_fp8_us"] = lambda i: matmul_fp8(few, narrow[i % _COPIES], fp8_own)  # noqa: B023
+                runs["own_fp8_us"] = lambda i: matmul(few, narrow[i % _COPIES], fp8_own)  # noqa: B023
             rows.append({
                 "weight": name, "rows": count, **{key: graph_us(run, _COPIES) for key, run in runs.items()}
             })  # fmt: skip

@@ -23,7 +23,7 @@ ARENA_BYTES, BLOCKS = 4 << 30, 1024
 def restore(built: Built) -> list[dict[str, Any]]:
     """Bandwidth of loads and stores, and the median step with and without them, for sizes of a piece."""
     backend = built.backend
-    copier: Any = backend.copier()
+    copier: Any = backend.copier
     size = backend.info.bytes_per_block
     found = []
     with _segment(ARENA_BYTES) as path:

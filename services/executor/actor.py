@@ -12,16 +12,16 @@ lost stream or a reset starts a new incarnation. So do sleep and wake:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from services.executor.device_thread import DeviceThread, Reset, Switch, checked_slot
 from services.executor.engine import Alarm, Backend, BackendInfo, GrammarNews, open_error, plan_error
-from services.executor.kv_transfer.worker import ArenaTransfers
+from services.executor.kv_transfer.worker import ArenaTransfers, CopyWorker, on_loop
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.actor.mailbox import Mailbox
@@ -99,8 +99,7 @@ class ExecutorActor(Actor):
         self._mailbox = mailbox
         loop = asyncio.get_running_loop()
         built: asyncio.Future[Backend] = loop.create_future()
-        take_result, take_grammar = mailbox.guarded(self._on_result), mailbox.guarded(self._on_grammar)
-        switched = mailbox.guarded(self._on_switched)
+        take_result = mailbox.guarded(self._on_result)
 
         def on_built(result: Backend | BaseException) -> None:
             if isinstance(result, BaseException):
@@ -111,18 +110,10 @@ class ExecutorActor(Actor):
         def on_result(result: StepResult) -> None:
             assert self._arenas is not None, "a step before the engine was built"
             loop.call_soon_threadsafe(take_result, result)  # before copies that wait for it
-            self._arenas.stepped(result.exec_epoch, result.step)
+            self._arenas.worker.stepped(result.exec_epoch, result.step)
 
-        def on_grammar(news: GrammarReady | GrammarFailed) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(take_grammar, news)
-
-        def on_switched(error: Exception | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(switched, error)
-
-        self._report_switch = on_switched
-        self._grammar_news.report = on_grammar
+        self._report_switch = on_loop(mailbox, self._on_switched)
+        self._grammar_news.report = on_loop(mailbox, self._on_grammar)
         self._device = DeviceThread(self._build_backend, mailbox.clock, on_result)
         self._device.start(on_built)
         self._backend = await built
@@ -179,7 +170,7 @@ class ExecutorActor(Actor):
             raise EngineError(self._alarm.why)
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             raise EngineError(f"{self._failed_in_a_row} steps in a row failed: the engine is broken")
-        copying_us = self._arenas.since_us if self._arenas is not None else 0
+        copying_us = self._arenas.worker.since_us if self._arenas is not None else 0
         for what, since_us in (("step", self._device.since_us), ("copy", copying_us)):
             if since_us and self._mailbox.clock.now_us() - since_us > STUCK_US:
                 raise EngineError(f"a {what} has not ended for {STUCK_US / 1e6:g} s: the device is stuck")
@@ -190,23 +181,23 @@ class ExecutorActor(Actor):
                 self._choose_scheduler(draining)
 
     def heartbeat_payload(self) -> HeartbeatPayload:
-        info = self._backend.info if self._backend is not None else None
-        facts: tuple[tuple[str, int], ...] = ()
-        if info is not None:
-            grammars = int(info.follows_grammars)
-            facts = ("context", info.context), ("grammars", grammars), ("block_tokens", info.block_tokens)
-        if info is not None and info.only_tier:
-            facts = (*facts, (ONLY_TIER, 1))
-        asleep = ((ASLEEP, 1),) if self._asleep and not self._switching else ()
-        if info is not None and info.memory_bytes:
-            facts = (*facts, (NEED, info.memory_bytes >> 20), (SLEEPS, int(info.sleeps)))
-        load = (("steps", self._steps), ("slots", len(self._open_slots)), *facts, *asleep)
-        model = "" if info is None else info.model
-        generation = self._arenas.generation if self._arenas is not None else 0
-        scheduler = self._scheduler.removeprefix("scheduler.") if self._welcomed else ""
-        counts = {"steps": self._steps, "failed_steps": self._failed_steps}
+        load, model = {"steps": self._steps, "slots": len(self._open_slots)}, ""
+        if self._backend is not None:
+            info = self._backend.info
+            model, grammars = info.model, int(info.follows_grammars)
+            load |= {"context": info.context, "grammars": grammars, "block_tokens": info.block_tokens}
+            if info.only_tier:
+                load[ONLY_TIER] = 1
+            if info.memory_bytes:
+                load |= {NEED: info.memory_bytes >> 20, SLEEPS: int(info.sleeps)}
+        if self._asleep and not self._switching:
+            load[ASLEEP] = 1
         return HeartbeatPayload(
-            model=model, load=load, arena_generation=generation, scheduler=scheduler, counts=counts
+            model=model,
+            load=tuple(load.items()),
+            arena_generation=self._arenas.worker.generation if self._arenas is not None else 0,
+            scheduler=self._scheduler.removeprefix("scheduler.") if self._welcomed else "",
+            counts={"steps": self._steps, "failed_steps": self._failed_steps},
         )
 
     @property
@@ -224,8 +215,8 @@ class ExecutorActor(Actor):
             MetricPoint(f"{OURS}.plans_queued", device.queued, "{plan}"),
             MetricPoint(f"{OURS}.device.busy", device.busy_us / _US, "s", is_counter=True),
             MetricPoint(f"{OURS}.device.idle", device.idle_us / _US, "s", is_counter=True),
-            MetricPoint(f"{OURS}.copies_queued", self._arenas.queued, "{copy}"),
-            *_copy_metrics(self._arenas),
+            MetricPoint(f"{OURS}.copies_queued", self._arenas.worker.queued, "{copy}"),
+            *_copy_metrics(self._arenas.worker),
         ]
 
     def status(self) -> dict[str, object]:
@@ -258,7 +249,7 @@ class ExecutorActor(Actor):
     async def stop(self) -> None:
         within_s = 0.0 if self._alarm.why else STOP_TIMEOUT_S  # a dead engine's work never ends: do not wait
         if self._arenas is not None:
-            await asyncio.to_thread(self._arenas.close, within_s)
+            await asyncio.to_thread(self._arenas.worker.close, within_s)
         if self._backend is not None:
             await asyncio.to_thread(self._device.join, within_s)
 
@@ -284,7 +275,7 @@ class ExecutorActor(Actor):
         self._empty.set()
         arenas = self._arenas
         arenas.begin(self._scheduler, epoch)
-        self._device.put(Reset(lambda: arenas.stepped(epoch, 0)))
+        self._device.put(Reset(lambda: arenas.worker.stepped(epoch, 0)))
         self._send_hello()
 
     def _switch(self, *, asleep: bool) -> None:
@@ -304,7 +295,7 @@ class ExecutorActor(Actor):
         self._send_hello()
 
     def _send_hello(self) -> None:
-        if self._backend is None or self._arenas is None or not self._arenas.idle:
+        if self._backend is None or self._arenas is None or not self._arenas.worker.idle:
             return  # the end of the copies calls this again
         if self._switching:  # no copy of the incarnation before touches the blocks any more
             if not self._switch_queued:
@@ -510,35 +501,15 @@ def _needs_no_l1(settings: Settings) -> bool:
 
 
 def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) -> ExecHello:
-    """The message that announces an incarnation, with the engine's facts that the scheduler plans with."""
-    return ExecHello(
-        executor=executor,
-        exec_epoch=exec_epoch,
-        host_id=host_id,
-        model=info.model,
-        fingerprint=info.fingerprint,
-        vocab_digest=info.vocab_digest,
-        vocab=info.vocab,
-        blocks=info.blocks,
-        block_tokens=info.block_tokens,
-        slots=info.slots,
-        max_step_tokens=info.max_step_tokens,
-        max_context=info.max_context,
-        backend=info.backend,
-        dtype=info.dtype,
-        bytes_per_block=info.bytes_per_block,
-        reports_grammars=info.reports_grammars,
-        stages=info.stages,
-        two_stream_tokens=info.two_stream_tokens,
-        max_stop_ids=info.max_stop_ids,
-        model_digest=info.model_digest,
-        weights=info.weights,
-        flags=info.flags,
-    )
+    """The message that announces an incarnation, with the engine's facts that the scheduler plans with: the
+    fields that both have."""
+    names = {each.name for each in fields(ExecHello)} & {each.name for each in fields(info)}
+    facts: dict[str, Any] = {name: getattr(info, name) for name in names}
+    return ExecHello(executor=executor, exec_epoch=exec_epoch, host_id=host_id, **facts)
 
 
-def _copy_metrics(arenas: ArenaTransfers) -> Iterator[MetricPoint]:
-    for direction, done in arenas.copied.items():
+def _copy_metrics(worker: CopyWorker) -> Iterator[MetricPoint]:
+    for direction, done in (("store", worker.stored), ("load", worker.loaded)):
         where: Attributes = (("direction", direction),)
         yield MetricPoint(f"{OURS}.copies", done.copies, "{copy}", where, is_counter=True)
         yield MetricPoint(f"{OURS}.copied", done.bytes, "By", where, is_counter=True)

@@ -219,6 +219,7 @@ class Backend(Protocol):
         plan may be device-fed), and wait for the ids to reach the host. Logits processors run first. A failed
         processor, or logits that are not finite, give a row error with id -1 and done 2, and end the slot."""
 
+    @property
     def copier(self) -> Copier:
         """The copier of this engine's blocks; always the same object."""
 
@@ -348,20 +349,9 @@ def warm_up_steps(info: BackendInfo) -> Iterator[WarmUp]:
         return
     micro_batch = tokens // 2
     for sampling in (_GREEDY, _FILTERED):
-        opened = SlotOpen(
-            slot=0,
-            generation=0,
-            seq=0,
-            prompt_tokens=tokens,
-            sampling=sampling,
-            logprobs=2,
-            tokens=ints([0] * tokens),
-        )
-        blocks = blocks_for(tokens + 1, info.block_tokens)
-        yield (
-            opened,
-            [_plan(0, micro_batch, blocks), _plan(micro_batch, tokens - micro_batch, 0), _plan(tokens, 1, 0)],
-        )
+        first = trial_plan([0], [micro_batch], [blocks_for(tokens + 1, info.block_tokens)])
+        second = trial_plan([micro_batch], [tokens - micro_batch], [0])
+        yield _prompt(tokens, sampling, logprobs=2), [first, second, trial_plan([tokens], [1], [0])]
 
 
 def long_steps(info: BackendInfo) -> Iterator[WarmUp]:
@@ -369,34 +359,39 @@ def long_steps(info: BackendInfo) -> Iterator[WarmUp]:
     longest = min(info.max_step_tokens, (info.context - 1) // 2)
     if longest < 1:
         return
-    opened = SlotOpen(
-        slot=0,
-        generation=0,
-        seq=0,
-        prompt_tokens=2 * longest,
-        sampling=_GREEDY,
-        tokens=ints([0]) * (2 * longest),
+    blocks, opened = blocks_for(2 * longest, info.block_tokens), _prompt(2 * longest, _GREEDY)
+    yield opened, [trial_plan([0], [longest], [blocks]), trial_plan([longest], [longest], [0])]
+
+
+def _prompt(tokens: int, sampling: Sampling, logprobs: int = 0) -> SlotOpen:
+    zeros = ints([0]) * tokens
+    return SlotOpen(
+        slot=0, generation=0, seq=0, prompt_tokens=tokens, sampling=sampling, logprobs=logprobs, tokens=zeros
     )
-    blocks = blocks_for(2 * longest, info.block_tokens)
-    yield opened, [_plan(0, longest, blocks), _plan(longest, longest, 0)]
 
 
-def _plan(start: int, count: int, blocks: int) -> StepPlan:
+def trial_plan(
+    starts: Sequence[int], counts: Sequence[int], blocks: Sequence[int], *, sampled: bool = True
+) -> StepPlan:
+    """A step of the slots from 0 on: `counts[i]` tokens of slot i from position `starts[i]`. The table of a
+    slot begins with `blocks[i]` new blocks; 0: it stays. `sampled`: all rows are."""
+    slots = ints(range(len(counts)))
+    tables = [slot for slot in slots if blocks[slot]]
     return StepPlan(
         exec_epoch=0,
         step=0,
         mode="single",
         micro_batch=0,
-        slots=ints([0]),
-        starts=ints([start]),
-        counts=ints([count]),
-        from_device=ints([int(count == 1)]),
-        sample_rows=ints([0]),
-        sample_slots=ints([0]),
-        table_slots=ints([0] if blocks else []),
-        table_first=ints([0] if blocks else []),
-        table_counts=ints([blocks] if blocks else []),
-        table_blocks=ints(range(blocks)),
+        slots=slots,
+        starts=ints(starts),
+        counts=ints(counts),
+        from_device=ints(int(count == 1) for count in counts),
+        sample_rows=slots if sampled else ints(),
+        sample_slots=slots if sampled else ints(),
+        table_slots=ints(tables),
+        table_first=ints([0] * len(tables)),
+        table_counts=ints(blocks[slot] for slot in tables),
+        table_blocks=ints(range(sum(blocks))),
     )
 
 

@@ -74,8 +74,8 @@ def choose_mode(load: OverlapLoad, costs: CostModel, present: str) -> str:
         return "two_batch"
     if costs.seen < MIN_SEEN or not load.rows:
         return "single" if load.host_fed else "run_ahead"
-    # Two batches hide the host's work on their results. Without any they only read the weights twice; a
-    # prediction that says otherwise would never be corrected, since no step of all rows would be seen.
+    # Two batches hide the host's work on their results. Without any they only read the weights twice, and a
+    # wrong prediction for all rows would never be corrected, since no step of all rows would be seen.
     useless = "run_ahead" if load.host_fed == load.rows else "two_batch" if not load.host_fed else ""
     modes = [mode for mode in MODES if mode != useless]
     rates = {mode: rate(mode, load, costs) for mode in modes}

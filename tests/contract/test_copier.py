@@ -46,7 +46,7 @@ class Attached:
 
     def __init__(self, backend: Backend, file: Segment) -> None:
         self.backend, self.file = backend, file
-        self.copier = backend.copier()
+        self.copier = backend.copier
         self.size = backend.info.bytes_per_block
         self.moved = SIGNATURE_BYTES if backend.info.backend == "sim" else self.size  # of a block
         self.arena = Arena(file.name, file.generation)
@@ -200,7 +200,7 @@ def test_attached_again_it_copies_through_the_new_mapping(attached: Attached) ->
 
 def test_a_piece_is_at_least_a_megabyte(make: Make) -> None:
     """Below that the calls cost more than the bytes; see docs/benchmarks/kv_copies.md."""
-    assert make().copier().piece_bytes >= 1 << 20
+    assert make().copier.piece_bytes >= 1 << 20
 
 
 def test_what_lies_across_two_pinned_pieces_is_copied_in_two(monkeypatch: pytest.MonkeyPatch) -> None:

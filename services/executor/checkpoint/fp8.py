@@ -29,7 +29,7 @@ _SPREAD = 16.0
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledFp8:
+class ScaledFp8(Stored):
     """See Stored. A matrix in the memory of a device."""
 
     matrix: Fp8Rows
@@ -83,12 +83,9 @@ class ScaledFp8:
         numbers, scales = (each.to(device) for each in self.data)
         return ScaledFp8(Fp8Rows(numbers, scales), dtype)
 
-    def read_rows_only(self) -> None:
-        """See Stored."""
-
 
 @dataclass(frozen=True, slots=True)
-class InFp8:
+class InFp8(Stored):
     """See Stored. A matrix in a file of e4m3 with `scales` `[rows / block rows, columns / block columns]`
     float32 of the whole tensor; `block` may be the whole tensor, or a row. `name` is for errors."""
 
@@ -109,23 +106,11 @@ class InFp8:
     def data(self) -> tuple[Tensor, ...]:
         return self.numbers.values, self.scales
 
-    def rows(self, order: Tensor) -> Dense:
-        return Dense.of(self.values[order])
-
     def cut(self, cut: Cut) -> InFp8:
         return replace(self, numbers=self.numbers.cut(cut))
 
-    def join(self, below: Sequence[Stored]) -> Stored:
-        return Dense.of(self.values).join(below)
-
-    def scaled(self, factors: Tensor) -> Dense:
-        return Dense.of(self.values * factors)
-
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Dense:
         return Dense.of(self._values(device).to(dtype))
-
-    def read_rows_only(self) -> None:
-        """See Stored."""
 
     def in_fp8(self, dtype: torch.dtype, device: torch.device) -> ScaledFp8:
         """With a scale for each row: as they are in the file, or quantised again from blocks. Raises

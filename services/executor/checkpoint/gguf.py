@@ -11,7 +11,7 @@ import dataclasses
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -79,7 +79,7 @@ def load_gguf(
     tensors = GgufTensors(path)
     shapes = _shapes(path, tensors)
     wanted = {_name(part.name, layer): part.shape for part, layer in describe(shapes).parts()}
-    found = {name: tensors.shape(name) for name in tensors.names - {_ROPE_FACTORS}}
+    found = {name: entry.shape for name, entry in tensors.entries.items() if name != _ROPE_FACTORS}
     check_tensors(path, found, wanted)
 
     def find(part: Part, layer: int) -> Stored:
@@ -100,8 +100,8 @@ def type_of_blocks(path: Path) -> Kind | None:
     from services.executor.checkpoint.gguf_blocks import stays_in_blocks
 
     tensors, sizes = GgufTensors(path), Counter[Kind]()
-    for name in tensors.names:
-        sizes[tensors.type(name)] += math.prod(tensors.shape(name))
+    for entry in tensors.entries.values():
+        sizes[entry.kind] += math.prod(entry.shape)
     found = Counter({kind: size for kind, size in sizes.items() if stays_in_blocks(kind)})
     return found.most_common(1)[0][0] if found.total() * 2 > sizes.total() else None
 
@@ -111,8 +111,8 @@ def stored_gguf(path: Path) -> tuple[Shapes, Iterator[StoredTensor]]:
     as `load_gguf`."""
     tensors = GgufTensors(path)
     stored = (
-        (name, f"{tensors.type(name).name} {tensors.shape(name)}", tensors.raw(name))
-        for name in sorted(tensors.names)
+        (name, f"{entry.kind.name} {entry.shape}", tensors.raw(name))
+        for name, entry in sorted(tensors.entries.items())
     )
     return _shapes(path, tensors), stored
 
@@ -123,18 +123,17 @@ def _name(part: str, layer: int) -> str:
 
 def _shapes(path: Path, tensors: GgufTensors) -> Shapes:
     try:
-        shapes = from_gguf(tensors.metadata, tensors.names)
+        shapes = from_gguf(tensors.metadata, tensors.entries)
     except KeyError as error:
         raise SetupError(f"{path} lacks the metadata {error}; pull the model again") from error
     except SetupError as error:
         raise SetupError(f"{path}: {error.message}") from error
     except (ValueError, TypeError, ArithmeticError) as error:
         raise unreadable(path, "a GGUF file of a model", error) from error
-    if _ROPE_FACTORS not in tensors.names:
+    if _ROPE_FACTORS not in tensors.entries:
         return shapes
-    check_tensors(
-        path, {_ROPE_FACTORS: tensors.shape(_ROPE_FACTORS)}, {_ROPE_FACTORS: (shapes.head_dim // 2,)}
-    )
+    found = {_ROPE_FACTORS: tensors.entries[_ROPE_FACTORS].shape}
+    check_tensors(path, found, {_ROPE_FACTORS: (shapes.head_dim // 2,)})
     factors = zip(tensors.read(_ROPE_FACTORS).tolist(), shapes.rope_factors or repeat(1.0), strict=False)
     return dataclasses.replace(shapes, rope_factors=tuple(own * linear for own, linear in factors))
 
@@ -153,8 +152,8 @@ class _Entry:
 
 
 class GgufTensors:
-    """A mapped GGUF file: `metadata`, and tensors by name, as float32. It does not use `gguf.GGUFReader`,
-    which first wraps every string of the vocabulary (measured: 2.8 s for 49k tokens)."""
+    """A mapped GGUF file: `metadata`, the `entries` of its tensors by name, and their values. It does not use
+    `gguf.GGUFReader`, which first wraps every string of the vocabulary (measured: 2.8 s for 49k tokens)."""
 
     def __init__(self, path: Path) -> None:
         """Read the header. Raises SetupError on a damaged file or an unknown tensor type."""
@@ -163,21 +162,9 @@ class GgufTensors:
         self._data = np.memmap(path, mode="r", dtype=np.uint8)
         self._view = self._data.data
         try:
-            self._entries = self._directory(start)
+            self.entries = self._directory(start)
         except (struct.error, UnicodeDecodeError, ValueError, TypeError) as error:
             raise unreadable(path, "a whole GGUF file", error) from error
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._entries)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, slowest dimension first. Raises KeyError without it."""
-        return self._entries[name].shape
-
-    def type(self, name: str) -> Kind:
-        """The type of a tensor. Raises KeyError without it."""
-        return self._entries[name].kind
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor in the file. Raises SetupError without it."""
@@ -196,10 +183,10 @@ class GgufTensors:
 
     def stored(self, name: str, *, packed: bool) -> Stored:
         """A tensor, `packed` a matrix in its blocks if its type allows. Raises SetupError as `read`."""
-        if packed and len(self.shape(name)) == 2:
+        entry = self._entry(name)
+        if packed and len(entry.shape) == 2:
             from services.executor.checkpoint.gguf_blocks import InBlocks, stays_in_blocks
 
-            entry = self._entry(name)
             if stays_in_blocks(entry.kind):
                 return InBlocks.of(self.raw(name), entry.kind, entry.shape[0])
         return Dense.of(self.read(name))
@@ -212,9 +199,9 @@ class GgufTensors:
         return _Embedding(values, self.raw(name).reshape(entry.shape[0], -1), entry.kind)
 
     def _entry(self, name: str) -> _Entry:
-        if name not in self._entries:
+        if name not in self.entries:
             raise SetupError(f"{self._path} has no tensor {name!r}: incomplete, or of another architecture")
-        return self._entries[name]
+        return self.entries[name]
 
     def _directory(self, at: int) -> dict[str, _Entry]:
         count = struct.unpack_from("<Q", self._view, 8)[0]
@@ -249,7 +236,7 @@ class GgufTensors:
 
 
 @dataclass(slots=True)
-class _Embedding:
+class _Embedding(Stored):
     """See Stored. The dequantised matrix until `read_rows_only`. After it rows come from the file: a tied
     head has its own copy, in the order of its product."""
 
@@ -269,10 +256,6 @@ class _Embedding:
             return self.whole.values
         return dequantize(self.raw, self.kind, self.shape).to(self.dtype)
 
-    @property
-    def data(self) -> tuple[Tensor, ...]:
-        return (self.values,)
-
     def rows(self, order: Tensor) -> Stored:
         if self.whole is not None:
             return self.whole.rows(order)
@@ -280,12 +263,6 @@ class _Embedding:
 
     def cut(self, cut: Cut) -> Stored:
         return Dense.of(self.values).cut(cut)
-
-    def join(self, below: Sequence[Stored]) -> Stored:
-        return Dense.of(self.values).join(below) if below else self
-
-    def scaled(self, factors: Tensor) -> Stored:
-        return Dense.of(self.values).scaled(factors)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         found = Dense.of(self.values).loaded(dtype, device)

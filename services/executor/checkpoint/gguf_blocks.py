@@ -126,7 +126,7 @@ def blocks_of(raw: NDArray[np.uint8], kind: Kind, device: torch.device = _CPU) -
 
 
 @dataclass(frozen=True, slots=True)
-class InBlocks:
+class InBlocks(Stored):
     """See services.executor.checkpoint.stored.Stored. Matrices in the blocks of a file, below each other,
     each as its bytes `[rows, bytes]` and its type; nothing is copied until a product packs them."""
 
@@ -187,9 +187,6 @@ class InBlocks:
                 return Dense.of(self.values).join(below)
             found += each.matrices
         return replace(self, matrices=tuple(found))
-
-    def scaled(self, factors: Tensor) -> Dense:
-        return Dense.of(self.values * factors)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         return replace(self, dtype=dtype)

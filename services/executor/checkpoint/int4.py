@@ -86,7 +86,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class InInt4:
+class InInt4(Stored):
     """See Stored. A matrix in a file. `scales` is `[groups, rows]` if the numbers are turned, else `[rows,
     groups]`; `zeros` None: 8; `of_columns`: the group of each column, if they are not in order; `symmetric`:
     zeros must be 8; `e2m1`: see Int4Groups. `name` is for errors."""
@@ -114,25 +114,13 @@ class InInt4:
         zeros = () if self.zeros is None else (self.zeros.words.values,)
         return (self.numbers.words.values, self.scales.values, *zeros)
 
-    def rows(self, order: Tensor) -> Dense:
-        return Dense.of(self.values[order])
-
     def cut(self, cut: Cut) -> InInt4:
         ranges = [*self.ranges]
         ranges[cut.dim] = ranges[cut.dim][cut.begin : cut.end]
         return replace(self, ranges=(ranges[0], ranges[1]))
 
-    def join(self, below: Sequence[Stored]) -> Stored:
-        return Dense.of(self.values).join(below)
-
-    def scaled(self, factors: Tensor) -> Dense:
-        return Dense.of(self.values * factors)
-
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Dense:
         return Dense.of(self._values(device).to(dtype))
-
-    def read_rows_only(self) -> None:
-        """See Stored."""
 
     def unfit(self) -> str:
         """Why products cannot read it in groups; empty if they can."""
@@ -204,7 +192,7 @@ class InInt4:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledInt4:
+class ScaledInt4(Stored):
     """See Stored. A matrix in the memory of a device, or those of so many `experts` below each other, which
     are not cut any more."""
 
@@ -292,9 +280,6 @@ class ScaledInt4:
     def loaded(self, dtype: torch.dtype, device: torch.device) -> ScaledInt4:
         return replace(self._each(lambda tensor, _: tensor.to(device)), dtype=dtype)
 
-    def read_rows_only(self) -> None:
-        """See Stored."""
-
     def _each(self, of: Callable[[Tensor, int], Tensor]) -> ScaledInt4:
         """The tensors after `of`, which also gets how many columns an element stands for."""
         matrix = self.matrix
@@ -336,7 +321,7 @@ def _experts_in_int4(stored: Stored, dtype: torch.dtype, device: torch.device) -
 
 def products_read(part: Part, stored: Stored) -> bool:
     """Whether the product of a GPU can read a part of this size in 4 bits."""
-    return part.units in (HEADS, KV_HEADS, WIDTH) and _fits(stored)
+    return part.units in (HEADS, KV_HEADS, WIDTH) and takes(*stored.shape)
 
 
 def part_in_blocks(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
@@ -360,10 +345,6 @@ def dummy_in_int4(part: Part, stored: Stored, dtype: torch.dtype, device: torch.
     if len(plain.shape) != 2 or not products_read(part, plain):
         return plain
     return ScaledInt4(quantise_groups(plain.values, DUMMY_GROUP), dtype)
-
-
-def _fits(stored: Stored) -> bool:
-    return takes(*stored.shape)
 
 
 def takes(*sizes: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.families import Family
-from services.executor.checkpoint.quantised import scheme_of
+from services.executor.checkpoint.quantised import scheme_of, shown
 from shared.errors import SetupError
 
 _READ = frozenset((
@@ -75,8 +75,6 @@ _GGUF_ONE_VALUE: Mapping[str, object] = {
     "tensor_data_layout": "Meta AI original pth",
 }
 
-_SHOWN = 80  # characters of a value
-
 
 def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
     """Raises SetupError for the first key of a config.json that may change what a model of this kind
@@ -86,7 +84,7 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
     for key in ("compression_config", "quantization"):
         if key in given:
             raise SetupError(
-                f"{key} in config.json ({_shown(given[key])}): folders quantised so are not supported; use "
+                f"{key} in config.json ({shown(given[key])}): folders quantised so are not supported; use "
                 "the unquantised model or a GGUF file of it"
             )
     if given.get("mlp_bias") or given.get("attention_bias"):
@@ -97,7 +95,7 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
     for name in given.get("architectures", ()):
         if str(name).lower() not in (f"{plain}forcausallm", f"{plain}model"):  # the second: for vectors
             raise SetupError(
-                f"config.json has model_type {kind!r}, but architectures {_shown(name)}, which is not "
+                f"config.json has model_type {kind!r}, but architectures {shown(name)}, which is not "
                 "supported; use a model that generates text in the plain architecture"
             )
     rope = {**given.get("rope_scaling", {}), **given.get("rope_parameters", {})}
@@ -149,7 +147,7 @@ def check_gguf(metadata: Mapping[str, Any], kind: str) -> None:
 def _only(given: Mapping[str, Any], key: str, value: object, where: str) -> None:
     if given.get(key) is not None and given[key] != value:
         raise SetupError(
-            f"{key} = {_shown(given[key])} in {where} is not supported, only {value!r}; use another model"
+            f"{key} = {shown(given[key])} in {where} is not supported, only {value!r}; use another model"
         )
 
 
@@ -158,11 +156,6 @@ def _unknown(key: str, value: object, where: str) -> SetupError:
     if where != "config.json":
         how = f"write a copy without it: gguf-new-metadata --remove-metadata {key} OLD NEW"
     return SetupError(
-        f"{key} = {_shown(value)} in {where} is not known here and may change what the model computes: "
+        f"{key} = {shown(value)} in {where} is not known here and may change what the model computes: "
         f"not supported; if its authors document that the key changes nothing, {how}"
     )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

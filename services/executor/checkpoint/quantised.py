@@ -162,9 +162,8 @@ def _packed_group(name: str, group: Any) -> Int4Format:
     weights = _weights(name, group, "pack-quantized")
     if group.get("input_activations") is not None:
         raise _refused(f"{name}.input_activations", group["input_activations"])
-    for key, wanted in (("num_bits", 4), ("type", "int"), ("dynamic", False)):
-        if weights.get(key, wanted) != wanted:
-            raise _refused(f"{name}.weights.{key}", weights[key])
+    wanted = {"num_bits": 4, "type": "int", "dynamic": False}
+    _check(f"{name}.weights", {**wanted, **weights}, wanted)
     strategy, symmetric = weights.get("strategy"), bool(weights.get("symmetric", True))
     if strategy == "channel":
         return Int4Format("compressed-tensors", 0, symmetric)
@@ -182,9 +181,8 @@ def _mxfp4_group(name: str, group: Any) -> Int4Format:
     for where, part in (("weights", weights), ("input_activations", inputs)):
         if not isinstance(part, Mapping) or (part and bool(part.get("dynamic")) != (part is inputs)):
             raise _refused(f"{name}.{where}", part)
-        for key, value in wanted.items() if part else ():
-            if part.get(key) != value:
-                raise _refused(f"{name}.{where}.{key}", part.get(key))
+        if part:
+            _check(f"{name}.{where}", part, wanted)
     if not weights:
         raise _refused(f"{name}.weights", weights)
     return Int4Format("mxfp4", 32, symmetric=True)
@@ -238,10 +236,9 @@ def _group(name: str, group: Any) -> tuple[int, int] | None:
     for where, part, dynamic in (("weights", weights, False), ("input_activations", inputs, True)):
         if not isinstance(part, Mapping):
             raise _refused(f"{name}.{where}", part)
-        found = {**{key: part.get(key) for key in _FLOAT8}, "dynamic": bool(part.get("dynamic"))}
-        for key, value in {**_FLOAT8, "dynamic": dynamic}.items():
-            if found[key] != value:
-                raise _refused(f"{name}.{where}.{key}", part.get(key))
+        _check(f"{name}.{where}", part, _FLOAT8)
+        if bool(part.get("dynamic")) != dynamic:
+            raise _refused(f"{name}.{where}.dynamic", part.get("dynamic"))
     if weights.get("strategy") not in _STRATEGIES:
         raise _refused(f"{name}.weights.strategy", weights.get("strategy"))
     return _block(weights.get("block_structure")) if weights["strategy"] == "block" else None
@@ -258,6 +255,12 @@ def _block(given: Any) -> tuple[int, int]:
     return rows, columns
 
 
+def _check(where: str, given: Mapping[str, Any], wanted: Mapping[str, object]) -> None:
+    for key, value in wanted.items():
+        if given.get(key) != value:
+            raise _refused(f"{where}.{key}", given.get(key))
+
+
 def _only_keys(given: Mapping[str, Any], known: frozenset[str], where: str = "") -> None:
     for key in sorted(given.keys() - known):
         if given[key] is not None:
@@ -265,9 +268,15 @@ def _only_keys(given: Mapping[str, Any], known: frozenset[str], where: str = "")
 
 
 def _refused(what: str, value: object) -> SetupError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:80] + "…"
-    return SetupError(f"{what} = {shown} in quantization_config of config.json is not supported; {_INSTEAD}")
+    return SetupError(
+        f"{what} = {shown(value)} in quantization_config of config.json is not supported; {_INSTEAD}"
+    )
+
+
+def shown(value: object) -> str:
+    """A value of a configuration for an error, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"
 
 
 def scale_name(weight: str, names: Mapping[str, Any]) -> str | None:

@@ -26,7 +26,8 @@ class Cut:
 
 
 class Stored(Protocol):
-    """A matrix `[out, in]`, a vector, or experts' matrices `[experts, out, in]`."""
+    """A matrix `[out, in]`, a vector, or experts' matrices `[experts, out, in]`. What a format does not do in
+    a way of its own is done with its plain numbers."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -38,28 +39,33 @@ class Stored(Protocol):
     @property
     def data(self) -> tuple[Tensor, ...]:
         """What is in memory, for digests and sizes."""
+        return (self.values,)
 
     def rows(self, order: Tensor) -> Stored:
         """The rows at the indices `order`."""
+        return Dense.of(self.values[order])
 
     def cut(self, cut: Cut) -> Stored:
         """That part."""
 
     def join(self, below: Sequence[Stored]) -> Stored:
         """This weight and others of the same width, below each other."""
+        return Dense.of(torch.cat([self.values, *(each.values for each in below)])) if below else self
 
     def scaled(self, factors: Tensor) -> Stored:
         """Times powers of two that broadcast: `[rows, 1]` or `[columns]`."""
+        return Dense.of(self.values * factors)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         """In the memory of `device`, for a computation in `dtype`; it keeps no memory of a larger whole."""
 
     def read_rows_only(self) -> None:
         """From now on only `rows` are read: what it can read again from a file takes no memory."""
+        return
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(Stored):
     """Plain numbers. `source[slice, ...]` reads them: a tensor, or a tensor in a file."""
 
     source: Any
@@ -81,30 +87,14 @@ class Dense:
         values: Tensor = self.source[tuple(slice(each.start, each.stop) for each in self.ranges)]
         return values
 
-    @property
-    def data(self) -> tuple[Tensor, ...]:
-        return (self.values,)
-
-    def rows(self, order: Tensor) -> Dense:
-        return Dense.of(self.values[order])
-
     def cut(self, cut: Cut) -> Dense:
         before, after = self.ranges[: cut.dim], self.ranges[cut.dim + 1 :]
         return Dense(self.source, (*before, self.ranges[cut.dim][cut.begin : cut.end], *after))
-
-    def join(self, below: Sequence[Stored]) -> Dense:
-        return Dense.of(torch.cat([self.values, *(each.values for each in below)])) if below else self
-
-    def scaled(self, factors: Tensor) -> Dense:
-        return Dense.of(self.values * factors)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Dense:
         values = self.values.to(device=device, dtype=dtype)
         part = isinstance(self.source, Tensor) and values.numel() < self.source.numel()
         return Dense.of(values.clone() if part and values._is_view() else values)
-
-    def read_rows_only(self) -> None:
-        """See Stored."""
 
 
 def give_back_pages(raw: NDArray[Any]) -> None:

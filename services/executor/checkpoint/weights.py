@@ -34,13 +34,7 @@ from services.executor.checkpoint.config import read_shapes
 from services.executor.checkpoint.families import FAMILIES, Family
 from services.executor.checkpoint.int4 import Int4Format
 from services.executor.checkpoint.partition import Shard, ShardOf, whole_model
-from services.executor.checkpoint.quantised import (
-    STORED,
-    InBlocksOfFp8,
-    scale_name,
-    scheme_of,
-    with_scales,
-)
+from services.executor.checkpoint.quantised import STORED, InBlocksOfFp8, scale_name, scheme_of, with_scales
 from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import Description, Part, Weight, describe, weights_of
 from services.executor.model.shapes import Shapes

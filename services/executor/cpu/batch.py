@@ -148,8 +148,8 @@ class BatchBuilder:
         return self._on_device(ids)
 
     def _rows(self, slots: _Column, positions: _Column, padding: int) -> Tensor:
-        """The slot mapping, as of kernels.attention.write_rows. KV of done slots and of padding goes to the
-        spare block."""
+        """The rows of `write_kv`, `[layers, K|V, tokens]`. KV of done slots and of padding goes to the spare
+        block."""
         cache = self._cache
         blocks, offsets = np.divmod(positions, cache.block_tokens)
         blocks = np.where(self._slots.done[slots], cache.spare, self._slots.tables[slots, blocks])

@@ -37,15 +37,8 @@ class CompiledOperators:
     """See services.executor.cpu.layers.Operators."""
 
     sequences = Sequences
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, weight, eps)
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        return swiglu(gate_up)
-
-    def rotate_and_write(self, x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
-        return rotate_and_write(x, rotation, kv, rows, heads)
+    add_rms_norm, swiglu = staticmethod(add_rms_norm), staticmethod(swiglu)
+    rotate_and_write = staticmethod(rotate_and_write)
 
     def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
         attended = attend(query, kv, layer, batch.sequences)

@@ -68,10 +68,11 @@ class TorchBackend:
         device, exact = weights.norm.device, options.deterministic
         self._options = options
         alone = device.type == "cpu" and loaded.ranks.size * loaded.stage.count == 1
-        self._info, self._samples = replace(info_of(options, loaded), sleeps=alone), loaded.stage.last
+        self.info: BackendInfo = replace(info_of(options, loaded), sleeps=alone)
+        self._samples = loaded.stage.last
         self._comm_thread = CommThread() if options.overlap_comm != "off" and loaded.ranks.size > 1 else None
         if self._comm_thread is not None:  # collectives use the computing cores: split only where a plan asks
-            self._info = replace(self._info, two_stream_tokens=NEVER)
+            self.info = replace(self.info, two_stream_tokens=NEVER)
         self._cache = cache
         kinds = operators_for(cache, deterministic=exact)
         self._model = Model(loaded, kinds, deterministic=exact)
@@ -83,15 +84,11 @@ class TorchBackend:
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
         self._threads = None if fixed else _thread_count()
-        self._copier: Copier = CudaCopier(cache, lambda: self._computed) if on_gpu else HostCopier(cache)
-
-    @property
-    def info(self) -> BackendInfo:
-        return self._info
+        self.copier: Copier = CudaCopier(cache, lambda: self._computed) if on_gpu else HostCopier(cache)
 
     def warm_up(self) -> None:
-        self._model.compile_products(min(WARM_ROWS, self._info.max_step_tokens))
-        for opened, plans in warm_up_steps(self._info):
+        self._model.compile_products(min(WARM_ROWS, self.info.max_step_tokens))
+        for opened, plans in warm_up_steps(self.info):
             self.open_slot(opened)
             for plan in plans:
                 pending = self.forward(plan)
@@ -177,11 +174,8 @@ class TorchBackend:
             take(last, ended, slots, ids, done)
             append_sampled(map(self._slots.tokens, slots), ids, pending.positions)
 
-    def copier(self) -> Copier:
-        return self._copier
-
     def reset(self) -> None:
-        for slot in range(self._info.slots):
+        for slot in range(self.info.slots):
             self.close_slot(slot)
         self._computed = self._host_rows.forwarded()
 
@@ -195,17 +189,17 @@ class TorchBackend:
     def wake(self) -> None:
         """Reads the weights again, most often from the page cache of the operating system."""
         loaded, exact = load(self._options), self._options.deterministic
-        if loaded.fingerprint != self._info.fingerprint:
-            raise EngineError(f"the weights of {self._info.model} have changed while it was asleep")
+        if loaded.fingerprint != self.info.fingerprint:
+            raise EngineError(f"the weights of {self.info.model} have changed while it was asleep")
         self._model = Model(loaded, operators_for(self._cache, deterministic=exact), deterministic=exact)
-        self._model.compile_products(min(WARM_ROWS, self._info.max_step_tokens))
+        self._model.compile_products(min(WARM_ROWS, self.info.max_step_tokens))
 
     def close(self) -> None:
         if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
             rows.end()
         if self._comm_thread is not None:
             self._comm_thread.close()
-        for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "_copier"):
+        for name in ("_model", "_cache", "_batches", "_slots", "_sampler", "_host_rows", "copier"):
             self.__dict__.pop(name, None)  # frees the memory
 
 

@@ -61,7 +61,7 @@ class Operators(Protocol):
 
     def rotate_and_write(self, x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
         """Rotate the queries and keys of `x` `[tokens, heads + 2 * kv_heads, head_dim]` (queries, keys,
-        values), store keys and values at `rows` `[K|V, tokens]` of `write_rows`, and return the queries."""
+        values), store keys and values at `rows` `[K|V, tokens]` as `write_kv`, and return the queries."""
 
     def attend(self, query: Tensor, kv: Tensor, layer: int, batch: Batch) -> Tensor:
         """Attention of every token row of a batch: the shape of `query`."""
@@ -71,15 +71,10 @@ class TorchOperators:
     """Torch's operators. With `deterministic` a row's result does not depend on the other rows."""
 
     sequences = None
+    add_rms_norm = staticmethod(add_rms_norm)
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        self._swiglu = swiglu_by_row if deterministic else swiglu
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, weight, eps)
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        return self._swiglu(gate_up)
+        self.swiglu = swiglu_by_row if deterministic else swiglu
 
     def rotate_and_write(self, x: Tensor, rotation: Tensor, kv: Tensor, rows: Tensor, heads: int) -> Tensor:
         kv_heads = (x.shape[1] - heads) // 2

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -29,10 +28,8 @@ from services.executor.checkpoint.loader import Loaded
 from services.executor.engine import COMM, COMPUTE, MAX_SEGMENTS, Segment
 from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_interleaved
 from services.executor.parallel.peer_memory import PeerMemory
-from services.executor.parallel.ranks import Collectives, PeerCopies, Ranks
+from services.executor.parallel.ranks import Collectives, PeerCopies, if_mapped
 from services.executor.parallel.step_split import CUT_TOKENS
-
-log = logging.getLogger("headrace.executor")
 
 BLOCKS = 16  # of a collective that has a limit
 BARRIER_PROCESSORS = 2  # processors left free for the programs of the copies' barriers
@@ -71,7 +68,10 @@ def two_streams(loaded: Loaded, most_tokens: int, *, deterministic: bool) -> Two
         return TwoStreams(ranks, 0, device)
     if shapes.experts is not None and shapes.hidden % ranks.size == 0:
         rows = most_tokens // 2 + 2 * CUT_TOKENS
-        copies = _copies(ranks, device, rows * shapes.hidden * loaded.cache.activations.itemsize)
+        most_bytes = rows * shapes.hidden * loaded.cache.activations.itemsize
+        copies = if_mapped(
+            ranks, lambda: PeerCopies(PeerMemory(most_bytes, device)), "micro-batches use NCCL and gain less"
+        )
         if copies is not None:
             return TwoStreams(copies, BARRIER_PROCESSORS, device)
     return TwoStreams(nccl_of_few_blocks(), 0, device)
@@ -82,17 +82,6 @@ def nccl_of_few_blocks() -> Collectives:
     options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = BLOCKS
     return Collectives(distributed.new_group(pg_options=options))
-
-
-def _copies(ranks: Ranks, device: torch.device, most_bytes: int) -> PeerCopies | None:
-    """Collectives by copies; None on all ranks if any cannot map the memory."""
-    copies = None
-    try:
-        assert distributed.group.WORLD is not None, "the ranks have joined"
-        copies = PeerCopies(PeerMemory(most_bytes, device, distributed.group.WORLD))
-    except (RuntimeError, ImportError, AttributeError, OSError) as error:
-        log.warning("micro-batches use NCCL instead of copies, and gain less: %s", error)
-    return copies if all(ranks.exchange(copies is not None)) else None
 
 
 class CommStream:
@@ -112,20 +101,16 @@ class CommStream:
         """Queue forward passes to their ends; their results, on the current stream. A graph may capture
         it."""
         compute, comm = torch.cuda.current_stream(), self._stream
+        timed = timer.segment if timer else lambda lane: nullcontext()
 
         def start(micro_batch: int, collective: Collective) -> Callable[[], object]:
             comm.wait_stream(compute)
-            with torch.cuda.stream(comm), timer.segment(COMM[micro_batch]) if timer else nullcontext():
+            with torch.cuda.stream(comm), timed(COMM[micro_batch]):
                 collective()
                 done = comm.record_event()
             return functools.partial(_wait, compute, done, collective)
 
-        if timer is None:
-            found = run_interleaved(forward_passes, start)
-        else:
-            found = run_interleaved(
-                forward_passes, start, lambda micro_batch: timer.segment(COMPUTE[micro_batch])
-            )
+        found = run_interleaved(forward_passes, start, lambda micro_batch: timed(COMPUTE[micro_batch]))
         compute.wait_stream(comm)
         return found
 

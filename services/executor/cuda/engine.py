@@ -42,7 +42,6 @@ from services.executor.cuda.kernel_configs import (
 from services.executor.cuda.model import CudaModel
 from services.executor.engine import (
     BackendInfo,
-    Copier,
     Pending,
     Segment,
     StepOutput,
@@ -85,7 +84,7 @@ class CudaBackend:
         device, ranks = cache.tensor.device, loaded.ranks
         _check_alike(shapes, ranks)
         alone = ranks.size == loaded.stage.count == 1
-        self._info = replace(info_of(options, loaded), sleeps=alone)
+        self.info: BackendInfo = replace(info_of(options, loaded), sleeps=alone)
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
@@ -127,12 +126,8 @@ class CudaBackend:
         self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
         self._no_ids = torch.empty(2, 0, dtype=torch.int32)
         self._computed: torch.cuda.Event | None = None  # the end of the last sampled forward
-        self._copier = CudaCopier(cache, lambda: self._computed)
+        self.copier = CudaCopier(cache, lambda: self._computed)
         self._compiles = CompileWatch()
-
-    @property
-    def info(self) -> BackendInfo:
-        return self._info
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -147,7 +142,7 @@ class CudaBackend:
         if (micro_batches := self._runner.split_graphs) is not None:
             since = two_stream_tokens(self, self._ranks, micro_batches.capture)
             micro_batches.capture_from(LEAST if self._splits_steps else since)
-            self._info = replace(self._info, two_stream_tokens=since)
+            self.info = replace(self.info, two_stream_tokens=since)
             log.info("captured the graphs of split steps, %.1f s in all", time.monotonic() - began_s)
         self.reset()
         self._compiles.start()
@@ -163,11 +158,11 @@ class CudaBackend:
         """The steps of any engine; the same with rows that the kernel samples and with a block copied; and
         the longest steps, which may have no graph."""
         copied = ints([self._cache.spare])
-        for opened, plans in warm_up_steps(self._info):
+        for opened, plans in warm_up_steps(self.info):
             yield opened, plans
             plain = replace(opened, logprobs=0, sampling=replace(opened.sampling, frequency_penalty=0.0))
             yield plain, [replace(plan, copy_from=copied, copy_to=copied) for plan in plans]
-        yield from long_steps(self._info)
+        yield from long_steps(self.info)
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._slots.open(opened)
@@ -262,11 +257,8 @@ class CudaBackend:
         known = pending.tokens or map(self._slots.tokens, slots)
         append_sampled(known, ids, pending.positions)
 
-    def copier(self) -> Copier:
-        return self._copier
-
     def reset(self) -> None:
-        for slot in range(self._info.slots):
+        for slot in range(self.info.slots):
             self.close_slot(slot)
         self._slots.reset()
         self._computed = self._host_rows.forwarded()
@@ -290,7 +282,7 @@ class CudaBackend:
         self._compiles.stop()
         if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
             rows.end()
-        for name in ("_cache", "_slots", "_runner", "_storage", "_sampling", "_host_rows", "_copier"):
+        for name in ("_cache", "_slots", "_runner", "_storage", "_sampling", "_host_rows", "copier"):
             self.__dict__.pop(name, None)  # frees the memory
 
 

@@ -29,12 +29,12 @@ from kernels.attention.prefill import PrefillTiles, attend_prefill
 from kernels.collectives.gpu import Norm, PeerBuffers, all_gather, all_reduce_add_rms_norm_
 from kernels.fp8 import Fp8Rows
 from kernels.fp8.gpu import quantise_rows, scaled_mm
-from kernels.gemm.gpu import layout_of, matmul, matmul_fixed, matmul_fp8
+from kernels.gemm.gpu import layout_of, matmul, matmul_fixed
 from kernels.inputs.gpu import Resolved
 from kernels.int4 import gpu as int4
 from kernels.int4.gpu import Int4Weight
 from kernels.moe.gpu import combine, dispatch, experts_mlp, permute, route
-from kernels.norm.gpu import add_rms_norm_, add_rms_norm_fp8_, rms_norm, rms_norm_fp8
+from kernels.norm.gpu import add_rms_norm_, rms_norm, rms_norm_fp8
 from kernels.rope import rope_table
 from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
 from services.executor.checkpoint.fp8 import ScaledFp8
@@ -46,7 +46,7 @@ from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
 from services.executor.model.shapes import Shapes
 from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_alone
 from services.executor.parallel.peer_memory import PeerMemory
-from services.executor.parallel.ranks import DistributedRanks, Ranks
+from services.executor.parallel.ranks import DistributedRanks, Ranks, if_mapped
 from services.executor.parallel.step_split import Chunk
 from shared.errors import SetupError
 
@@ -83,7 +83,11 @@ class CudaModel:
         self._last = loaded.stage.last
         self._shared: SharedLogits | None = None
         if isinstance(loaded.ranks, DistributedRanks) and loaded.ranks.symmetric is not None:
-            self._shared = shared_logits(loaded.ranks, weights.head.values, most, shapes.vocab)
+            self._shared = if_mapped(
+                loaded.ranks,
+                lambda: SharedLogits(loaded.ranks, weights.head.values, most, shapes.vocab),
+                "NCCL gathers logits, and is slower",
+            )
         self._embedding, self._norm = weights.embedding.values, weights.norm
         self._head = weights.head.values
         self._layers: list[dict[str, Any]] = []
@@ -227,7 +231,7 @@ class _ResidualAdd:
         if self.whole:
             yield functools.partial(self._sums.all_reduce, part)
         if fp8:
-            return add_rms_norm_fp8_(part, residual, weight, eps, chained=chained)
+            return rms_norm_fp8(part, weight, eps, residual, chained=chained)
         return add_rms_norm_(part, residual, weight, eps, out, chained=chained)
 
 
@@ -285,14 +289,10 @@ def _tuned(tuning: DeviceTuning) -> Products:
         layouts = tuning.of(rows)
         chosen = layouts.product(weight.shape[0], weight.shape[1], rows, fp8=fp8)
         split = chosen is not None and whole and chosen.splits > 1
-        if fp8:
-            if isinstance(x, Tensor):
-                x = quantise_rows(x, chained=layouts.chained)
-            if chosen is None or split or bias is not None:
-                return scaled_mm(x, weight, bias)
-            return matmul_fp8(x, weight, chosen)
-        if chosen is None or split or bias is not None or x.dtype != torch.bfloat16:
-            return F.linear(x, weight, bias)
+        if fp8 and isinstance(x, Tensor):
+            x = quantise_rows(x, chained=layouts.chained)
+        if chosen is None or split or bias is not None or not (fp8 or x.dtype == torch.bfloat16):
+            return scaled_mm(x, weight, bias) if fp8 else F.linear(x, weight, bias)
         return matmul(x, weight, chosen)
 
     return product
@@ -317,9 +317,7 @@ class SharedLogits:
     def __init__(self, ranks: Ranks, like: Tensor, rows: int, vocab: int) -> None:
         """For logits of the dtype and device of `like`; all ranks create it at once. Raises torch's errors if
         GPUs cannot map each other's memory."""
-        group = torch.distributed.group.WORLD
-        assert group is not None, "the ranks have joined"
-        self._memory = PeerMemory(rows * vocab * like.element_size(), like.device, group)
+        self._memory = PeerMemory(rows * vocab * like.element_size(), like.device)
         self._rank, self._vocab, self._dtype = ranks.rank, vocab, like.dtype
         one = torch.Size([1])
         addresses = [self._memory.of(rank, one, like.dtype).data_ptr() for rank in range(ranks.size)]
@@ -330,13 +328,3 @@ class SharedLogits:
         all_gather(own, self._addresses, self._rank, self._vocab)
         self._memory.barrier()
         return self._memory.of(self._rank, torch.Size([len(own), self._vocab]), self._dtype)
-
-
-def shared_logits(ranks: Ranks, like: Tensor, rows: int, vocab: int) -> SharedLogits | None:
-    """None on all ranks if any cannot map the memory: NCCL gathers then."""
-    found = None
-    try:
-        found = SharedLogits(ranks, like, rows, vocab)
-    except (RuntimeError, ImportError, AttributeError) as error:
-        log.warning("logits are gathered by NCCL, which is slower: %s", error)
-    return found if all(ranks.exchange(found is not None)) else None

@@ -20,7 +20,6 @@ slots and resets, also if messages to the driver are lost, repeated or refused.
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import queue
@@ -51,8 +50,6 @@ from services.executor.parallel.ranks import DRIVER, Ranks, join, rendezvous
 from shared.errors import EngineError, SetupError
 from shared.messages import GrammarFailed, GrammarReady, Ints, SlotOpen, StepPlan
 from shared.processes import module_command, with_import_path
-
-log = logging.getLogger("headrace.executor")
 
 END_TIMEOUT_S = 5.0
 LAST_ERROR_S = 2.0  # to wait for the LastError of a dying rank
@@ -215,17 +212,13 @@ class GroupBackend:
         self._own, self._workers, self._ranks, self._pipeline = own, workers, ranks, pipeline
         sizes = ranks.exchange(own.info.bytes_per_block)
         stages = ranks.size if pipeline else own.info.stages
-        self._info = replace(own.info, bytes_per_block=sum(sizes), stages=stages)
-        self._copier: Copier = GroupCopier(own.copier(), workers, ranks.size)
-
-    @property
-    def info(self) -> BackendInfo:
-        return self._info
+        self.info: BackendInfo = replace(own.info, bytes_per_block=sum(sizes), stages=stages)
+        self.copier: Copier = GroupCopier(own.copier, workers, ranks.size)
 
     def warm_up(self) -> None:
         self._workers.send(Control.WARM_UP)
         self._own.warm_up()
-        self._info = replace(self._info, two_stream_tokens=self._own.info.two_stream_tokens)
+        self.info = replace(self.info, two_stream_tokens=self._own.info.two_stream_tokens)
 
     def open_slot(self, opened: SlotOpen) -> None:
         bare = for_workers(opened)
@@ -268,9 +261,6 @@ class GroupBackend:
             raise EngineError(found.error)
         self._own.take(pending, found.output.ids, found.output.done)
         return found.output
-
-    def copier(self) -> Copier:
-        return self._copier
 
     def reset(self) -> None:
         self._workers.send(Control.RESET)

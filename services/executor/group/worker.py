@@ -194,7 +194,7 @@ def run_worker(pipe: Connection, driver_gone: Callable[[], None], processors: st
         options = replace(options, processors=load_processors(processors), report_grammar=send)
     backend = rank_builder(device.type)(options, ranks)
     sizes = ranks.exchange(backend.info.bytes_per_block)
-    copier = RankCopier(backend.copier(), sum(sizes[:rank]))
+    copier = RankCopier(backend.copier, sum(sizes[:rank]))
     copies = CopyThread(copier, send, enter)
     worker = Worker(backend, copies.put, SampleThread(backend, send, enter, size) if samples else None)
     copies.stepped_s = lambda: worker.stepped_s

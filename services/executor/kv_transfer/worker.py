@@ -13,6 +13,7 @@ ExecutorActor uses `ArenaTransfers`; a `Mapping` attaches the copier to at most 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -72,7 +73,7 @@ class CopyWorker:
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._running: _Job | None = None
-        self._began_us = 0
+        self.since_us = 0  # when the running copy began, 0 without one
         self._epoch = 0
         self._computed = -1  # last computed step of this incarnation; 0 once the device has reset
         self._mapping = Mapping(copier, self._yield_device)  # only the thread changes it
@@ -84,18 +85,13 @@ class CopyWorker:
 
     @property
     def idle(self) -> bool:
-        """True when no copy of an earlier incarnation runs."""
+        """True when no copy of an earlier incarnation runs: its blocks may be reused."""
         running = self._running
         return running is None or running.epoch == self._epoch
 
     @property
     def queued(self) -> int:
         return len(self._queue)
-
-    @property
-    def since_us(self) -> int:
-        """When the running copy began, 0 without one."""
-        return self._began_us
 
     @property
     def generation(self) -> int:
@@ -179,12 +175,12 @@ class CopyWorker:
         job = self._running = self._ready()
         if job is not None:
             self._queue.remove(job)
-            self._began_us = self._clock.now_us()
+            self.since_us = self._clock.now_us()
         return job
 
     def _finish(self, job: _Job, copied: KvCopied) -> None:
         with self._changed:
-            self._running, self._began_us = None, 0
+            self._running, self.since_us = None, 0
             of_now = job.epoch == self._epoch
         if not of_now:
             self._callbacks.idle()
@@ -192,7 +188,7 @@ class CopyWorker:
             self._callbacks.copied(job.epoch, copied)
 
     def _copy(self, job: _Job) -> KvCopied:
-        began_us = self._began_us
+        began_us = self.since_us
         try:
             status, done, moved_us = self._pieces(job)
         except Exception as error:  # noqa: BLE001 - all copies would wait for a dead thread
@@ -315,6 +311,18 @@ class CopyRate:
         return round(self._recent_bytes / self._recent_us) if self._recent_us else 0
 
 
+def on_loop(mailbox: Mailbox, handler: Callable[P, None]) -> Callable[P, None]:
+    """What calls an actor's `handler` on the running event loop, for other threads. It does nothing once the
+    loop is closed."""
+    loop, guarded = asyncio.get_running_loop(), mailbox.guarded(handler)
+
+    def later(*args: P.args, **kwargs: P.kwargs) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: guarded(*args, **kwargs))
+
+    return later
+
+
 class ArenaTransfers:
     """The actor's side of the KV tiers: it maps the host's arena, makes copies and sends the answers. The
     actor creates it once the engine is built.
@@ -322,7 +330,7 @@ class ArenaTransfers:
         heartbeat of kv_offload ──▶ on_peer ──▶ copy worker: map        ──▶ ArenaReleased of the arena before
         KvCopy                  ──▶ copy    ──▶ copy worker: pieces ... ──▶ KvCopied
 
-    All calls are on the event loop; the worker's answers return through the loop."""
+    All calls but `worker.stepped` are on the event loop; the worker's answers return through the loop."""
 
     def __init__(
         self,
@@ -334,16 +342,6 @@ class ArenaTransfers:
     ) -> None:
         """`quiet` is called when the last copy of an earlier incarnation has ended; `computing`: whether a
         step is running."""
-        loop = asyncio.get_running_loop()
-
-        def on_loop(handler: Callable[P, None]) -> Callable[P, None]:
-            guarded = mailbox.guarded(handler)
-
-            def later(*args: P.args, **kwargs: P.kwargs) -> None:
-                loop.call_soon_threadsafe(lambda: guarded(*args, **kwargs))
-
-            return later
-
         self._info = backend.info
         self._mailbox = mailbox
         self._host_id = host_id
@@ -351,32 +349,17 @@ class ArenaTransfers:
         self._epoch = 0
         self._owner, self._since = "", 0  # the kv_offload that owns the arena, and its epoch
         callbacks = CopyCallbacks(
-            copied=on_loop(self._on_copied), idle=on_loop(quiet), unmapped=on_loop(self._on_unmapped)
+            copied=on_loop(mailbox, self._on_copied),
+            idle=on_loop(mailbox, quiet),
+            unmapped=on_loop(mailbox, self._on_unmapped),
         )
-        self._worker = CopyWorker(backend.copier(), mailbox.clock, callbacks, computing)
-        self.stepped = self._worker.stepped  # for the computing threads
-        self.close = self._worker.close
+        self.worker = CopyWorker(backend.copier, mailbox.clock, callbacks, computing)
         self._find_arena()
-
-    @property
-    def generation(self) -> int:
-        """The generation of the mapped arena, 0 without one."""
-        return self._worker.generation
-
-    @property
-    def idle(self) -> bool:
-        """True when no copy of an earlier incarnation runs: its blocks may be reused."""
-        return self._worker.idle
-
-    @property
-    def since_us(self) -> int:
-        """When the running copy began, 0 without one."""
-        return self._worker.since_us
 
     def begin(self, scheduler: str, epoch: int) -> None:
         """Start a new incarnation for this scheduler."""
         self._scheduler, self._epoch = scheduler, epoch
-        self._worker.begin(epoch)
+        self.worker.begin(epoch)
 
     def on_peer(self, peer: Peer) -> None:
         """Map the arena of the latest ready kv_offload on this host. The mapping stays after its kv_offload
@@ -388,7 +371,7 @@ class ArenaTransfers:
             log.warning("%s is a second kv_offload on this host: the later one is used", peer.source)
             return
         self._owner, self._since = peer.source, peer.epoch
-        self._worker.map(*((heartbeat.arena, heartbeat.arena_generation) if heartbeat.arena else NO_ARENA))
+        self.worker.map(*((heartbeat.arena, heartbeat.arena_generation) if heartbeat.arena else NO_ARENA))
 
     def on_peer_gone(self, peer: Peer) -> None:
         """Without its owner the arena may be replaced by any other, also of an earlier epoch (a clock set
@@ -400,26 +383,18 @@ class ArenaTransfers:
     def copy(self, copy: KvCopy) -> None:
         """Queue a copy, or send its failure."""
         error = copy_error(copy, self._info)
-        if not error and not self._worker.put(copy):
+        if not error and not self.worker.put(copy):
             error = "too many copies wait"
         if error:
             log.error("the copy of job %d is refused: %s", copy.job, error)
             self._mailbox.send(self._scheduler, KvCopied(job=copy.job, status="failed"))
 
-    @property
-    def copied(self) -> dict[str, CopyRate]:
-        return {"store": self._worker.stored, "load": self._worker.loaded}
-
-    @property
-    def queued(self) -> int:
-        return self._worker.queued
-
     def status(self) -> dict[str, object]:
         """Facts of the copies for `headrace status`."""
-        stored, loaded = self._worker.stored, self._worker.loaded
+        stored, loaded = self.worker.stored, self.worker.loaded
         return {
-            "arena_generation": self._worker.generation,
-            "copies_queued": self.queued,
+            "arena_generation": self.worker.generation,
+            "copies_queued": self.worker.queued,
             "copies_stored": stored.copies,
             "copies_loaded": loaded.copies,
             "stored_bytes": stored.bytes,

@@ -74,16 +74,6 @@ def run_interleaved(
     return [found[i] for i in range(len(forward_passes))]
 
 
-def run_in_turn(forward_passes: Sequence[ForwardPass]) -> list[Tensor]:
-    """Like `run_interleaved`, without overlap."""
-
-    def start(forward_pass: int, collective: Collective) -> Callable[[], object]:
-        collective()
-        return lambda: None
-
-    return run_interleaved(forward_passes, start)
-
-
 class CommThread:
     """Owns a thread for the collectives of CPU ranks. Passes compute in turn on the calling thread.
 

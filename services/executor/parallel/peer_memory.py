@@ -7,7 +7,6 @@ call it.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from typing import Any
@@ -17,8 +16,6 @@ import torch.distributed as distributed
 from torch import Tensor
 
 from kernels.collectives.gpu import EMPTY, PeerBuffers
-
-log = logging.getLogger("headrace.executor")
 
 # Symmetric buffers.
 LIMIT_BYTES = 2 << 20  # of a sum: up to here faster than a separate sum and norm, as measured on H200
@@ -34,19 +31,29 @@ _MORE_RANKS = 256 << 10
 _ALIGNED_BYTES = 16
 
 
+def _symmetric(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Any]:
+    """`count` numbers in the memory of this rank's GPU, and torch's handle of those of all ranks, which call
+    it at once. Raises torch's errors if GPUs cannot map each other's memory."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not every host grants the rights
+    import torch.distributed._symmetric_memory as symmetric
+
+    group = torch.distributed.group.WORLD
+    assert group is not None, "the ranks have joined"
+    memory = symmetric.empty(count, dtype=dtype, device=device)
+    return memory, symmetric.rendezvous(memory, group)
+
+
 class PeerMemory:
     """Memory of the GPUs of one host, mapped by all ranks: see services.executor.parallel.ranks.Memory. Calls
     are queued on the current stream, and a graph may capture them."""
 
-    def __init__(self, bytes_each: int, device: torch.device, group: distributed.ProcessGroup) -> None:
-        """All ranks create it at once. Raises RuntimeError if GPUs cannot map each other's memory."""
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not every host grants the rights
-        import torch.distributed._symmetric_memory as symmetric
-
-        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        self._mine = symmetric.empty(bytes_each, dtype=torch.uint8, device=device)
-        self._shared = symmetric.rendezvous(self._mine, group)
-        self._all = [self._shared.get_buffer(rank, (bytes_each,), torch.uint8) for rank in range(self.size)]
+    def __init__(self, bytes_each: int, device: torch.device) -> None:
+        """See _symmetric."""
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self._mine, self._shared = _symmetric(bytes_each, torch.uint8, device)
+        self._all: list[Tensor] = [
+            self._shared.get_buffer(rank, (bytes_each,), torch.uint8) for rank in range(self.size)
+        ]
 
     def of(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int = 0) -> Tensor:
         return self._all[rank].narrow(0, at, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
@@ -56,16 +63,11 @@ class PeerMemory:
 
 
 class SymmetricBuffers:
-    """Owns the symmetric buffers of one rank. All ranks create them at once; raises torch's errors if GPUs
-    cannot map each other's memory. No rank may write before all ranks have created theirs."""
+    """Owns the symmetric buffers of one rank. No rank may write before all ranks have created theirs."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric
-
-        group = torch.distributed.group.WORLD
-        assert group is not None, "the ranks have joined"
-        self._memory = symmetric.empty(_HALF_BYTES, dtype=torch.int16, device=device)  # two halves, by turn
-        shared = symmetric.rendezvous(self._memory, group)
+        """See _symmetric."""
+        self._memory, shared = _symmetric(_HALF_BYTES, torch.int16, device)  # two halves, by turn
         self._memory.fill_(EMPTY)
         torch.cuda.synchronize(device)
         addresses = torch.tensor(shared.buffer_ptrs, dtype=torch.int64, device=device)
@@ -77,15 +79,6 @@ class SymmetricBuffers:
         return self._buffers if fits else None
 
 
-def symmetric_buffers(rank: int, size: int, device: torch.device) -> SymmetricBuffers | None:
-    """None if GPUs cannot map the memory: sum and norm are separate kernels then."""
-    try:
-        return SymmetricBuffers(rank, size, device)
-    except (RuntimeError, ImportError, AttributeError) as error:
-        log.warning("no fused all-reduce + RMSNorm, sums and norms are separate and slower: %s", error)
-        return None
-
-
 class OneShotAllReduce:
     """One-shot all-reduce over the GPUs of one host: every GPU reads the others' numbers in one launch, where
     a ring needs many hops even for short tensors. Owns the buffer of one rank.
@@ -94,16 +87,10 @@ class OneShotAllReduce:
     This never changes a token on one rank only, because logits are gathered and not summed."""
 
     def __init__(self, size: int, device: torch.device, limit_bytes: int = 0) -> None:
-        """All ranks create it at once; raises torch's errors if GPUs cannot map each other's memory.
-        `limit_bytes` 0: as measured."""
-        import torch.distributed._symmetric_memory as symmetric
-
-        group = torch.distributed.group.WORLD
-        assert group is not None, "the ranks have joined"
+        """See _symmetric. `limit_bytes` 0: as measured."""
         self._limit_bytes = limit_bytes or ONE_SHOT_LIMITS.get(size, _MORE_RANKS)
-        self._group = group.group_name
-        self._buffer = symmetric.empty(self._limit_bytes, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(self._buffer, group)
+        self._buffer, _ = _symmetric(self._limit_bytes, torch.uint8, device)
+        self._group: str = distributed.group.WORLD.group_name  # type: ignore[union-attr]  # all have joined
         self._sum: Any = torch.ops.symm_mem.one_shot_all_reduce_copy_out
 
     def fits(self, x: Tensor) -> bool:
@@ -117,12 +104,3 @@ class OneShotAllReduce:
         buffer = self._buffer.view(x.dtype)[: x.numel()]
         self._sum(buffer, x.view(-1), "sum", self._group, x.view(-1))
         return x
-
-
-def one_shot_all_reduce(size: int, device: torch.device) -> OneShotAllReduce | None:
-    """None if GPUs cannot map the memory: NCCL sums everything then."""
-    try:
-        return OneShotAllReduce(size, device)
-    except (RuntimeError, ImportError, AttributeError) as error:
-        log.warning("no one-shot all-reduces, NCCL sums and is slower: %s", error)
-        return None

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as distributed
@@ -126,7 +126,9 @@ class DistributedRanks:
 
     def all_gather(self, x: Tensor) -> Tensor:
         found = x.new_empty(self.size, *x.shape)
-        _call("all_gather_single", "all_gather_into_tensor", found.flatten(0, 1), x.contiguous())
+        # The newer name, if there is one: the older one warns then.
+        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+        gather(found.flatten(0, 1), x.contiguous())
         return found
 
     def exchange(self, mine: T) -> list[T]:
@@ -204,20 +206,26 @@ def join(
         device_id=device if on_gpu else None,
     )
     if on_gpu and size > 1 and sums:
-        from services.executor.parallel.peer_memory import one_shot_all_reduce, symmetric_buffers
+        from services.executor.parallel.peer_memory import OneShotAllReduce, SymmetricBuffers
 
-        found = one_shot_all_reduce(size, device)
-        ranks.one_shot = found if all(ranks.exchange(found is not None)) else None
-        buffers = None if ordered else symmetric_buffers(rank, size, device)
-        ranks.symmetric = buffers if all(ranks.exchange(buffers is not None)) else None
+        ranks.one_shot = if_mapped(
+            ranks, lambda: OneShotAllReduce(size, device), "NCCL sums, which is slower"
+        )
+        if not ordered:
+            apart = "sums and norms are separate and slower"
+            ranks.symmetric = if_mapped(ranks, lambda: SymmetricBuffers(rank, size, device), apart)
     return ranks
 
 
-def _call(newer: str, older: str, *given: Any, **more: Any) -> None:
-    """Call torch.distributed's function by its newer name, if there is one: the older one warns then. The
-    look-up is at the call because a torch build without torch.distributed can still serve one device."""
-    call = getattr(distributed, newer, None) or getattr(distributed, older)
-    call(*given, **more)
+def if_mapped(ranks: Ranks, make: Callable[[], T], otherwise: str) -> T | None:
+    """What `make` returns on each rank. None on all if GPUs of one cannot map each other's memory: its log
+    has the reason, and what is done `otherwise`."""
+    found = None
+    try:
+        found = make()
+    except (RuntimeError, ImportError, AttributeError, OSError) as error:
+        log.warning("GPUs do not map each other's memory: %s: %s", otherwise, error)
+    return found if all(ranks.exchange(found is not None)) else None
 
 
 def _patience() -> timedelta:
@@ -225,30 +233,16 @@ def _patience() -> timedelta:
 
 
 class Collectives:
-    """Collectives of split steps over a process group of torch.distributed (None: the default one). They
-    write into given contiguous tensors, on the current stream: the communication may have its own stream,
-    while the tensors belong to the stream that made them (services.executor.parallel.coroutines)."""
+    """The all-reduce of split steps over a process group of torch.distributed. It writes into the given
+    contiguous tensor, on the current stream: the communication may have its own stream, while the tensor
+    belongs to the stream that made it (services.executor.parallel.coroutines)."""
 
-    def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
-        self._group = group
-        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self.group = group
 
     def all_reduce(self, x: Tensor) -> None:
         """Replace `x` by the sum of all ranks' `x`."""
-        distributed.all_reduce(x, group=self._group)
-
-    def all_gather_into(self, out: Tensor, x: Tensor) -> None:
-        """Fill `out` `[size, *x.shape]` with the `x` of all ranks."""
-        _call("all_gather_single", "all_gather_into_tensor", out.flatten(), x.flatten(), group=self._group)
-
-    def all_gather_each(self, outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
-        """all_gather_into for several tensors."""
-        for out, x in zip(outs, xs, strict=True):
-            self.all_gather_into(out, x)
-
-    def reduce_scatter_into(self, out: Tensor, x: Tensor) -> None:
-        """Fill `out` with the sum of all ranks' `x[rank]`; `x` is `[size, *out.shape]`."""
-        _call("reduce_scatter_single", "reduce_scatter_tensor", out.flatten(), x.flatten(), group=self._group)
+        distributed.all_reduce(x, group=self.group)
 
 
 class PeerCopies:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.executor.engine import Backend, BackendInfo
+from services.executor.engine import Backend, BackendInfo, trial_plan
 from services.executor.parallel.ranks import Ranks
 from shared.kv_blocks import blocks_for
 from shared.messages import SlotOpen, StepPlan, ints
@@ -150,13 +150,8 @@ def split_threshold(times: Mapping[int, tuple[float, float]]) -> int:
 
 def sizes(info: BackendInfo) -> list[int]:
     """The tokens of the steps to measure: powers of two times LEAST that this engine can compute."""
-    return [tokens for tokens in _doubling(LEAST, info.max_step_tokens) if _fits(info, tokens)]
-
-
-def _doubling(first: int, last: int) -> Iterator[int]:
-    while first <= last:
-        yield first
-        first *= 2
+    doublings = range((info.max_step_tokens // LEAST).bit_length())
+    return [LEAST << times for times in doublings if _fits(info, LEAST << times)]
 
 
 def _prompts(info: BackendInfo, tokens: int) -> list[int]:
@@ -189,7 +184,6 @@ def _step(info: BackendInfo, tokens: int) -> tuple[list[SlotOpen], StepPlan]:
     """A step of whole prompts that samples nothing, and its slots."""
     lengths = _prompts(info, tokens)
     counts = [blocks_for(length, info.block_tokens) for length in lengths]
-    slots = ints(range(len(lengths)))
     opened = [
         SlotOpen(
             slot=slot, generation=0, seq=slot, prompt_tokens=length,
@@ -197,20 +191,4 @@ def _step(info: BackendInfo, tokens: int) -> tuple[list[SlotOpen], StepPlan]:
         )
         for slot, length in enumerate(lengths)
     ]  # fmt: skip
-    plan = StepPlan(
-        exec_epoch=0,
-        step=0,
-        mode="single",
-        micro_batch=0,
-        slots=slots,
-        starts=ints([0] * len(lengths)),
-        counts=ints(lengths),
-        from_device=ints([0] * len(lengths)),
-        sample_rows=ints(),
-        sample_slots=ints(),
-        table_slots=slots,
-        table_first=ints([0] * len(lengths)),
-        table_counts=ints(counts),
-        table_blocks=ints(range(sum(counts))),
-    )
-    return opened, plan
+    return opened, trial_plan([0] * len(lengths), lengths, counts, sampled=False)

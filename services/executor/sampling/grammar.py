@@ -100,11 +100,7 @@ class Grammars:
         return [i for i, slot in enumerate(slots) if slot in self._rows] if self._rows else []
 
     def mask(
-        self,
-        logits: Tensor,
-        rows: Sequence[int],
-        slots: Sequence[int],
-        tokens: Tokens,
+        self, logits: Tensor, rows: Sequence[int], slots: Sequence[int], tokens: Tokens
     ) -> dict[int, str]:
         """Forbid in place the tokens that may not follow, in these rows of `logits` `[rows, vocab]`; row i
         belongs to `slots[i]`. Returns why rows failed, by index."""
@@ -122,11 +118,7 @@ class Grammars:
         return failures
 
     def refused(
-        self,
-        ids: Sequence[int],
-        rows: Sequence[int],
-        slots: Sequence[int],
-        tokens: Tokens,
+        self, ids: Sequence[int], rows: Sequence[int], slots: Sequence[int], tokens: Tokens
     ) -> tuple[list[int], dict[int, str]]:
         """The rows among `rows` with a token `ids[row]` that may not follow; and why rows failed, by
         index."""

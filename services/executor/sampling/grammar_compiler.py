@@ -175,10 +175,7 @@ class GrammarCompiler:
         if view not in self._infos:
             kinds, texts = xgrammar(), self._texts(view)
             self._infos[view] = kinds.TokenizerInfo(
-                texts.texts,
-                vocab_type=kinds.VocabType.RAW,
-                vocab_size=texts.size,
-                stop_token_ids=texts.stops,
+                texts.texts, vocab_type=kinds.VocabType.RAW, vocab_size=texts.size, stop_token_ids=texts.stops
             )
         return self._infos[view]
 

@@ -201,10 +201,7 @@ _PARENT = os.getppid()
 def main() -> None:
     """Compile the executor's grammars until the executor ends."""
     executor = Connection(int(sys.argv[1]))
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a terminal's signals reach the whole group
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's signals reach the whole group
         signal.signal(number, signal.SIG_IGN)
     _without_torch()
     compilers: dict[View, Any] = {}

@@ -84,7 +84,7 @@ class SimBackend:
         self._free_s = [0.0] * self._timing.stages  # when each stage becomes idle
         self._host_rows = SimHostRows(options.processors, options.vocab, self._timing.host_row_us)
         self._blocks = SimBlocks(options.blocks, options.block_tokens, options.slots, options.max_context)
-        self._copier = SimCopier(self._blocks, self._timing.copies)
+        self.copier = SimCopier(self._blocks, self._timing.copies)
 
     @property
     def info(self) -> BackendInfo:
@@ -117,25 +117,25 @@ class SimBackend:
         last, max_length = opened.tokens[-1], opened.max_length or self._options.max_context
         tokens = list(opened.tokens) if opened.processors else []
         self._slots[opened.slot] = _Slot(opened, frozenset(opened.stop_ids), last, max_length, tokens)
-        self._host_rows.open(opened)
+        self._host_rows.pipelines.open(opened)
         (self._grammars.add if opened.grammar else self._grammars.discard)(opened.slot)
 
     def close_slot(self, slot: int) -> None:
         self._slots.pop(slot, None)
         self._grammars.discard(slot)
-        self._host_rows.close(slot)
+        self._host_rows.pipelines.close(slot)
 
     def forward(self, plan: StepPlan) -> Pending:
         now_s = time.monotonic()
         self._write(plan)
         left_s, due_s = self._pass_stages(now_s, self._timing.step_us(shape_of(plan)) / 1e6)
-        if len(self._free_s) > 1 or self._host_rows.rows_of(plan.sample_slots):
+        if len(self._free_s) > 1 or self._host_rows.pipelines.rows_of(plan.sample_slots):
             _sleep_until(left_s)  # the next step's forward may start before this step is sampled
         return Pending(plan=plan, due_s=due_s)
 
     def sample(self, pending: Pending) -> StepOutput:
         slots = pending.plan.sample_slots
-        hosted = self._host_rows.rows_of(slots)
+        hosted = self._host_rows.pipelines.rows_of(slots)
         host_us, failures = 0, dict[int, str]()
         if hosted:
             _sleep_until(pending.due_s)
@@ -170,9 +170,6 @@ class SimBackend:
             ids.append(token)
             done.append(1 if state.done else 0)
         return ids, done
-
-    def copier(self) -> SimCopier:
-        return self._copier
 
     def reset(self) -> None:
         for slot in list(self._slots):
@@ -373,41 +370,28 @@ class SimCopier:
 
 
 class SimHostRows:
-    """The logits processors of open slots. They run on zero logits, and their results are only checked.
-    `Wait` sleeps once for all rows of a step, so that a row may take 30 µs.
-
-    `process` is for the host thread, the rest for the device thread."""
+    """The logits processors of open slots, `pipelines`. `process` runs them on zero logits, and only checks
+    their results. `Wait` sleeps once for all rows of a step, so that a row may take 30 µs."""
 
     def __init__(self, known: Mapping[str, MakeProcessor], vocab: int, host_row_us: int) -> None:
         """`host_row_us`: of a `Wait` without a time."""
         self._waits: list[float | None] = []  # ms, by row of the current step
-        self._pipelines = ProcessorPipelines({name: self._noted(make) for name, make in known.items()})
+        self.pipelines = ProcessorPipelines({name: self._noted(make) for name, make in known.items()})
         self._reads_logits = any(make is not Wait for make in known.values())
         self._vocab = vocab
         self._host_row_us = host_row_us
-
-    def open(self, opened: SlotOpen) -> None:
-        """Take over a slot's processors, if it has any."""
-        self._pipelines.open(opened)
-
-    def close(self, slot: int) -> None:
-        """Forget a slot. Closing an unknown slot does nothing."""
-        self._pipelines.close(slot)
-
-    def rows_of(self, slots: Sequence[int]) -> list[int]:
-        return self._pipelines.rows_of(slots)
 
     def process(
         self, slots: Sequence[int], tokens: Callable[[int], Sequence[int]]
     ) -> tuple[int, dict[int, str]]:
         """Run the processors of the rows. Returns their time in µs and why rows failed, by index into
         `slots`."""
-        rows = self._pipelines.rows_of(slots)
+        rows = self.pipelines.rows_of(slots)
         began_ns = time.monotonic_ns()
         hosted = [HostRow(slots[row], tokens(slots[row]), self._logits()) for row in rows]
-        failed = self._pipelines.run(hosted, nullcontext)
+        failed = self.pipelines.run(hosted, nullcontext)
         sound = [not self._reads_logits or bool(row.logits.amax().isfinite()) for row in hosted]
-        failed = self._pipelines.with_row_errors(hosted, failed, sound)
+        failed = self.pipelines.with_row_errors(hosted, failed, sound)
         self._sleep()
         return (time.monotonic_ns() - began_ns) // 1000, {rows[k]: why for k, why in failed.items()}
 

@@ -65,7 +65,7 @@ def life(maker: PlanMaker) -> list[list[int]]:
 
 def go_down_and_come_back(group: GroupBackend) -> None:
     """The blocks of a sequence; it goes on from others with what was brought back as it would have."""
-    size, copier = group.info.bytes_per_block, group.copier()
+    size, copier = group.info.bytes_per_block, group.copier
     maker = PlanMaker(group)
     maker.open(0, PROMPT, HOT, seed=3)
     first = maker.prefill({0: len(PROMPT)}).ids[0]
@@ -119,9 +119,9 @@ def dies_as_one(made: Watched) -> None:
     assert "rank 1 is gone" in made.lost.get(timeout=WITHIN_S)
     step = in_thread(lambda: maker.run([Row(0, len(PROMPT), 1, True, (0,))]))
     with pytest.raises(EngineError, match="rank 1 is gone"):
-        group.copier().finish()
+        group.copier.finish()
     with pytest.raises(EngineError, match="rank 1 is gone"):  # and again
-        group.copier().detach()
+        group.copier.detach()
     assert step.empty()  # a step that nobody can finish has no result, not even an error
     assert made.lost.empty()
     group.close()

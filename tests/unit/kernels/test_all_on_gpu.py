@@ -22,13 +22,14 @@ from support.executor.gpu_side import (
     shuffled,
     words,
 )
+from support.executor.references import write_rows
 
 from kernels.activation import ref as swiglu_ref
 from kernels.activation.gpu import swiglu
 from kernels.attention import ref as attention
 from kernels.attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
 from kernels.attention.prefill import PrefillTiles, PrefillTuning, attend_prefill, tile_queries
-from kernels.attention.ref import write_kv, write_rows
+from kernels.attention.ref import write_kv
 from kernels.gemm.gpu import MatmulTuning, matmul
 from kernels.inputs.gpu import FROM_DEVICE, Resolved, SlotState, resolve, scatter
 from kernels.norm import ref as norm_ref

@@ -6,10 +6,11 @@ import weakref
 
 import pytest
 import torch
+from support.executor.references import write_rows
 
 import kernels.cpu_jit
 from kernels.activation import swiglu, swiglu_by_row
-from kernels.attention import attend_decode, attend_prefill, copy_blocks, gather_kv, write_kv, write_rows
+from kernels.attention import attend_decode, attend_prefill, copy_blocks, gather_kv, write_kv
 from kernels.norm import add_rms_norm
 from kernels.rope import apply_rope, rope_table
 from services.executor.checkpoint.stored import Dense

@@ -8,13 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 from support.executor.gpu_side import DEVICE, far, normal
+from support.executor.references import fp8_product
 
 from kernels.activation import ref as swiglu_ref
 from kernels.activation.gpu import swiglu_fp8
-from kernels.fp8 import Fp8Rows, dequantise, gpu, product, quantise_rows
-from kernels.gemm.gpu import MatmulTuning, matmul_fp8
+from kernels.fp8 import Fp8Rows, dequantise, gpu, quantise_rows
+from kernels.gemm.gpu import MatmulTuning, matmul
 from kernels.norm import ref as norm_ref
-from kernels.norm.gpu import add_rms_norm_fp8_, rms_norm_fp8
+from kernels.norm.gpu import rms_norm_fp8
 
 ON_GPU = DEVICE == "cuda"
 KIND = torch.bfloat16 if ON_GPU else torch.float32
@@ -66,7 +67,7 @@ def test_kernels_write_the_rows_of_the_reference(width: int) -> None:
     wanted = norm_ref.rms_norm(total.float(), weight, 1e-5)
     for given in (x, torch.stack((x.float() * 0.25, x.float() * 0.75))):
         kept = residual.clone()
-        same(add_rms_norm_fp8_(given, kept, weight, 1e-5), quantise_rows(wanted))
+        same(rms_norm_fp8(given, weight, 1e-5, kept), quantise_rows(wanted))
         assert far(kept, total) < 1e-5
 
 
@@ -96,10 +97,10 @@ def test_a_poisoned_row_is_nan_and_leaves_the_others() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 17])
 def test_a_product_of_fp8_rows_is_that_of_its_numbers(splits: int, rows: int) -> None:
     x, weight = quantise_rows(normal(rows, 256)), quantise_rows(normal(128, 256, seed=1))
-    found = matmul_fp8(x, weight, MatmulTuning(64, 64, splits))
+    found = matmul(x, weight, MatmulTuning(64, 64, splits))
     assert found.dtype == (torch.bfloat16 if splits == 1 else torch.float32)
     error = 2**-7 if splits == 1 else 2e-3 if ON_GPU else 1e-5  # of sums in the fast mode of a GPU
-    assert far(found if splits == 1 else found.sum(0), product(x, weight)) < error
+    assert far(found if splits == 1 else found.sum(0), fp8_product(x, weight)) < error
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the library has this product on GPUs")
@@ -107,4 +108,4 @@ def test_a_product_of_fp8_rows_is_that_of_its_numbers(splits: int, rows: int) ->
 def test_the_library_computes_the_same(rows: int) -> None:
     x, weight = quantise_rows(normal(rows, 256)), quantise_rows(normal(128, 256, seed=1))
     for bias in (None, normal(128, seed=2).bfloat16()):
-        assert far(gpu.scaled_mm(x, weight, bias), product(x, weight, bias)) < 2**-7
+        assert far(gpu.scaled_mm(x, weight, bias), fp8_product(x, weight, bias)) < 2**-7

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.int4 import Int4Groups, dequantise, gpu, pack, product, quantise_groups, unpack
+from kernels.int4 import Int4Groups, dequantise, gpu, pack, quantise_groups, unpack
 
 
 def test_the_first_of_eight_numbers_lies_in_the_lowest_bits() -> None:
@@ -46,9 +46,6 @@ def test_quantising_is_off_by_half_a_scale_at_most() -> None:
     error = (dequantise(found) - x).view(6, 3, 32).abs().amax(-1)
     assert (error <= found.scales * 0.5001).all()
     assert dequantise(found)[2, 32:64].eq(0).all()
-    rows = torch.randn(5, 96, generator=torch.Generator().manual_seed(4))
-    wanted = rows.double() @ dequantise(found).double().T
-    assert (product(rows, found) - wanted).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("experts", [0, 8])

@@ -247,7 +247,7 @@ def test_a_wider_model_computes_the_same(kind: str, tmp_path: Path) -> None:
             model_path=each, model_name="m", device="cpu", dtype="f32", slots=8, blocks=32, threads=1
         )) for each in (path, tmp_path / "wide.gguf")
     ]  # fmt: skip
-    matrix = GgufTensors(tmp_path / "wide.gguf").shape("blk.0.attn_k.weight")
+    matrix = GgufTensors(tmp_path / "wide.gguf").entries["blk.0.attn_k.weight"].shape
     assert matrix[1] == 256
     for (one, _), (other, _) in zip(*(prefill(engine, WINDOWS) for engine in engines), strict=True):
         assert torch.allclose(one, other, atol=1e-5)

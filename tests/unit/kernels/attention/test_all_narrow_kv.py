@@ -10,8 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.executor.gpu_side import BLOCK, BLOCKS, DEVICE, LAYERS, far, normal, shuffled, words
+from support.executor.references import write_rows
 
-from kernels.attention import FP8, as_stored, write_kv, write_rows
+from kernels.attention import FP8, as_stored, write_kv
 from kernels.attention import ref as attention
 from kernels.attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
 from kernels.attention.prefill import PrefillTiles, PrefillTuning, attend_prefill, tile_queries

@@ -64,8 +64,7 @@ def _on_rank(ranks: DistributedRanks, dtype: torch.dtype, splits: int, one_hop_b
 
     _host_side(ranks)
     peer_memory.ONE_HOP_BYTES = one_hop_bytes
-    ranks.symmetric = peer_memory.symmetric_buffers(ranks.rank, ranks.size, torch.device("cpu"))
-    assert ranks.symmetric is not None
+    ranks.symmetric = peer_memory.SymmetricBuffers(ranks.rank, ranks.size, torch.device("cpu"))
     ranks.exchange(None)  # all have boxes
     found, weight = [], torch.linspace(0.5, 1.5, WIDTH).to(dtype)
     for rows in ROWS:
@@ -140,9 +139,8 @@ def _logits(ranks: DistributedRanks) -> list[Tensor]:
     os.environ["TRITON_INTERPRET"] = "1"
     from services.executor.cuda import model
 
-    model.PeerMemory = lambda size_bytes, device, group: HostMemory(size_bytes)  # type: ignore[assignment, misc]
-    shared = model.shared_logits(ranks, torch.zeros(0), 4, VOCAB)
-    assert shared is not None
+    model.PeerMemory = lambda size_bytes, device: HostMemory(size_bytes)  # type: ignore[assignment, misc]
+    shared = model.SharedLogits(ranks, torch.zeros(0), 4, VOCAB)
     found = []
     for rows in (4, 1):
         generator = torch.Generator().manual_seed(10 * rows + ranks.rank)

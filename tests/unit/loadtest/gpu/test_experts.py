@@ -12,10 +12,11 @@ from support.executor.rank_side import on_ranks
 from torch import Tensor
 
 from kernels.moe import combine, dispatch, experts_mlp, permute, ref, route
+from loadtest.gpu.comm_ways import GroupTalks, run_in_turn
 from loadtest.gpu.experts import ExpertWeights, Gathered
 from services.executor.model.shapes import ExpertShapes
-from services.executor.parallel.coroutines import ForwardPass, run_alone, run_in_turn
-from services.executor.parallel.ranks import Collectives, Ranks
+from services.executor.parallel.coroutines import ForwardPass, run_alone
+from services.executor.parallel.ranks import Ranks
 
 SHAPES = ExpertShapes(count=8, per_token=3, width=24, renormalise=True)
 HIDDEN, LAYERS = 16, 3
@@ -46,7 +47,7 @@ def _normed(x: Tensor) -> Tensor:
     return F.rms_norm(x, (HIDDEN,))
 
 
-def _pass(x: Tensor, how: Gathered, group: Collectives) -> ForwardPass:
+def _pass(x: Tensor, how: Gathered, group: GroupTalks) -> ForwardPass:
     here = SHAPES.count // group.size
     mine = slice(group.rank * here, (group.rank + 1) * here)
     for mixed, layer in _layers():
@@ -73,7 +74,7 @@ COUNTS = (9, 5)  # tokens of a rank by batch
 
 def _on_rank(ranks: Ranks) -> list[Tensor]:
     """A pass of the first batch alone, and one of both in turn."""
-    group = Collectives()
+    group = GroupTalks()
     way = Gathered(SHAPES, group, ref)
     inputs = [_tokens(10 * batch + ranks.rank, count) for batch, count in enumerate(COUNTS)]
     return [run_alone(_pass(inputs[0], way, group)), *run_in_turn([_pass(x, way, group) for x in inputs])]

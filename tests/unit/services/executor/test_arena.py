@@ -83,7 +83,7 @@ class World:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.engine = SimBackend(SimOptions(timing=f"step=0,block={SIZE}", blocks=100))
-        self.copier = self.engine._copier = Held(self.engine)
+        self.copier = self.engine.copier = Held(self.engine)
         self.actor = ExecutorActor(lambda: self.engine, "host")
         self.scheduler = Scheduler()
         self.offload: Offload

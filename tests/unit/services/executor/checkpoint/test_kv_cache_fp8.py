@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.executor.plan_maker import GREEDY, PlanMaker, Row
+from support.executor.references import write_rows
 from support.executor.tiny_models import (
     VOCAB,
     full_logprobs,
@@ -30,7 +31,6 @@ from kernels.attention import (
     copy_blocks,
     gather_kv,
     write_kv,
-    write_rows,
 )
 from services.executor.checkpoint.kv_cache import (
     KvFormat,

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.executor.int4_folders import gptq, save_int4
+from support.executor.references import fp8_product, write_rows
 from support.executor.tiny_models import random_tokens, reference_logprobs, save_tiny
 
 import kernels.fp8 as fp8_rows
 import kernels.int4 as int4_groups
 from kernels.activation import swiglu
-from kernels.attention import attend_prefill, write_kv, write_rows
+from kernels.attention import attend_prefill, write_kv
 from kernels.int4.gpu import Int4Weight
 from kernels.moe import combine, dispatch, experts_mlp, permute, route
 from kernels.moe import gpu as moe
@@ -89,19 +90,17 @@ def test_weights_in_fp8_read_fp8_rows(kind: str, tmp_path: Path, monkeypatch: py
             return F.linear(x, weight, bias)
         torch_for.names.append("fp8" if isinstance(x, fp8_rows.Fp8Rows) else "quantised")
         rows = x if isinstance(x, fp8_rows.Fp8Rows) else fp8_rows.quantise_rows(x)
-        return fp8_rows.product(rows, weight, bias).bfloat16()
+        return fp8_product(rows, weight, bias).bfloat16()
 
-    def normed(*arguments: Any, chained: bool) -> Any:
-        return fp8_rows.quantise_rows(rms_norm(*arguments))
-
-    def added(x: Any, residual: Any, weight: Any, eps: float, *, chained: bool) -> Any:
+    def normed(x: Any, weight: Any, eps: float, residual: Any = None, *, chained: bool) -> Any:
+        if residual is None:
+            return fp8_rows.quantise_rows(rms_norm(x, weight, eps))
         return fp8_rows.quantise_rows(torch_for.add_rms_norm_(x, residual, weight, eps, None))
 
     for name in ("add_rms_norm_", "rope_write", "attend_prefill"):
         monkeypatch.setattr(cuda_model, name, getattr(torch_for, name))
     monkeypatch.setattr(cuda_model, "products_of", lambda *_: product)
     monkeypatch.setattr(cuda_model, "rms_norm_fp8", normed)
-    monkeypatch.setattr(cuda_model, "add_rms_norm_fp8_", added)
     monkeypatch.setattr(cuda_model, "gated", in_fp8)
     tokens = random_tokens(TOKENS, 3)
     tuning: Any = SimpleNamespace(of=lambda rows: SimpleNamespace(chained=False, decode=None), prefill=None)

@@ -93,7 +93,7 @@ def test_blocks_of_both_ranks_go_down_and_come_back(group: GroupBackend) -> None
 
 
 def test_an_arena_that_one_rank_cannot_have_no_rank_has(group: GroupBackend) -> None:
-    copier = group.copier()
+    copier = group.copier
     with segment(group.info.bytes_per_block) as file:
         arena = Arena(file.name, file.generation)
     with pytest.raises(EngineError, match="cannot open the arena"):
@@ -102,7 +102,7 @@ def test_an_arena_that_one_rank_cannot_have_no_rank_has(group: GroupBackend) -> 
 
 
 def test_a_copy_that_fails_on_one_rank_fails(group: GroupBackend) -> None:
-    size, copier = group.info.bytes_per_block, group.copier()
+    size, copier = group.info.bytes_per_block, group.copier
     with segment(size) as file:
         arena = Arena(file.name, file.generation)
         copier.attach(arena)

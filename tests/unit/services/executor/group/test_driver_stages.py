@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,8 +134,7 @@ def test_what_the_last_stage_cannot_sample_fails_on_the_driver(folder: Path) -> 
         info = build(options(folder)).info
         sampled = staticmethod(lambda: Sampled(3, None, "KeyError: 7"))
         send = staticmethod(sent.append)
-        copier = staticmethod(lambda: Played())
-        piece_bytes = 1
+        copier = SimpleNamespace(piece_bytes=1)
 
     played: Any = Played()
     pipeline = GroupBackend(played, played, Solo(), pipeline=True)

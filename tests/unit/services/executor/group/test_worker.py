@@ -154,7 +154,7 @@ def test_a_part_lies_behind_those_of_the_ranks_before(options: TorchOptions) -> 
     maker.open(0, PROMPT)
     maker.prefill({0: len(PROMPT)})
     answers: queue.SimpleQueue[CopyReply] = queue.SimpleQueue()
-    thread = CopyThread(RankCopier(backend.copier(), before), answers.put, lambda: None)
+    thread = CopyThread(RankCopier(backend.copier, before), answers.put, lambda: None)
     with segment(2 * size) as file:
         for order in (
             AttachArena(file.name, file.generation),

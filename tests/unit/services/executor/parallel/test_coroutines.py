@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from loadtest.gpu.comm_ways import run_in_turn
 from services.executor.engine import MAX_SEGMENTS, HostSegmentTimer, Segment
 from services.executor.parallel.coroutines import (
     Collective,
     CommThread,
     ForwardPass,
-    run_in_turn,
     run_interleaved,
 )
 

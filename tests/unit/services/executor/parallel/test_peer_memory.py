@@ -17,8 +17,8 @@ from services.executor.cuda import model as logits
 from services.executor.cuda.kernel_configs import Layouts
 from services.executor.cuda.model import _ResidualAdd, gated
 from services.executor.parallel import coroutines
-from services.executor.parallel.peer_memory import LIMIT_BYTES, symmetric_buffers
-from services.executor.parallel.ranks import SOLO, DistributedRanks, rendezvous
+from services.executor.parallel.peer_memory import LIMIT_BYTES, SymmetricBuffers
+from services.executor.parallel.ranks import SOLO, DistributedRanks, if_mapped, rendezvous
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 3, 32
@@ -46,8 +46,7 @@ def _normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_a_short_sum_goes_with_its_norm_and_leaves_the_boxes_empty(alone: DistributedRanks) -> None:
-    alone.symmetric = symmetric_buffers(0, 1, CPU)
-    assert alone.symmetric is not None
+    alone.symmetric = SymmetricBuffers(0, 1, CPU)
     residual, part, weight = (
         _normal(ROWS, WIDTH),
         _normal(2, ROWS, WIDTH, seed=1),
@@ -62,8 +61,7 @@ def test_a_short_sum_goes_with_its_norm_and_leaves_the_boxes_empty(alone: Distri
 
 
 def test_long_rows_and_ranks_without_boxes_are_not_for_them(alone: DistributedRanks) -> None:
-    boxes = symmetric_buffers(0, 1, CPU)
-    assert boxes is not None
+    boxes = SymmetricBuffers(0, 1, CPU)
     assert boxes.of(1, LIMIT_BYTES) is not None
     assert boxes.of(2, LIMIT_BYTES) is None
     assert boxes.of(1024, 64) is not None
@@ -83,9 +81,11 @@ def test_gpus_that_cannot_map_memory_do_without(
 
     monkeypatch.setattr(symmetric, "empty", no_memory)
     monkeypatch.setattr(logits, "PeerMemory", no_memory)
-    assert symmetric_buffers(0, 1, CPU) is None
-    assert logits.shared_logits(alone, torch.zeros(1), ROWS, 5) is None
-    assert [message.rpartition(": ")[2] for message in caplog.messages] == ["no peer access"] * 2
+    assert if_mapped(alone, lambda: SymmetricBuffers(0, 1, CPU), "sums and norms") is None
+    assert if_mapped(alone, lambda: logits.SharedLogits(alone, torch.zeros(1), ROWS, 5), "logits") is None
+    assert [message.split(": ")[1:] for message in caplog.messages] == [
+        ["sums and norms", "no peer access"], ["logits", "no peer access"],
+    ]  # fmt: skip
 
 
 def test_the_logits_of_one_rank_lose_their_padding(
@@ -99,8 +99,7 @@ def test_the_logits_of_one_rank_lose_their_padding(
 
     peers = SimpleNamespace(of=of, barrier=lambda: met.append(True))
     monkeypatch.setattr(logits, "PeerMemory", lambda *_: peers)
-    shared = logits.shared_logits(alone, torch.zeros(1), ROWS, 5)
-    assert shared is not None
+    shared = logits.SharedLogits(alone, torch.zeros(1), ROWS, 5)
     own = _normal(2, 16)
     assert torch.equal(shared.gather(own), own[:, :5])
     assert met == [True]

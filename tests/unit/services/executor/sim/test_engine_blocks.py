@@ -75,7 +75,7 @@ def test_copies_take_the_time_of_their_bytes(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(time, "monotonic", lambda: 50.0)
     monkeypatch.setattr(time, "sleep", slept.append)
     backend = engine("step=0,block=4096,d2h=512,h2d=1024")
-    copier = backend.copier()
+    copier = backend.copier
     assert copier.piece_bytes == 512_000  # a millisecond's
     with segment(4 * 4_096) as file:
         arena = Arena(file.name, file.generation)
