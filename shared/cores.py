@@ -24,8 +24,9 @@ def usable_threads(processes: int = 1) -> int:
     return max(1, math.ceil(usable_cores()) // processes)
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    """The quotas, in cores, of the cgroups of this process and their parents."""
+def cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
+    """Where files of the cgroups of this process and their parents may be, each with whether it is of the
+    second version. `controller`: cpu or memory."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -36,19 +37,25 @@ def _quotas(root: Path) -> Iterator[float]:
             continue
         _, controllers, path = fields
         if not controllers:
-            mounted, read = [root / _GROUPS, root / _GROUPS / "unified"], _v2
-        elif "cpu" in controllers.split(","):
-            mounted, read = [root / _GROUPS / controllers, root / _GROUPS / "cpu"], _v1
+            mounted = [root / _GROUPS, root / _GROUPS / "unified"]
+        elif controller in controllers.split(","):
+            mounted = [root / _GROUPS / controllers, root / _GROUPS / controller]
         else:
             continue
         inside = PurePosixPath(path.lstrip("/"))
-        for folder in (mount / group for mount in mounted for group in (inside, *inside.parents)):
-            try:
-                cores = read(folder)
-            except (OSError, ValueError, ZeroDivisionError):  # no such file, or a path of the host
-                continue
-            if cores > 0:
-                yield cores
+        for mount in mounted:
+            yield from ((mount / group, not controllers) for group in (inside, *inside.parents))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """The quotas, in cores, of the cgroups of this process and their parents."""
+    for folder, second in cgroups("cpu", root):
+        try:
+            cores = _v2(folder) if second else _v1(folder)
+        except (OSError, ValueError, ZeroDivisionError):  # no such file, or a path of the host
+            continue
+        if cores > 0:
+            yield cores
 
 
 def _v2(folder: Path) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shared.clock import Clock
+from shared.cores import cgroups
 from shared.errors import SetupError
 
 HTTP = "set `http` to another host:port, or to off"  # of the gateway
@@ -34,16 +35,22 @@ RARELY_US = 60_000_000
 _PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loaded before any fork
 
-MEMINFO, SMAPS = Path("/proc/meminfo"), Path("/proc/self/smaps")
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+SMAPS = Path("/proc/self/smaps")
 
 
-def available_bytes() -> int:
-    """Memory that processes may still take on this machine, or in this container."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", MEMINFO.read_text(), re.M)
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that processes may still take on this machine and in the cgroups of this one: of its container,
+    its systemd service. `root` holds /proc and /sys."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.M)
     available = int(match[1]) * 1024 if match else 0
-    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
-    return min(available, int(limit)) if limit.isdecimal() else available
+    for folder, second in cgroups("memory", root):
+        names = ("max", "current") if second else ("limit_in_bytes", "usage_in_bytes")
+        with contextlib.suppress(OSError, ValueError):  # no such file, a path of the host, or no limit
+            limit, used = (int((folder / f"memory.{name}").read_text()) for name in names)
+            stat = (folder / "memory.stat").read_text()  # the kernel takes back the pages of files first
+            files = max(map(int, re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, re.M)), default=0)
+            available = max(0, min(available, limit - used + files))
+    return available
 
 
 def give_back_memory() -> None:

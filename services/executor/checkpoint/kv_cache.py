@@ -33,7 +33,7 @@ from shared.messages import Ints
 from shared.processes import available_bytes
 
 LAYOUT = "block.layer.kv.token.head.dim"
-_CPU_BYTES = 1 << 30
+_CPU_BYTES = 1 << 30  # at most, and at most a quarter of the free memory
 _CPU_L1_BYTES = 2 << 30  # at most; what L1 takes beside the cache of a CPU, here in the cache itself
 _GPU_SHARE = 0.9  # of the free memory after the weights are loaded; the rest is for activations
 TOKENS = 128  # of the pass that finds the scales of fp8
@@ -100,11 +100,11 @@ def block_bytes(shapes: Shapes, block_tokens: int, dtype: torch.dtype) -> int:
 def fitting_blocks(size_bytes: int, device: torch.device, most: int, *, only_tier: bool = False) -> int:
     """How many blocks of `size_bytes` fit into the free memory, at most `most`. `only_tier`: a CPU's cache
     takes the share of L1, too."""
-    budget = _CPU_BYTES
     if device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
-    elif only_tier:
-        budget += min(available_bytes() // 4, _CPU_L1_BYTES)
+    else:
+        quarter = available_bytes() // 4
+        budget = min(quarter, _CPU_BYTES) + (min(quarter, _CPU_L1_BYTES) if only_tier else 0)
     return max(1, min(budget // size_bytes - 1, most))
 
 

@@ -1,4 +1,4 @@
-"""The cores that a process may use, by trees of /proc and /sys as kernels and containers show them."""
+"""The cores and the memory that a process may use, by trees of /proc and /sys of kernels and containers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from shared.cores import usable_cores, usable_threads
+from shared.processes import available_bytes
 
 V2, V1 = "0::{}\n", "5:cpuset:/\n4:cpu,cpuacct:{}\n1:name=systemd:/\n0::/\n"
+V1_MEMORY = "4:memory:{}\n0::/\n"
+NO_LIMIT = 9_223_372_036_854_771_712
 
 
 def tree(root: Path, groups: str, files: Mapping[str, str]) -> Path:
@@ -55,6 +58,33 @@ def test_the_affinity_mask_and_the_tightest_quota_decide(
     tmp_path: Path, groups: str, files: Mapping[str, str], cores: float
 ) -> None:
     assert usable_cores(tree(tmp_path, groups, files)) == cores
+
+
+@pytest.mark.parametrize(
+    ("groups", "at", "files", "available"),
+    [
+        (V2.format("/"), "", {}, 7_999_488),
+        (V2.format("/"), "", {"max": "max", "current": "5", "stat": ""}, 7_999_488),
+        (V2.format("/"), "", {  # a container's own view; pages of files are given back
+            "max": "3000000\n", "current": "2000000\n", "stat": "anon 1\ninactive_file 50\nactive_file 70\n",
+        }, 1_000_050),
+        (V2.format("/a/b"), "a", {"max": "3000", "current": "1000", "stat": ""}, 2000),  # a slice of systemd
+        (V2.format("/"), "", {"max": "3000", "current": "4000", "stat": ""}, 0),
+        (V1_MEMORY.format("/docker/1f"), "memory", {  # what is mounted is the container's
+            "limit_in_bytes": "3000", "usage_in_bytes": "1000",
+            "stat": "inactive_file 1\ntotal_inactive_file 9\n",
+        }, 2009),
+        (V1_MEMORY.format("/"), "memory", {
+            "limit_in_bytes": f"{NO_LIMIT}", "usage_in_bytes": "1", "stat": "",
+        }, 7_999_488),
+    ],
+)  # fmt: skip
+def test_memory_is_what_the_machine_and_every_cgroup_have_left(
+    tmp_path: Path, groups: str, at: str, files: Mapping[str, str], available: int
+) -> None:
+    limits = {str(Path("sys/fs/cgroup", at, f"memory.{name}")): text for name, text in files.items()}
+    meminfo = {"proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable:   7812 kB\n"}
+    assert available_bytes(tree(tmp_path, groups, {**meminfo, **limits})) == available
 
 
 def test_without_proc_the_affinity_mask_is_all_there_is(tmp_path: Path) -> None:

@@ -69,6 +69,9 @@ def test_the_cache_that_is_the_only_tier_has_the_share_of_l1(monkeypatch: pytest
     monkeypatch.setattr(kv_cache, "available_bytes", lambda: 400 * GIB)
     assert fitting_blocks(MIB, CPU, 10**6, only_tier=True) == 3071
     assert fitting_blocks(MIB, CPU, 100, only_tier=True) == 100, "no more than sequences can use"
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda: GIB)
+    beside = fitting_blocks(MIB, CPU, 10**6)
+    assert (beside, fitting_blocks(MIB, CPU, 10**6, only_tier=True)) == (255, 511), "of a small machine"
 
 
 @pytest.mark.parametrize(
