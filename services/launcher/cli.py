@@ -6,11 +6,12 @@ The modules of a command are imported only when that command runs, so that `--he
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.launcher import console
@@ -55,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from shared.processes import ensure_home
 
         ensure_home()
-        given = _parser(args[0] if args else "").parse_args(args)
+        said = io.StringIO()
+        try:
+            with redirect_stdout(said):  # argparse ignores an error of its write
+                given = _parser(args[0] if args else "").parse_args(args)
+        finally:
+            print(said.getvalue(), end="", flush=True)  # for --help, which exits
         status = int(given.run(given) or 0)
         sys.stdout.flush()
         return status

@@ -14,7 +14,6 @@ from typing import Any
 
 from services.launcher.commands.policy import ask
 from services.launcher.commands.status import Facts, services_of
-from services.launcher.console import print_line
 from services.launcher.session import Target, connected
 from shared.client import Client, error_of, request_all
 from shared.errors import BadRequest, Unavailable
@@ -39,7 +38,7 @@ async def list_models(target: Target, *, as_json: bool) -> None:
         print(json.dumps(found, indent=2))
         return
     for entry in found["data"]:
-        print_line(_line(entry))
+        print(_line(entry))
 
 
 async def alias(target: Target, name: str, targets: Sequence[str], *, delete: bool = False) -> None:
@@ -61,9 +60,9 @@ async def alias(target: Target, name: str, targets: Sequence[str], *, delete: bo
             raise Unavailable("no answer: `headrace model list` shows whether it has changed") from None
     if "error" in answer:
         raise error_of(answer)
-    print_line(f"{name}:\n  before {_shown(answer['before'])}\n  after  {_shown(answer['after'])}")
+    print(f"{name}:\n  before {_shown(answer['before'])}\n  after  {_shown(answer['after'])}")
     if not answer["stored"]:
-        print_line("not stored, without JetStream: it ends with the last tokenizer")
+        print("not stored, without JetStream: it ends with the last tokenizer")
 
 
 def read_targets(targets: Sequence[str]) -> dict[str, int]:
@@ -109,11 +108,11 @@ async def sleep(target: Target, fleet: str, what: str, model: str) -> int:
         answers = await asyncio.gather(*(ask(bus, subjects.sleep(scheduler), what) for scheduler in ids))
     for scheduler, answer in zip(ids, answers, strict=True):
         if not answer:
-            print_line(f"scheduler {scheduler}: no answer: `headrace status` shows whether it has changed")
+            print(f"scheduler {scheduler}: no answer: `headrace status` shows whether it has changed")
         elif not answer["executors"]:
-            print_line(f"scheduler {scheduler}: it has no executor")
+            print(f"scheduler {scheduler}: it has no executor")
         for executor, state in answer.get("executors", {}).items():
-            print_line(f"{executor}: {state}")
+            print(f"{executor}: {state}")
     return 0 if all(answers) else 1
 
 
@@ -129,7 +128,7 @@ async def load(target: Target, fleet: str, what: str, model: str) -> int:
         )
     for answer in answers:
         error = answer.get("error")
-        print_line(f"{answer['host']}: {answer['state'] if error is None else error['message']}")
+        print(f"{answer['host']}: {answer['state'] if error is None else error['message']}")
     return 1 if any("error" in answer for answer in answers) else 0
 
 

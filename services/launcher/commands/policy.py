@@ -10,7 +10,6 @@ import asyncio
 import json
 
 from services.launcher.commands.status import Facts, services_of
-from services.launcher.console import print_line
 from services.launcher.session import Target, connected
 from shared.errors import BadRequest, Unavailable
 from shared.nats import subjects
@@ -30,7 +29,7 @@ async def policy(target: Target, fleet: str, change: str | None, model: str) -> 
         raise Unavailable(f"no scheduler of {model or 'the fleet'} answers: see `headrace status`")
     if change is None:
         for scheduler in schedulers:
-            print_line(f"{_named(scheduler)}: {scheduler.get('policy', 'unknown')}")
+            print(f"{_named(scheduler)}: {scheduler.get('policy', 'unknown')}")
         return 0
     async with connected(target.nats_url) as bus:
         return await set_policy(bus, schedulers, change)
@@ -42,12 +41,12 @@ async def set_policy(bus: Bus, schedulers: list[Facts], change: str) -> int:
     answers = await asyncio.gather(*asked)
     for scheduler, answer in zip(schedulers, answers, strict=True):
         if (error := answer.get("error")) is not None:
-            print_line(f"{_named(scheduler)}: unchanged: {error['message']}")
+            print(f"{_named(scheduler)}: unchanged: {error['message']}")
         elif "after" in answer:
             lines = f"before {answer['before']}\n  after  {answer['after']}"
-            print_line(f"{_named(scheduler)}:\n  {lines}")
+            print(f"{_named(scheduler)}:\n  {lines}")
         else:
-            print_line(f"{_named(scheduler)}: no answer: `headrace policy` shows whether it has changed")
+            print(f"{_named(scheduler)}: no answer: `headrace policy` shows whether it has changed")
     return 0 if all("after" in answer for answer in answers) else 1
 
 

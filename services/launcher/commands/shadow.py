@@ -59,7 +59,7 @@ async def follow(bus: Bus, scheduler: str, interval_s: float, compared: Compared
 async def _print(stretches: Stretches, compared: Compared) -> None:
     """In a thread: messages of the log arrive meanwhile."""
     for line in [*await asyncio.to_thread(compared, stretches.data), ""]:
-        print_line(line)
+        print(line, flush=True)
 
 
 class Stretches:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from services.launcher.console import bold, dim, paint, print_line
+from services.launcher.console import bold, dim, paint
 from services.launcher.session import Target, connected
 from shared.client import request_all
 from shared.errors import BadRequest, Unavailable, UnknownRequest
@@ -80,16 +80,16 @@ async def trace(target: Target, request: str, form: Form) -> None:
     if form.overlap:
         found = overlap(body)
         for line in [json.dumps(found, indent=2)] if as_json else draw_overlap(found, _width()):
-            print_line(line)
+            print(line)
         return
     if as_json:
-        print_line(json.dumps(body, indent=2))
+        print(json.dumps(body, indent=2))
         return
     for line in draw_trace(body, _width()):
-        print_line(line)
+        print(line)
     if perfetto is not None:
         steps = sum(len(columns["step"]) for columns in body["steps"].values())
-        print_line(f"\n{perfetto} has the timeline with {steps} steps: open it at https://ui.perfetto.dev")
+        print(f"\n{perfetto} has the timeline with {steps} steps: open it at https://ui.perfetto.dev")
 
 
 async def find(bus: Bus, request: str, *, steps: bool = False, wait_s: float = WAIT_S) -> Body:

@@ -239,9 +239,12 @@ def test_closed_streams_and_characters_that_a_locale_lacks(closed: str, shown: s
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_is_an_error(unbuffered: str) -> None:
-    command = f"{sys.executable} -m services.launcher.cli completion bash > /dev/full"
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [("completion bash", ""), ("completion bash", "1"), ("--help", ""), ("up --help", "1")],
+)
+def test_a_full_disk_is_an_error(words: str, unbuffered: str) -> None:
+    command = f"{sys.executable} -m services.launcher.cli {words} > /dev/full"
     given = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(["sh", "-c", command], env=given, capture_output=True, text=True)
     assert done.returncode == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from services.launcher.cli import main
 from services.launcher.commands import policy as command
 from services.launcher.commands.policy import set_policy
 from services.launcher.commands.status import Facts
+from services.launcher.console import silence
 from services.launcher.session import Target
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.reports import event_log
@@ -81,6 +83,10 @@ async def test_a_fleet_without_such_a_scheduler_says_so(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(command, "services_of", services)
     assert await command.policy(Target("", "m"), "f", None, "m") == 0
+    with Path("/dev/full").open("w", buffering=1) as full, redirect_stdout(full):
+        with pytest.raises(OSError, match="No space left"):
+            await command.policy(Target("", "m"), "f", None, "m")
+        silence(full)
     with pytest.raises(Unavailable, match="no scheduler of x answers"):
         await command.policy(Target("", "m"), "f", "order=fcfs", "x")
 
