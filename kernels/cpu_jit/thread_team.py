@@ -12,6 +12,7 @@ import ctypes
 import logging
 import os
 import struct
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,10 +66,25 @@ def _machine_code(body: Callable[..., None], pointers: int) -> Any:
     signature = types.void(*[types.CPointer(types.int64)] * pointers)
     if _first_start():
         log.info("compiling kernels for this CPU, once: %s …", body.__module__.rpartition(".")[2])
-    try:
-        return cfunc(signature, cache=True, nogil=True)(body)
-    except RuntimeError:  # no writable folder: compile at every start
-        return cfunc(signature, nogil=True)(body)
+    if _cache["usable"]:
+        try:
+            _check_folder(config.CACHE_DIR)
+            return cfunc(signature, cache=True, nogil=True)(body)
+        except Exception as error:  # noqa: BLE001 - a folder without rights, a full disk, a damaged file, …
+            _cache["usable"] = False
+            kept = config.CACHE_DIR
+            log.warning("%s cannot keep kernels: they are compiled at every start (%r)", kept, error)
+    return cfunc(signature, nogil=True)(body)
+
+
+_cache = {"usable": True}  # until the first error
+
+
+def _check_folder(folder: str) -> None:
+    """Raises OSError for a folder that cannot be written. Numba would keep the code elsewhere, by the
+    checksum of a kernel's own file alone."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 @cache

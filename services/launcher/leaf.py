@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from services.launcher.nats_server import ServerLimits
+from services.launcher.nats_server import ServerLimits, quoted
 from shared.errors import SetupError
 from shared.nats import access, subjects
 from shared.nats.subjects import PUBLIC, STORE, token
@@ -56,7 +56,7 @@ def remote(url: str, models: Iterable[str], *, has_users: bool, account: str = "
         f"urls: {json.dumps([each._replace(query='').geturl() for each in parts])}",
         "ignore_discovered_servers: true",  # a server does not know under which address it was reached
         *([f"account: {json.dumps(account)}"] if account else []),
-        *([f"tls {{ ca_file: {json.dumps(ca)} }}"] if ca else []),
+        *([f"tls {{ ca_file: {quoted(ca)} }}"] if ca else []),
         f"deny_imports: {json.dumps(denied)}",
         f"deny_exports: {json.dumps(denied)}",
     ]

@@ -6,6 +6,7 @@ A server is ready about 20 ms after its start. It dies with the process that sta
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -74,7 +75,7 @@ class NatsServer:
         home = Path(self.folder.name)
         port, monitoring = (int(url.rpartition(":")[2].strip("/")) for url in (self.url, self.monitoring_url))
         monitoring = monitoring if is_free(monitoring) else -1
-        (home / CONFIG_NAME).write_text(_config(port, monitoring, self.limits, home) + self.extra)
+        _write_config(home, _config(port, monitoring, self.limits, home) + self.extra)
         self.process, self.url, self.monitoring_url = _launch(find_binary(), home, port, self.limits.lock)
 
     def stop(self) -> None:
@@ -125,7 +126,7 @@ def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = ""
     binary, limits = find_binary(), limits or ServerLimits()
     run_folder = OwnFolder()
     home = Path(run_folder.name)
-    (home / CONFIG_NAME).write_text(_config(port, -1, limits, home) + extra)
+    _write_config(home, _config(port, -1, limits, home) + extra)
     try:
         process, url, monitoring_url = _launch(binary, home, port, limits.lock)
     except SetupError:
@@ -166,17 +167,26 @@ def is_free(port: int) -> bool:
     return True
 
 
+def quoted(path: str) -> str:
+    """A path in a configuration, where JSON's \\u is no escape."""
+    return json.dumps(path, ensure_ascii=False)
+
+
+def _write_config(home: Path, text: str) -> None:
+    (home / CONFIG_NAME).write_bytes(os.fsencode(text))  # a path may be no UTF-8
+
+
 def _config(port: int, monitoring_port: int, limits: ServerLimits, home: Path) -> str:
     lines = [
         "host: 127.0.0.1",
         f"port: {port}",
         f'http: "127.0.0.1:{monitoring_port}"',
-        f"ports_file_dir: {json.dumps(str(home))}",
+        f"ports_file_dir: {quoted(str(home))}",
         *limits.lines(),
     ]
     if limits.jetstream_memory or limits.jetstream_file:
         memory, file = limits.jetstream_memory or "0", limits.jetstream_file or "0"
-        where = json.dumps(limits.store or str(home / "jetstream"))
+        where = quoted(limits.store or str(home / "jetstream"))
         domain = f", domain: {limits.domain}" if limits.domain else ""
         lines.append(f"jetstream {{ store_dir: {where}, max_mem: {memory}, max_file: {file}{domain} }}")
     return "\n".join(lines) + "\n"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -171,6 +173,16 @@ async def test_pulls_go_on_after_the_server_was_killed_and_started_again(
 def test_the_count_of_deliveries_is_read_from_both_forms_of_an_ack() -> None:
     assert deliveries("$JS.ACK.W.k.7.1.1.1795624588273375888.2") == 7
     assert deliveries("$JS.ACK.hub.ACC.W.k.7.1.1.1795624588273375888.2.token") == 7
+
+
+def test_folders_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / 'caf\u00e9 \u2603 "q" \udcff'  # the last is no UTF-8
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    store = str(folder / "store")
+    server = servers.start(limits=replace(ServerLimits(), jetstream_file="64MB", store=store))
+    server.stop()
+    assert (folder / "store" / "jetstream").is_dir()
 
 
 async def test_without_jetstream_every_call_is_unavailable_with_the_reason(nats_server: NatsServer) -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from services.launcher import accounts
 from services.launcher.accounts import Limits
 from services.launcher.leaf import PORT
-from services.launcher.nats_server import ServerLimits
+from services.launcher.nats_server import ServerLimits, quoted
 from shared.errors import SetupError
 from shared.nats import access
 from shared.nats.access import Permissions
@@ -323,7 +323,7 @@ def head(users: Mapping[str, User], limits: Mapping[str, Limits] | None = None) 
 
 def server_conf(tls: Tls | None, limits: ServerLimits, *, leaves: bool = False) -> str:
     """The configuration of a server in its own container; it includes `users.conf` from the same folder."""
-    files = f"cert_file: {json.dumps(tls.certificate)}, key_file: {json.dumps(tls.key)}" if tls else ""
+    files = f"cert_file: {quoted(tls.certificate)}, key_file: {quoted(tls.key)}" if tls else ""
     secured = [f"tls {{ {files} }}"] if tls else []
     return "\n".join(
         [
