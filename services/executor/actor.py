@@ -102,10 +102,12 @@ class ExecutorActor(Actor):
         take_result = mailbox.guarded(self._on_result)
 
         def on_built(result: Backend | BaseException) -> None:
+            if built.done():  # a signal has ended the start
+                return
             if isinstance(result, BaseException):
-                loop.call_soon_threadsafe(built.set_exception, result)
+                built.set_exception(result)
             else:
-                loop.call_soon_threadsafe(built.set_result, result)
+                built.set_result(result)
 
         def on_result(result: StepResult) -> None:
             assert self._arenas is not None, "a step before the engine was built"
@@ -115,7 +117,7 @@ class ExecutorActor(Actor):
         self._report_switch = on_loop(mailbox, self._on_switched)
         self._grammar_news.report = on_loop(mailbox, self._on_grammar)
         self._device = DeviceThread(self._build_backend, mailbox.clock, on_result)
-        self._device.start(on_built)
+        self._device.start(on_loop(mailbox, on_built))
         self._backend = await built
         gguf.forget()  # the last reader was the engine
         computing = lambda: self._device.since_us > 0  # noqa: E731

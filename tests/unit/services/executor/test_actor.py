@@ -482,6 +482,30 @@ async def test_an_engine_that_cannot_be_built_fails_the_start(fleet: Fleet) -> N
     assert (facts.model, facts.load) == ("", (("steps", 0), ("slots", 0)))
 
 
+@pytest.mark.parametrize("flaw", [None, EngineError("no memory")])
+async def test_an_engine_that_is_built_after_a_signal_is_dropped(
+    fleet: Fleet, flaw: EngineError | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, begun, signalled = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def build() -> Backend:
+        loop.call_soon_threadsafe(begun.set)
+        signalled.wait()
+        if flaw is not None:
+            raise flaw
+        return SimBackend(SimOptions(model="m", timing="step=0"))
+
+    actor = ExecutorActor(build, "h")
+    start = asyncio.create_task(fleet.runtime(actor, "e").start())
+    await begun.wait()
+    start.cancel()
+    await asyncio.wait([start])
+    signalled.set()
+    await asyncio.to_thread(actor._device.join, 30)
+    await asyncio.sleep(0)
+    assert not caplog.records
+
+
 async def test_build_makes_the_simulated_engine_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     from services.executor import actor as executor_actor
 
