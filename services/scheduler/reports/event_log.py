@@ -226,7 +226,8 @@ class FileSink:
     """A new file; if the name exists it gets a number. Raises SetupError.
 
     After FILE_BYTES the next stretch goes into another file, and only the last KEPT_FILES are kept. Only the
-    owner may read the files, since they have every prompt.
+    owner may read the files, since they have every prompt. On a full disk the log ends, and the next stretch
+    goes into another file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -234,29 +235,51 @@ class FileSink:
         self.path, self._file, self._number = _create(self._path)
         self._files = deque([self.path])
         self._flushed_us = 0
+        self._lost = False  # the rest of this stretch
         log.info("the event log goes to %s", self.path)
 
     def begin(self) -> None:
-        if self._file.tell() < FILE_BYTES:
+        if not self._lost and self._file.tell() < FILE_BYTES:
             return
-        self._file.close()
-        self.path, self._file, self._number = _create(self._path, self._number + 1)
+        self.close()
+        try:
+            self.path, self._file, self._number = _create(self._path, self._number + 1)
+        except SetupError as error:
+            self._lose(error.message)
+            return
+        self._lost = False
         self._files.append(self.path)
         log.info("the event log continues in %s", self.path)
         if len(self._files) > KEPT_FILES:
             self._files.popleft().unlink(missing_ok=True)
 
     def write(self, data: bytes, now_us: int) -> None:
-        self._file.write(data)
+        if self._lost:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._lose(error)
         self.flush(now_us)
 
     def flush(self, now_us: int) -> None:
-        if now_us - self._flushed_us >= FILE_FLUSH_US:
+        if not self._lost and now_us - self._flushed_us >= FILE_FLUSH_US:
             self._flushed_us = now_us
-            self._file.flush()
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._lose(error)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()  # it writes what is left
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError | str) -> None:
+        if not self._lost:
+            log.error("the event log %s lacks its end: %s", self.path, error)
+        self._lost = True
 
 
 def _create(path: Path, number: int = 1) -> tuple[Path, BinaryIO, int]:

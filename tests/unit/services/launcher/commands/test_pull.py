@@ -146,3 +146,13 @@ def test_a_hub_repository_becomes_a_folder(tmp_path: Path, monkeypatch: pytest.M
     told: list[str] = []
     assert pull("owner/name", tmp_path, told.append) == place
     assert told == [f"owner/name is here already: {place}"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "owner/name"])
+def test_a_folder_that_cannot_be_written_is_named(
+    name: str, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_catalogue(monkeypatch, make_wheel(index))
+    (tmp_path / "models").symlink_to("/proc/self")  # not even root can write there
+    with pytest.raises(SetupError, match=r"models cannot be written .*: set --cache-dir"):
+        pull(name, tmp_path, print)

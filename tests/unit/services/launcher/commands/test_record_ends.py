@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,39 @@ def test_a_log_goes_on_in_the_next_file_and_the_oldest_goes(
     most = 20_000 + 2 * 5_000 + len(event_log.snapshot(world.scheduler.state)) * 1.1
     for path in logs:
         assert path.stat().st_size < most
+        report = rerun_file(path)
+        assert report.events > 10
+        assert report.difference is None
+
+
+def test_a_full_disk_ends_a_log_and_not_its_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_log, "STRETCH_BYTES", 20_000)
+    sink, world, numbers = FileSink(tmp_path / "e.log"), World(), count()
+    recorder = Recorder(world.scheduler, sink, {"scheduler": "s"})
+    world.scheduler = recorder  # type: ignore[assignment]  # it stands in the place of the core
+    world.add_engine()
+
+    def run() -> None:
+        world.ask(f"r{next(numbers)}", [5, 6, 7], 5)
+        world.run()
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))  # of a file; writing more is an OSError
+    try:
+        while not sink._lost:
+            run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caplog.text.count("e.log lacks its end: [Errno 27]") == 1
+    while sink._lost:
+        run()
+    for _ in range(5):
+        run()
+    sink.close()
+    assert sink.path == tmp_path / "e-2.log"
+    for path in (tmp_path / "e.log", sink.path):
         report = rerun_file(path)
         assert report.events > 10
         assert report.difference is None
