@@ -314,11 +314,12 @@ class _Up:
                     idle = loop.create_task(self._idle())
                     stack.callback(idle.cancel)
                     await asyncio.wait({signalled, idle}, return_when=asyncio.FIRST_COMPLETED)
-                    signalled.cancel()
                 else:
                     await signalled
             ready.cancel()
-            return await self._wind_down(signal.SIGTERM if signalled.cancelled() else signalled.result())
+            first = signalled.result() if signalled.done() else signal.SIGTERM
+            signalled.cancel()
+            return await self._wind_down(first)
 
     def _make_supervisor(self) -> Supervisor:
         s = self._settings

@@ -95,9 +95,11 @@ def resolve(model: str, cache_dir: Path) -> ModelFiles:
 
 
 def size_bytes(files: ModelFiles) -> int:
-    """The size of a model's weights on disk."""
+    """The size of a model's weights on disk. Raises SetupError for a link to nothing."""
     path = files.path
     weights = [path] if path.is_file() else [*path.glob("*.safetensors")]
+    if lost := [each for each in weights if not each.exists()]:  # as in a cache of the hub that was cleaned
+        raise SetupError(f"{lost[0]} is a link to a file that is gone; fetch the model again")
     return sum(each.stat().st_size for each in weights)
 
 

@@ -85,6 +85,23 @@ async def test_its_own_connection_is_closed_before_a_failed_start_ends(
     assert not connected
 
 
+async def test_an_idle_fleet_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    settings = load(flags={"http": "off", "durable": False}).settings
+    up = _Up(settings, {"a": str(tmp_path / "a.gguf")}, None, _Logins("nats://n:1"))
+
+    async def at_once() -> None: ...
+
+    for name in ("_become_ready", "_serve_models", "_idle"):
+        monkeypatch.setattr(up, name, at_once)
+    monkeypatch.setattr(up._supervisor, "start", lambda **more: None)
+    assert await up.run(until_idle=True) == 0
+    assert capsys.readouterr().out.endswith("stopped\n")
+
+
 def test_a_wrong_file_of_webhooks_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

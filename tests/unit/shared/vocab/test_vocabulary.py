@@ -22,7 +22,7 @@ from support.text_models import (
 from tokenizers import decoders
 
 from shared.errors import SetupError
-from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, ModelFiles, resolve, served_name
+from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, ModelFiles, resolve, served_name, size_bytes
 from shared.vocab.gguf import read_metadata
 from shared.vocab.vocabulary import (
     Vocabulary,
@@ -315,3 +315,13 @@ def test_tokens_outside_the_byte_alphabet_are_their_own_text(tmp_path: Path) -> 
     assert vocabulary.decode([0, 2]) == decoders.ByteLevel().decode([odd[0], odd[2]])
     with pytest.raises(SetupError, match="empty"):
         Vocabulary(type(parts)(**(fields | {"tokens": []})))
+
+
+def test_weights_that_are_links_to_nothing_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_bytes(b"123")
+    found = resolve(str(tmp_path), tmp_path)
+    assert size_bytes(found) == 3
+    (tmp_path / "b.safetensors").symlink_to("blobs/gone")
+    with pytest.raises(SetupError, match=r"b\.safetensors is a link to a file that is gone"):
+        size_bytes(found)
