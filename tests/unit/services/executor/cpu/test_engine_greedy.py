@@ -1,5 +1,5 @@
 """The default model gives the reference ids of transformers, alone, in a batch, and run ahead: in float32
-and with weights in the blocks of the file, the default. The first prompt asks for the capital of France."""
+and with weights in the blocks of the file. The first prompt asks for the capital of France."""
 
 from __future__ import annotations
 
@@ -46,3 +46,13 @@ def test_one_prompt_alone(backend: TorchBackend, index: int) -> None:
     first = maker.prefill({11: len(case.prompt)}).ids[0]
     wanted = case.output[:ALONE]
     assert [first, *maker.decode({11: len(case.prompt) + 1}, len(wanted) - 1)[11]] == wanted
+
+
+@pytest.mark.skipif(not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES), reason="no AVX2: `auto` is f32")
+def test_the_default_for_a_gguf_file_names_the_capital_of_france() -> None:
+    """With inputs in 8 bits for all matrices the model goes on in French, and for ever."""
+    backend, case = default_engine(dtype="packed8"), greedy_cases()[0]
+    maker = PlanMaker(backend)
+    maker.open(0, case.prompt, GREEDY, stop_ids=STOP)
+    first = maker.prefill({0: len(case.prompt)}).ids[0]
+    assert [first, *maker.decode({0: len(case.prompt) + 1}, len(case.output) - 1)[0]] == case.output
