@@ -21,7 +21,7 @@ K-quants, products of two numbers, are rounded to it (2^-11, far below the step 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,30 +232,25 @@ def _nibbles_minimum_8_tiles(p: Any, work: Any) -> None:
     _nibbles_minimum_8_in_tiles(p, work, f32_at(p[5]))
 
 
+def _kernels(*bodies: Callable[[Any, Any], None]) -> list[Kernel]:
+    return [Kernel(each, 2) for each in bodies]
+
+
 # Kernels of a panel, by bytes of a number of `x` and format.
 _PANELS = {
-    terms: [Kernel(each, 2) for each in bodies]
-    for terms, bodies in (
-        (2, (_nibbles_f32, _nibbles_minimum_f32, _bytes_f32, _bytes_minimum_f32, _bytes_16_f32)),
-        (
-            1,
-            (
-                _nibbles_8_f32,
-                _nibbles_minimum_8_f32,
-                _bytes_8_f32,
-                _bytes_minimum_8_f32,
-                _bytes_16_8_f32,
-                _int8_f32,
-            ),
-        ),
-    )
+    2: _kernels(_nibbles_f32, _nibbles_minimum_f32, _bytes_f32, _bytes_minimum_f32, _bytes_16_f32),
+    1: _kernels(
+        _nibbles_8_f32,
+        _nibbles_minimum_8_f32,
+        _bytes_8_f32,
+        _bytes_minimum_8_f32,
+        _bytes_16_8_f32,
+        _int8_f32,
+    ),
 }
 _PANELS_IN_TILES = {
-    terms: [Kernel(each, 2) for each in bodies]
-    for terms, bodies in (
-        (2, (_nibbles_tiles, _nibbles_minimum_tiles, _bytes_tiles, _bytes_minimum_tiles, _bytes_16_tiles)),
-        (1, (_nibbles_8_tiles, _nibbles_minimum_8_tiles)),
-    )
+    2: _kernels(_nibbles_tiles, _nibbles_minimum_tiles, _bytes_tiles, _bytes_minimum_tiles, _bytes_16_tiles),
+    1: _kernels(_nibbles_8_tiles, _nibbles_minimum_8_tiles),
 }
 _INT8_BF16 = Kernel(_int8_bf16, 2)
 

@@ -80,9 +80,7 @@ class TorchOptions:
     model_path: Path  # a .gguf file, or a folder with config.json and *.safetensors
     model_name: str
     dummy: bool = False  # random weights in the shapes of config.json
-    dtype: str = (
-        "auto"  # bf16, f32, int8, packed, packed8, fp8, int4; auto: f32 on a CPU, as stored or bf16 on a GPU
-    )
+    dtype: str = "auto"  # one of _DTYPES or _KEPT; auto: f32 on a CPU, as stored or bf16 on a GPU
     kv_dtype: str = "auto"  # fp8; auto: the model's dtype, f16 with packed weights
     device: str = "auto"  # cpu, cuda; auto: cuda if there is a GPU
     blocks: int = 0  # 0: as the free memory allows, 1 GiB on a CPU
