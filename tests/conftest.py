@@ -6,14 +6,12 @@ import gc
 import itertools
 import os
 import shutil
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import AsyncExitStack
 from operator import itemgetter
 from pathlib import Path
 
 import pytest
-from coverage import Coverage
 from hypothesis import settings
 from support.children import ended_on_failure
 from support.memory_bus import MemoryBroker
@@ -69,17 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """A failure ends the test's processes. And the mark `no_cover` in a worker of pytest-xdist, where
-    pytest-cov 7.1 traces on in spite of it: long runs then take nine times as long."""
-    coverage = Coverage.current() if item.get_closest_marker("no_cover") and sys.gettrace() else None
-    if coverage is not None:
-        coverage.stop()
-    try:
-        with ended_on_failure():
-            return (yield)
-    finally:
-        if coverage is not None:
-            coverage.start()
+    """A failure ends the test's processes."""
+    with ended_on_failure():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

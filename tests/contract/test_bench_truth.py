@@ -78,7 +78,6 @@ def shape(requests: int) -> Asked:
     return Asked(shape=Shape(prompts=requests, input_len=10, output_len=TOKENS))
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("in_flight", [1, 100, 1_000])
 def test_a_closed_loop_reports_what_the_server_did(kind: str, in_flight: int, tmp_path: Path) -> None:
     asked = shape(2 * in_flight + in_flight // 2)
@@ -90,7 +89,6 @@ def test_a_closed_loop_reports_what_the_server_did(kind: str, in_flight: int, tm
     assert figures["request_goodput"] * figures["duration"] == pytest.approx(len(served) - len(served[::3]))
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("in_flight", [1, 100, 1_000])
 def test_an_open_loop_reports_what_the_server_did(kind: str, in_flight: int, tmp_path: Path) -> None:
     """So many a second that by Little's law so many are in flight."""

@@ -16,8 +16,6 @@ from services.executor.checkpoint.loader import TorchOptions
 from services.executor.engine import Backend
 from shared.messages import Sampling
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 DTYPES = {"torch": ("f32", "bf16", "f32/fp8"), "cuda": ("f32", "bf16", "bf16/fp8")}
 CASES = [(engine, dtype) for engine in ENGINES for dtype in DTYPES.get(engine, ())]
 KINDS = ("llama-9-3-tied", "qwen2", "qwen3")

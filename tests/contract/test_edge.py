@@ -38,8 +38,6 @@ from shared.nats.bus import NatsBus
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
 from shared.replies import error_reply, to_json
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 LIMITS = replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB")
 HERE = "local"  # the model of the edge; the centre has `m`
 

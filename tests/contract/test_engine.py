@@ -14,8 +14,6 @@ from support.executor.tiny_models import VOCAB, save_tiny
 from services.executor.engine import Backend, StepOutput
 from shared.messages import WHOLE_VECTOR, Sampling, ints
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 HOT = Sampling(temperature=1.5)
 Make = Callable[[], Backend]
 

@@ -16,8 +16,6 @@ from services.executor.engine import Backend
 from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, ROW_ERRORS
 from shared.messages import Sampling
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 ROTTEN = 99  # a token whose embedding is NaN, as that of one that was never trained may be
 CLEAN = [token for token in PROMPT if token != ROTTEN]
 HOT = Sampling(temperature=1.5, top_p=0.9)

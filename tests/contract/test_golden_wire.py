@@ -211,7 +211,6 @@ def test_random_bytes_never_crash_the_decoder(data: bytes) -> None:
 byte_changes = st.lists(st.tuples(st.integers(0), st.integers(0, 255)), min_size=1, max_size=6)
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @given(st.sampled_from(KINDS), byte_changes)
 @settings(max_examples=1_500, deadline=None, derandomize=True)
 def test_damaged_bytes_never_crash_the_decoder(kind: str, damage: list[tuple[int, int]]) -> None:
@@ -228,7 +227,6 @@ junk = st.recursive(
 )
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @given(st.sampled_from(KINDS), st.lists(junk, max_size=30))
 @settings(max_examples=500, deadline=None, derandomize=True)
 def test_well_formed_rows_of_junk_never_crash_the_decoder(kind: str, fields: list[Any]) -> None:

@@ -19,8 +19,6 @@ from services.executor.engine import Backend
 from services.executor.sampling.logits_processors import MakeProcessor
 from shared.messages import Sampling
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 HOT = Sampling(temperature=1.5)
 Body = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 

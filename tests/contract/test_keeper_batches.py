@@ -28,8 +28,6 @@ from shared.nats.jetstream import JetStream
 from shared.nats.object_store import ObjectStore, UnknownFile, new_id
 from shared.replies import error_reply, to_json
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 

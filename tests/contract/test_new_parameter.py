@@ -9,10 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support.source_tree import PRODUCT, ROOT
-
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
 
 GUIDE = ROOT / "docs" / "guides" / "add_a_sampling_parameter.md"
 MOST_FILES = 6

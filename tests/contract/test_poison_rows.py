@@ -16,7 +16,6 @@ def found() -> tuple[dict[str, object], list[str]]:
     return poison_rows.report("cpu", ROWS, 7)
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 def test_no_hostile_row_changes_a_bystander_or_fails_a_step(
     found: tuple[dict[str, object], list[str]],
 ) -> None:

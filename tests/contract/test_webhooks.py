@@ -30,8 +30,6 @@ from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 from shared.replies import to_json
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 

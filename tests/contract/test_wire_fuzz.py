@@ -64,7 +64,6 @@ def test_a_field_of_any_type_and_size(kind: str, draw: st.DataObject) -> None:
     survives(msgpack.packb(row))
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @given(st.sampled_from(KINDS), st.lists(value, max_size=30))
 def test_rows_of_anything(kind: str, fields: list[Any]) -> None:
     survives(msgpack.packb([1, kind, "a.b", 1, 1, "", *fields]))

@@ -12,8 +12,6 @@ import pytest
 from loadtest.bench.document import text_of
 from loadtest.prefix_cache import POOLS, compact, keys_of, load, replay
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 ROOT = Path(__file__).parents[3]
 TRACE = ROOT / "tests" / "data" / "mooncake_conversation.txt.gz"
 RESULT = ROOT / "loadtest" / "results" / "prefix_cache" / "prefix_cache.json.gz"

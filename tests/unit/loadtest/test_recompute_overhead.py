@@ -12,8 +12,6 @@ from loadtest.recompute_overhead import simulated
 from loadtest.recompute_overhead.protocol import ARMS, Arm, Lengths, Outcome, checks, points
 from services.scheduler.state.counters import Counters
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 SMALL = Lengths(60, prompt=(32, 256), answer=(64, 768))
 MANY = Lengths(480, prompt=(32, 256), answer=(64, 768))
 LATEST, LEAST, SWAP, TIERED = ARMS

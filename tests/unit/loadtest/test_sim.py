@@ -21,8 +21,6 @@ from loadtest.simulator.world import FIRST_US, Setup, World
 from shared.messages import ints
 from shared.step_model import StepModel
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 
 def prompt_of(asked: SimRequest) -> list[int]:
     return list(asked.prompt() if callable(asked.prompt) else asked.prompt)

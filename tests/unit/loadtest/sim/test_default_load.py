@@ -10,8 +10,6 @@ from loadtest.sim import default_load
 from loadtest.sim.default_load import CLOSED_TOK_S, LOADS, VLLM_ITL_MS, VLLM_TTFT_MS, itl_ms
 from services.scheduler import step_planner
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 measured = cache(default_load.measured)
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-import pytest
-
 from loadtest.sim.arms import limits_of
 from loadtest.sim.many_executors import balance, of_ideal, one_hot, overload
 from loadtest.sim.scenarios import H200, SCENARIOS
 from loadtest.simulator.requests import Workload
 from loadtest.simulator.world import FIRST_US, Setup, World
-
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
 
 SECOND_US = 1_000_000
 

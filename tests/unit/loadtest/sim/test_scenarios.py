@@ -13,8 +13,6 @@ from loadtest.sim.scenarios import SCENARIOS, Options
 from loadtest.simulator.requests import Workload
 from services.scheduler.state.requests import DEFAULT_CLASSES, parse
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 MODES = (*grid.MODES, "auto")
 
 

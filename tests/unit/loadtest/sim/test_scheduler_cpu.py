@@ -25,8 +25,6 @@ from shared.kv_blocks import blocks_for
 from shared.messages import Tokenized
 from shared.step_model import PRESETS, StepShape
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 MOST_GROWTH = 1.5  # of walks over all rows at each arrival: 2.5 to 3.1
 LIMITS = "interactive=800/50/0,standard=3000/100/2000,batch=0/500/4000"
 ENOUGH = {"preempted": 100, "refused": 200, "served": 1_000}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -29,8 +28,6 @@ from shared.messages import (
     Message,
     ints,
 )
-
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
 
 NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True)
 LEASE_US = st.sampled_from([0, 1_000, 30_000, 30_000, 2 * SECOND])

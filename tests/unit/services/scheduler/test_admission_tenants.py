@@ -170,7 +170,6 @@ def pass_by(world: World, tenants: str, step_us: int, steps: int = 200) -> tuple
     return passed, steps
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 def test_a_large_request_is_overtaken_for_a_while_and_no_longer() -> None:
     """Its tenant has a tenth of the blocks; those of three others come one at a time, and never leave it the
     seven tenths that it needs."""
@@ -184,7 +183,6 @@ def test_a_large_request_is_overtaken_for_a_while_and_no_longer() -> None:
         world.assert_answers(name)
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 def test_few_that_ask_for_one_thing_each_go_before_a_large_request() -> None:
     """However long it has waited: it would keep them from a place for as long as others run."""
     world = behind_a_large_one(long_blocks=100, large_blocks=950)

@@ -475,7 +475,6 @@ def test_two_executors_share_the_load() -> None:
     world.assert_idle()
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_history_ends_with_the_right_tokens(data: st.DataObject) -> None:

@@ -392,7 +392,6 @@ def act(world: World, data: st.DataObject, step: int) -> None:
         world.tick(data.draw(st.sampled_from([10, 1_500])))
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_whatever_happens_every_request_ends_and_no_token_is_wrong(data: st.DataObject) -> None:

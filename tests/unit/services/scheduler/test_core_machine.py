@@ -362,7 +362,6 @@ class Machine(RuleBasedStateMachine):
         assert 0 <= usage.cached_tokens < len(asked.tokens)
 
 
-@pytest.mark.no_cover  # tracing every line makes it three times as long, and it covers what others do
 @pytest.mark.timeout(900)
 def test_any_history() -> None:
     Machine.events = 0

@@ -64,7 +64,6 @@ def test_a_poison_ends_after_four_deaths(position: int, n: int) -> None:
     fleet.world.assert_idle()
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @given(st.data())
 def test_bystanders_get_their_answers_whatever_they_share_with_it(data: st.DataObject) -> None:
     fleet = Deadly(any_limits(data), data.draw(st.integers(0, 30)), slots=data.draw(st.integers(1, 12)))

@@ -237,7 +237,6 @@ def test_the_state_with_its_kinds_can_be_frozen() -> None:
     assert state.excluded == world.scheduler.state.excluded
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @given(st.data())
 def test_no_sequence_ever_goes_on_with_tokens_of_another_kind(data: st.DataObject) -> None:
     """Executors of three kinds come, die and drain; small, so that sequences are paused as well."""

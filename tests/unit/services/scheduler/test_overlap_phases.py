@@ -18,8 +18,6 @@ from services.scheduler.state import requests
 from services.scheduler.state.state import Limits
 from shared.step_model import H200_8B
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 MACHINE = Machine(H200_8B, hop=Hop(900, 200))  # 2 ms from a step's end to the next plan's arrival
 FIXED = ("single", "run_ahead", "two_batch")
 PATIENT = requests.parse("standard=0/100/0")

@@ -226,7 +226,6 @@ class Gaps:
 EVERY_US = 100_000
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 def test_no_executor_idles_for_a_change(tmp_path: Path) -> None:
     """Two virtual H200 under load; a policy changes each 100 ms, and back. No executor idles for more than
     three steps meanwhile, and every event of the log comes out the same."""

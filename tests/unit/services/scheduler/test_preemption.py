@@ -256,7 +256,6 @@ def any_history(world: World, dice: random.Random) -> list[str]:
     return list(world.accepted)
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("any_order", [False, True])
 @pytest.mark.parametrize("seed", range(40))
 def test_within_one_event_nobody_is_paused_twice(
@@ -380,7 +379,6 @@ def newcomers(world: World, until: str, prompt: int = 4, tokens: int = 3) -> lis
     return waits
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("kv", ["on_demand", f"{OURS}greedy"])
 def test_a_newcomer_gets_a_place_however_often_it_comes(kv: str) -> None:
     """Pauses for a tenant of which nothing runs pin nobody who goes on in between."""

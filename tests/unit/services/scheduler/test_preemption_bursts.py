@@ -297,7 +297,6 @@ def exact(seen: list[int]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 def test_no_more_are_preempted_than_a_burst_needs() -> None:
     """Bursts of any sizes, classes and tenants, with shared prefixes, on one or two executors."""
     seen: list[int] = []

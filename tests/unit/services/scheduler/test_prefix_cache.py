@@ -36,7 +36,6 @@ class Trie:
         return end
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("seed", range(8))
 def test_cached_tokens_are_those_of_a_trie(seed: int) -> None:
     dice, trie, world = random.Random(seed), Trie(), World()

@@ -20,7 +20,6 @@ def travelled(message: Message) -> Message | None:
     return whole
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 def test_the_table_of_a_long_prefix_hit_reaches_the_executor() -> None:
     world = World(Limits(step_tokens=20_000))
     world.add_engine(blocks=40_000, block_tokens=1, slots=2, max_step_tokens=20_000, max_context=20_000)

@@ -55,7 +55,6 @@ def test_without_a_key_the_id_decides(model: ServedModel) -> None:
     assert choice(tokenizer(model, NAMES, Loads({})), "r7", "") == rendezvous("r7", NAMES)
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @given(joining=st.sampled_from(NAMES), executors=st.dictionaries(st.sampled_from(NAMES), st.integers(1, 3)))
 def test_only_keys_of_the_one_that_joins_or_leaves_move(
     model: ServedModel, joining: str, executors: dict[str, int]

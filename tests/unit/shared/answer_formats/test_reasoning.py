@@ -33,7 +33,6 @@ def thought_of(name: str, text: str, *, opened: bool) -> Pieces:
     return [*head, ("\n", False), (text, True), ("\n", False), (end, False), ("\n\nYes.", False)]
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.think])
 @pytest.mark.parametrize("opened", [False, True])
 @given(cuts=st.lists(st.integers(0, 10_000), max_size=80))

@@ -428,7 +428,6 @@ def test_without_peers_other_kv_offloads_are_not_answered() -> None:
     assert world.core.due_us() is None
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_events_ends_with_right_bytes_and_no_lease(seed: int) -> None:
     draw = random.Random(seed)

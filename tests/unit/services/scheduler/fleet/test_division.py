@@ -59,7 +59,6 @@ class Fleet:
         return {name: homes[name] for name in self.schedulers}
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @given(
     homes=st.lists(st.integers(0, 4), min_size=1, max_size=16),
     schedulers=st.integers(1, 5),

@@ -147,7 +147,6 @@ def test_nothing_known_is_no_reason() -> None:
     assert adaptive(RolesView(4, 2, ())) == 0
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 def test_handovers_among_random_deaths_leave_nothing() -> None:
     """Executors and the tier die at any time: every answer is right, and no block, slot or lease is left."""
     dice, world, names = random.Random(7), apart(executors=3), ["e1", "e2", "e3"]

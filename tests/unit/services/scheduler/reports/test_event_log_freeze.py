@@ -52,7 +52,6 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @given(VALUES)
 def test_any_value_comes_back(value: Any) -> None:
     made = again([value])[0]

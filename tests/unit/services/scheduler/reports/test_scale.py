@@ -129,7 +129,6 @@ def test_blocks_of_what_runs_and_waits(count: int) -> None:
     assert terms(made)["blocks"] == -(-(held + 11 * waiting) // 64)
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 40),

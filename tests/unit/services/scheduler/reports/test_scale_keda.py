@@ -110,7 +110,6 @@ def test_one_request_needs_one_executor() -> None:
     assert record.ended_us / S < 100 + POLL_S + START_S + 30
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("seed", range(2))
 def test_a_square_wave_does_not_flap(seed: int) -> None:
     """Ten minutes: five with load, five without."""

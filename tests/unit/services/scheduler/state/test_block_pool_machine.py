@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.state.block_pool import BlockPool
-
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
 
 PATHS = st.lists(st.integers(0, 1), max_size=5).map(bytes)
 

@@ -10,8 +10,6 @@ import pytest
 from services.scheduler.state.cost_model import CostModel, chunk_tokens
 from shared.step_model import PRESETS, StepModel, StepShape
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 # preset -> most decode rows, longest chunk, longest context of its workload
 WORKLOADS = {"h200-8b": (256, 2048, 4000), "smollm2-cpu": (64, 512, 2000)}
 EMPTY = StepShape(0, 0, 0, 0)

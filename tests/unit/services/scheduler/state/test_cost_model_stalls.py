@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from services.scheduler.state.cost_model import CostModel, chunk_tokens
 from shared.step_model import PRESETS, StepModel, StepShape
 
-pytestmark = pytest.mark.no_cover  # long runs: traced they take three times as long
-
 HEALED = 10  # steps
 DECODES = {"h200-8b": 200, "smollm2-cpu": 60}  # at most, of a workload
 CHUNK = {"h200-8b": 1_024, "smollm2-cpu": 512}  # the longest

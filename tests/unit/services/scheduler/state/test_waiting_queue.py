@@ -126,7 +126,6 @@ def compare(waiting: WaitingQueue, plain: Plain) -> None:
             assert waiting.ahead(model, client) == plain.ahead(model, client)
 
 
-@pytest.mark.no_cover  # a long run: traced it takes three times as long
 @pytest.mark.parametrize("rank", ["vtc", "fcfs"])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_order_is_that_of_a_sort(rank: str, seed: int) -> None:
