@@ -91,6 +91,7 @@ class Client:
     bus: Bus
     tenant: str = subjects.DEFAULT_TENANT
     _own: str = ""  # a fresh inbox of the connection
+    awaited: Callable[[], bool] = lambda: False  # services are to come: requests without one are sent again
     _waiting: dict[str, UnreadFrames] = field(default_factory=dict)  # by reply subject
     _unread_totals: dict[str, UnreadTotal] = field(default_factory=dict)  # by tenant
 
@@ -268,7 +269,8 @@ class Client:
         reply = self._new_reply()
         replies = self._waiting[reply] = UnreadFrames(lambda: None)
         try:
-            self.bus.publish(subject, data, reply=reply)
+            replies.send = partial(self.bus.publish, subject, data, reply=reply)
+            replies.send()
             delivery = await replies.get(timeout_s)
         except TimeoutError:
             raise RequestTimeout(f"no answer on {subject} within {timeout_s:g} s") from None
@@ -342,8 +344,8 @@ class Client:
 
     def _send_again(self, reply: str) -> None:
         replies = self._waiting.get(reply)
-        if replies is not None and not replies.count and replies.resends:
-            replies.resends -= 1
+        if replies is not None and not replies.count:
+            replies.resends -= bool(replies.resends)
             replies.send()
 
     def _end_silent(self, counts: Mapping[str, int]) -> None:
@@ -356,7 +358,7 @@ class Client:
         replies = self._waiting.get(delivery.subject)
         if replies is None:
             return
-        if replies.resends and delivery.no_responders:  # its services may not be back yet
+        if delivery.no_responders and (replies.resends or self.awaited()):  # its services may not be back yet
             asyncio.get_running_loop().call_later(AGAIN_S, self._send_again, delivery.subject)
             return
         replies.put(delivery)

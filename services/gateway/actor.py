@@ -45,6 +45,7 @@ BACKLOG = 2_048
 MAX_FILES = 65_536
 STALL_MS = 30_000
 UNSENT_BYTES = 262_144  # kernel buffer of a connection, by default up to 4 MB
+START_US = 30_000_000  # for the first tokenizer to come: requests wait for it
 LEAVE_S = 0.5  # at a stop, for last messages to clients that read
 _PROBES = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (3, "TCP_KEEPCNT"))
 
@@ -83,7 +84,8 @@ class GatewayActor(Actor):
         self._aliases = Aliases(mailbox.clock.now_us)
         self._aliases.is_there = self._is_there
         await self._aliases.follow(mailbox.bus)
-        client = await Client.open(mailbox.bus)
+        client, until_us = await Client.open(mailbox.bus), mailbox.clock.now_us() + START_US
+        client.awaited = lambda: mailbox.clock.now_us() < until_us and not mailbox.peers.models("tokenizer")
         fleet = Fleet(mailbox, lambda: self.metrics)
         self._endpoints = Endpoints(
             connections=TenantConnections(client, apart=self._keys.demanded),

@@ -119,6 +119,7 @@ class TenantConnections:
             bus = await self.main.bus.another(tenant, CONNECTION_OPEN_S)
             bus.on_fault(partial(self._on_fault, tenant, connection))
             connection.client = await Client.open(bus)
+            connection.client.awaited = self.main.awaited
         except Exception as error:  # noqa: BLE001 - any error is a 503 for the tenant, which may try again
             log.error("no connection to the nats-server for tenant %s: %s", tenant, error)
             self._connections.pop(tenant, None)

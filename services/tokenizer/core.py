@@ -2,7 +2,7 @@
 
 The actor calls `handle` with events and runs the returned commands. A silent scheduler that lives gets the
 request again, for WAIT_US (it detects the duplicate by the id). A request of a dead or unable scheduler goes
-to another one as a new attempt. After a death requests wait up to WAIT_US for a replacement and its
+to another one as a new attempt. After a start or a death requests wait up to WAIT_US for a scheduler and its
 executors. Invariant: each client gets an answer, at the latest a 503.
 """
 
@@ -39,6 +39,7 @@ from shared.messages import Accepted, Cancel, Rejected, Tokenized
 
 RESEND_US = 1_000_000  # far above the answer time under load, well below a client's patience
 WAIT_US = 30_000_000  # after a death: a hung scheduler is replaced after 15 s, and the new one has to start;
+# from the first event until a request is accepted, since a scheduler and an executor have to start;
 # also, for each request, while an executor loads its model
 GRACE_US = 2_000_000  # a scheduler may notice the loss of its executor a heartbeat before this tokenizer
 ASK_AGAIN_US = 250_000  # between attempts while no scheduler can serve
@@ -151,6 +152,7 @@ class TokenizerCore:
         self._schedulers: tuple[str, ...] = ()
         self._loads = Loads({})
         self._patient_until_us = 0
+        self._start_until_us: int | None = None  # likewise in a fleet that starts
         self._loading_until_us = 0  # beyond the load: its executor has yet to join a scheduler
         self.cancels = Cancels()
         self.prompt_tokens = 0
@@ -179,6 +181,7 @@ class TokenizerCore:
             case Prepared():
                 return self._submit(event, now_us)
             case Accepted():
+                self._start_until_us = 0
                 pending = self._answered(event)
                 return [RequestDone(pending.key)] if pending is not None and pending.key else []
             case Rejected():
@@ -210,7 +213,7 @@ class TokenizerCore:
                 return [RequestDone(submitted.key)] if submitted.key else []
             running = f"request {tokenized.request!r} is running; wait for it or use another request_id"
             return [self._refuse(submitted, DuplicateRequest(running, param="request_id"))]
-        if not self._schedulers and now_us >= max(self._patient_until_us, self._loading_until_us):
+        if not self._schedulers and now_us >= max(self._patient(), self._loading_until_us):
             return [self._refuse(submitted, self._no_scheduler())]
         self.prompt_tokens += len(tokenized.tokens)
         pending = _Pending(tokenized, submitted.trace, received_us, now_us, submitted.key)
@@ -256,7 +259,7 @@ class TokenizerCore:
             pending.refused_by, pending.refusal = (*pending.refused_by, pending.scheduler), answer.message
             others = set(self._schedulers) - set(pending.refused_by)
             grace_us = WAIT_US if now_us < self._loading_until_us else GRACE_US
-            if others or now_us < max(pending.pending_us + grace_us, self._patient_until_us):
+            if others or now_us < max(pending.pending_us + grace_us, self._patient()):
                 self._pending[answer.tenant, answer.request] = pending
                 pending.waits, pending.resend_us = True, now_us + ASK_AGAIN_US
                 return [self._send_to_scheduler(pending, now_us)] if others else []
@@ -300,13 +303,18 @@ class TokenizerCore:
         were lost are sent again, and while an executor loads."""
         served = not (pending.waits or pending.refusal)
         wait_us = WAIT_US if served or now_us < self._loading_until_us else self._give_up_us
-        return max(pending.pending_us + wait_us, self._patient_until_us)
+        return max(pending.pending_us + wait_us, self._patient())
+
+    def _patient(self) -> int:
+        return max(self._patient_until_us, self._start_until_us or 0)
 
     def _scheduled(self, event: Schedulers, now_us: int) -> list[Command]:
         """Send the requests of a vanished scheduler to another one as a new attempt, or let them wait. A
         scheduler that joins others may replace a dead one before its death is detected."""
         joined = bool(self._schedulers) and not set(event.ids) <= set(self._schedulers)
         self._schedulers = event.ids
+        if self._start_until_us is None:
+            self._start_until_us = now_us + WAIT_US
         if event.died or joined:
             self._patient_until_us = now_us + WAIT_US
         commands: list[Command] = []

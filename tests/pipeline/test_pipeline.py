@@ -162,6 +162,7 @@ async def test_a_stopped_executor_comes_back_under_another_name(pipeline: Pipeli
 
 
 async def test_no_scheduler_is_a_503(pipeline: Pipeline) -> None:
+    await pipeline.client.complete(CHAT)  # the start is over
     await pipeline.runtimes.pop("scheduler-1").finish(0)
     with pytest.raises(Unavailable):
         await pipeline.client.complete(CHAT)

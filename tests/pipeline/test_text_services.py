@@ -17,7 +17,7 @@ from support.virtual_loop import FakeClock
 
 from services.detokenizer import actor as detokenizer
 from services.tokenizer import actor as tokenizer
-from services.tokenizer import queries
+from services.tokenizer import core, queries
 from shared.actor.mailbox import Mailbox
 from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
 from shared.config import Settings
@@ -211,7 +211,17 @@ async def test_refusals_reach_the_client(world: World, scheduler: HandScheduler)
     assert (error["code"], error["message"], error["retry_after_ms"]) == (429, "full", 9)
 
 
-async def test_unknown_models_and_no_scheduler(world: World) -> None:
+async def test_a_request_of_a_fleet_that_starts_waits_for_its_scheduler(world: World) -> None:
+    await world.run(tokenizer.build(world.settings), "t1")
+    asked = asyncio.create_task(world.ask(subjects.generate("public", "tiny"), CHAT))
+    await world.broker.settle()
+    await world.run(detokenizer.build(world.settings), "d1")
+    await world.run(HandScheduler(), "s1")
+    assert "choices" in json.loads((await asked).data)
+
+
+async def test_unknown_models_and_no_scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "WAIT_US", 0)  # the start is over
     await world.run(tokenizer.build(world.settings), "t1")
     reply = await world.ask(subjects.generate("public", "gpt-9"), CHAT)
     error = json.loads(reply.data)["error"]

@@ -1,15 +1,23 @@
-"""What a gateway needs before it starts."""
+"""What a gateway needs before it starts, and its requests before a tokenizer has."""
 
 from __future__ import annotations
 
+import asyncio
 import resource
 from pathlib import Path
 
+import httpx
 import pytest
+from support.memory_bus import MemoryBroker
 
+from services.gateway import actor
 from services.gateway.actor import MAX_FILES, build
+from shared import client
+from shared.actor.runtime import Runtime
 from shared.config import Settings
-from shared.errors import SetupError
+from shared.errors import Overloaded, SetupError, error_body
+from shared.nats import subjects
+from shared.replies import to_json
 
 LOGIN = "nats://headrace-gateway:secret@nats:4222"
 
@@ -36,3 +44,28 @@ def test_a_gateway_that_may_ask_in_every_name_wants_keys(tmp_path: Path) -> None
     build(Settings(nats_url="nats://nats:4222"))
     with pytest.raises(SetupError, match="`http` is off"):
         build(Settings(http="off"))
+
+
+@pytest.mark.parametrize("start_us", [actor.START_US, 0])
+async def test_a_request_waits_for_the_first_tokenizer_of_a_fleet_that_starts(
+    start_us: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "START_US", start_us)
+    monkeypatch.setattr(client, "AGAIN_S", 0.01)
+    broker, gateway = MemoryBroker(), build(Settings(http="127.0.0.1:0"))
+    runtime, bus, unheard = (
+        Runtime(gateway, broker.connect(), "fleet", "g1"),
+        broker.connect(),
+        asyncio.Event(),
+    )
+    await runtime.start()
+    await bus.subscribe("_INBOX.>", lambda reply: unheard.set() if reply.no_responders else None)
+    async with httpx.AsyncClient(base_url=str(gateway.status()["url"]), timeout=60) as http:
+        asked = asyncio.create_task(http.post("/v1/completions", json={"model": "m", "prompt": "x"}))
+        await unheard.wait()
+        full = to_json(error_body(Overloaded("full")))
+        await bus.subscribe(
+            subjects.generate_any_tenant("m"), lambda request: bus.publish(request.reply, full)
+        )
+        assert (await asked).status_code == (429 if start_us else 503)
+    await runtime.finish(1)

@@ -44,6 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 def core(model: ServedModel) -> TokenizerCore:
     core = TokenizerCore(model)
     core.handle(Schedulers(("s1", "s2")), 0)
+    core.handle(Accepted(tenant="t", request="earlier", attempt=1), 0)  # the start is over
     return core
 
 
@@ -385,6 +386,19 @@ def test_a_request_waits_for_a_scheduler_while_an_executor_loads(model: ServedMo
     core.handle(Loads({}, loading=True), 0)
     assert core.handle(submission(), 1) == []
     assert asked(core.handle(Schedulers(("s1",)), 2)) == ("s1", 1)
+
+
+def test_after_a_start_a_request_waits_for_a_scheduler_and_its_executor(model: ServedModel) -> None:
+    core = TokenizerCore(model)
+    core.handle(Schedulers(()), 0)
+    assert core.handle(submission(), GIVE_UP_US) == []
+    assert core.handle(Tick(), WAIT_US - 2) == []
+    assert asked(core.handle(Schedulers(("s1",)), WAIT_US - 2)) == ("s1", 1)
+    assert core.handle(unavailable(1), WAIT_US - 1) == []
+    (fail,) = core.handle(Tick(), WAIT_US)
+    assert failure([fail])[2:] == (503, "no executor is ready")
+    core.handle(Schedulers(()), WAIT_US)
+    assert failure(core.handle(submission(), WAIT_US))[2] == 503
 
 
 def test_a_request_is_left_where_it_was_asked_while_that_one_lives(core: TokenizerCore) -> None:
