@@ -25,7 +25,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.errors import HeadTooLarge, SlowRequest
+from services.gateway.errors import HeadTooLarge, SlowRequest, UnknownCoding
 from services.gateway.native_call import BODY_TIMEOUT_S
 from shared.errors import BadRequest, HeadraceError, Overloaded
 from shared.openai.error_shape import body_of, status_of
@@ -155,7 +155,8 @@ class Connection(HttpToolsProtocol):
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
             except httptools.HttpParserError:
-                self._refuse(self._refusal or BadRequest("this is not an HTTP/1.1 request"))
+                what = "body is not in chunks" if self.owes == BODY else "request is not HTTP/1.1"
+                self._refuse(self._refusal or BadRequest(f"the {what}"))
                 return
 
     def on_message_begin(self) -> None:
@@ -172,6 +173,10 @@ class Connection(HttpToolsProtocol):
             self._refusal = _too_large()
         elif len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = Overloaded(f"over {MAX_PIPELINED} requests wait on this connection: send fewer")
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        *others, last = b",".join(codings).split(b",")
+        if others and last.strip().lower() == b"chunked":  # another last one is an error of the parser
+            self._refusal = UnknownCoding("the body has a transfer coding beside chunked: send it without")
         if self._refusal is not None:
             raise ValueError(self._refusal.message)  # the parser stops
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
@@ -224,9 +229,16 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: HeadraceError) -> None:
         """Read no more, and send the error after the answers that are still due."""
-        if self.owes == BODY:  # of a request that has an answer or will get one
-            self.transport.close()
-            return
+        if self.owes == BODY:
+            if self.cycle.response_started:
+                self.transport.close()
+                return
+            if self.pipeline:  # its request waits for an earlier one
+                self.pipeline.popleft()
+                self.cycle = self.pipeline[0][0] if self.pipeline else self._running or self.cycle
+            else:  # to the application the peer has gone
+                self.cycle.disconnected = self.cycle.response_complete = True
+                self.cycle.message_event.set()
         self._refusal = error
         self.owes_from(REST)
         if not self.answering and not self.transport.is_closing():

@@ -69,6 +69,12 @@ class HeadTooLarge(HeadraceError):
     code, type = 431, "head_too_large"
 
 
+class UnknownCoding(HeadraceError):
+    """A body with a transfer coding other than chunked."""
+
+    code, type = 501, "unsupported_transfer_coding"
+
+
 class Unprocessable(HeadraceError):
     """JSON, but not an object."""
 

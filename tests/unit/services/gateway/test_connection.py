@@ -48,7 +48,8 @@ async def whole(receive: Any) -> bytes:
     """The body of a request."""
     body, more = b"", True
     while more:
-        message = await receive()
+        if (message := await receive())["type"] == "http.disconnect":
+            raise ConnectionAbortedError
         body, more = body + message["body"], message["more_body"]
     return body
 
@@ -323,7 +324,36 @@ async def test_what_a_body_has_beside_its_bytes_is_bounded(
     else:
         await (await door.peer(GET + b"\r\n")).read(b"here")  # what was sent before has been read
     peer.send(b"x:y\r\n" * 30 if begun.endswith(b"\n") else b"x" * 150)
-    assert await peer.read() == b"", "no second answer"
+    answer = await peer.read()
+    if path == b"/":
+        assert answer == b"", "no second answer"
+    else:
+        assert refusal(answer) == (431, "head_too_large")
+
+
+async def test_a_body_that_is_not_in_chunks_is_refused(door: Door) -> None:
+    peer = await door.peer(CHUNKED + b"3\r\nabc\r\nxyz\r\n")
+    assert refusal(await peer.read()) == (400, "None")
+    second = await door.peer(GET.replace(b"/", b"/held", 1) + b"\r\n" + CHUNKED + b"xyz\r\n")
+    await second.read(b"he")
+    door.app.go.set()
+    assert await second.read(b"re") == b"re"
+    assert refusal(await second.read()) == (400, "None")
+    assert door.app.read == []
+    third = await door.peer(CHUNKED.replace(b"/read", b"/", 1))
+    await third.read(b"here")
+    third.send(b"xyz\r\n")
+    assert await third.read() == b"", "no second answer"
+
+
+@pytest.mark.parametrize(
+    ("coding", "status"),
+    [(b"gzip, chunked", 501), (b"gzip\r\ntransfer-encoding: Chunked", 501), (b"gzip", 400)],
+)
+async def test_a_body_in_another_transfer_coding_is_refused(door: Door, coding: bytes, status: int) -> None:
+    peer = await door.peer(CHUNKED.replace(b"chunked", coding) + b"3\r\nabc\r\n0\r\n\r\n")
+    assert refusal(await peer.read())[0] == status
+    assert door.app.read == []
 
 
 @pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
