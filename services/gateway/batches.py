@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from services.gateway.errors import SlowRequest
 from services.gateway.exchange import answer
-from services.gateway.native_call import BODY_TIMEOUT_S, fields_of, read_body
+from services.gateway.native_call import BODY_TIMEOUT_S, check_coding, fields_of, read_body
 from services.gateway.upload_form import UploadForm
 from shared.client import Client
 from shared.clock import Clock
@@ -58,6 +58,7 @@ class BatchApi:
         files = await self._files(request)
         if self._uploads >= MAX_UPLOADS:
             raise Overloaded("too many uploads to this gateway at a time: try again", retry_after_ms=5_000)
+        check_coding(request)
         form = UploadForm(request.headers.get("content-type", ""))
         self._uploads += 1
         try:

@@ -369,8 +369,7 @@ async def read_body(request: Request, most: int) -> bytes:
         raise WrongMediaType(
             f"the content type is {media:.80}: send JSON with `Content-Type: application/json`"
         )
-    if (coding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
-        raise WrongMediaType(f"the body's content encoding is {coding:.80}: send it without one")
+    check_coding(request)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
         raise _too_large(int(length), most)
@@ -381,6 +380,12 @@ async def read_body(request: Request, most: int) -> bytes:
         raise SlowRequest(f"the body did not come within {BODY_TIMEOUT_S:g} s: send it again") from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
+
+
+def check_coding(request: Request) -> None:
+    """Raise WrongMediaType for a body with a content encoding."""
+    if (coding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
+        raise WrongMediaType(f"the body's content encoding is {coding:.80}: send it without one")
 
 
 def fields_of(data: bytes) -> Body:

@@ -224,6 +224,9 @@ async def test_bodies_that_are_none(http: httpx.AsyncClient) -> None:
         assert (await http.post(path, content=b'{"model":"\\ud800"}', headers=head)).status_code == 400
         assert (await http.post(path, content=b'{"x":"\xed\xa0\x80"}', headers=head)).status_code == 400
         assert (await http.get(path)).status_code == 405
+    form = {"content": b"--x--", "headers": {"content-type": "multipart/form-data; boundary=x"}}
+    form["headers"]["content-encoding"] = "gzip"
+    assert (await http.post("/v1/files", **form)).status_code == 415
     for odd in (
         rb'"\ud800"',
         '"€"'.encode(),
