@@ -53,6 +53,18 @@ def available_bytes(root: Path = Path("/")) -> int:
     return available
 
 
+def oom_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed for memory: of the cgroup of this one, or where that has no
+    such figure, of the machine; 0 if neither can be read. `root` holds /proc and /sys."""
+    names = ("memory.oom_control", "memory.events")
+    own = [folder / names[second] for folder, second in cgroups("memory", root)]
+    for counters in (*own, root / "proc/vmstat"):
+        with contextlib.suppress(OSError):
+            if match := re.search(r"^oom_kill (\d+)$", counters.read_text(), re.M):
+                return int(match[1])
+    return 0
+
+
 def give_back_memory() -> None:
     """Return to the operating system what only the start or past work needed: freed pieces, of which glibc
     keeps those below 32 MiB, and the pages of libraries. The next use of such a page maps it again, within

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.launcher.fork_server import SERVE, Forked, ForkServer
-from shared.processes import die_with_parent
+from shared.processes import die_with_parent, oom_kills
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_LAST_S = 30.0
@@ -52,6 +52,7 @@ class Service:
     process: asyncio.subprocess.Process | Forked | None = None
     restarts: int = 0
     cut_short: bool = False  # it hung during its drain and was killed
+    killed: bool = False  # by us
     task: asyncio.Task[None] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,6 +69,7 @@ class Service:
     def send(self, number: signal.Signals) -> None:
         """Signal the process if it runs. `Process.send_signal` polls first (up to Python 3.12). The poll may
         reap a dead child before asyncio's watcher does, which then reports status 255."""
+        self.killed |= number == signal.SIGKILL
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
@@ -226,8 +228,10 @@ class Supervisor:
     async def _run_once(self, service: Service) -> str:
         """Start the process and wait for its end. Returns how it ended."""
         service.ended.clear()
+        service.killed, before = False, oom_kills()
         try:
-            return ended_how(await self._run_process(service))
+            status = await self._run_process(service)
+            return ended_how(status) + ("" if service.killed else why_killed(status, oom_kills() - before))
         except (OSError, subprocess.SubprocessError) as error:  # for example, out of memory or process ids
             return f"did not start ({error})"
         finally:
@@ -313,6 +317,16 @@ def ended_how(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"
+
+
+def why_killed(status: int, kills: int) -> str:
+    """A hint if others have killed the process, else nothing. `kills`: those of the kernel for memory since
+    its start."""
+    if status != -signal.SIGKILL:
+        return ""
+    if kills:
+        return " (the kernel killed for memory: its oom_kill has risen, see `dmesg`)"
+    return " (not by this command: perhaps by the kernel, for memory, see `dmesg`)"
 
 
 def leave(status: int) -> int:

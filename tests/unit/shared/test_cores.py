@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.cores import usable_cores, usable_threads
-from shared.processes import available_bytes
+from shared.processes import available_bytes, oom_kills
 
 V2, V1 = "0::{}\n", "5:cpuset:/\n4:cpu,cpuacct:{}\n1:name=systemd:/\n0::/\n"
 V1_MEMORY = "4:memory:{}\n0::/\n"
@@ -85,6 +85,21 @@ def test_memory_is_what_the_machine_and_every_cgroup_have_left(
     limits = {str(Path("sys/fs/cgroup", at, f"memory.{name}")): text for name, text in files.items()}
     meminfo = {"proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable:   7812 kB\n"}
     assert available_bytes(tree(tmp_path, groups, {**meminfo, **limits})) == available
+
+
+@pytest.mark.parametrize(
+    ("groups", "counters", "kills"),
+    [
+        (V2.format("/a"), "sys/fs/cgroup/a/memory.events", 3),
+        (V1_MEMORY.format("/"), "sys/fs/cgroup/memory/memory.oom_control", 3),
+        (V2.format("/"), "none", 9),  # the root has no such file
+    ],
+)
+def test_processes_that_the_kernel_has_killed_for_memory(
+    tmp_path: Path, groups: str, counters: str, kills: int
+) -> None:
+    files = {"proc/vmstat": "nr_free 1\noom_kill 9\n", counters: "oom 5\noom_kill 3\noom_group_kill 1\n"}
+    assert oom_kills(tree(tmp_path, groups, files)) == kills
 
 
 def test_without_proc_the_affinity_mask_is_all_there_is(tmp_path: Path) -> None:

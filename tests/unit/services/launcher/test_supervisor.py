@@ -285,13 +285,30 @@ async def test_a_dead_service_starts_again_with_back_off(monkeypatch: pytest.Mon
     assert lines.got.count(("b", "up")) == 1
 
 
-async def test_a_killed_service_is_told_by_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ours", "kills", "hint"),
+    [
+        (True, 1, ""),
+        (False, 0, " (not by this command: perhaps by the kernel, for memory, see `dmesg`)"),
+        (False, 1, " (the kernel killed for memory: its oom_kill has risen, see `dmesg`)"),
+    ],
+)
+async def test_a_killed_service_is_told_by_its_signal_and_perhaps_by_the_cause(
+    ours: bool, kills: int, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
+    counts = iter([7, 7 + kills])
+    monkeypatch.setattr(module, "oom_kills", lambda: next(counts, 0))
     lines = Lines()
     running = supervise(lines, spec("a", FOREVER))
     await lines.wait_for("a", "up")
-    running.services[0].send(signal.SIGKILL)
-    await lines.wait_for("a", "was ended by SIGKILL; starts again in 0.01 s")
+    (service,) = running.services
+    assert service.process is not None
+    if ours:
+        service.send(signal.SIGKILL)
+    else:
+        os.kill(service.process.pid, signal.SIGKILL)
+    await lines.wait_for("a", f"was ended by SIGKILL{hint}; starts again in 0.01 s")
     await lines.wait_for("a", "up", times=2)
     await running.kill()
 
