@@ -136,4 +136,7 @@ def unreadable(file: Path, what: str, error: Exception) -> SetupError:
 def _checked(path: Path) -> Path:
     if path.is_dir() and not (path / "config.json").is_file():
         raise SetupError(f"{path} has no config.json: it is not a Hugging Face model folder")
+    for each in path.iterdir() if path.is_dir() else [path]:  # to open a FIFO is to wait for its writer
+        if each.exists() and not (each.is_file() or each.is_dir()):
+            raise SetupError(f"{each} is a FIFO, a socket or a device: a model has only files")
     return path

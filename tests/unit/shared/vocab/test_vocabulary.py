@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import gguf
@@ -258,6 +259,17 @@ def test_missing_models_say_how_to_get_them(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SetupError, match=r"no config\.json"):
         resolve(str(tmp_path / "empty"), tmp_path)
+
+
+def test_a_fifo_is_no_model_and_is_not_opened(tmp_path: Path) -> None:
+    """That would wait for its writer."""
+    file, folder = tmp_path / "x.gguf", write_hf_folder(tmp_path / "folder")
+    weights = folder / "model.safetensors"
+    for model, fifo in ((file, file), (folder, weights)):
+        fifo.unlink(missing_ok=True)
+        os.mkfifo(fifo)
+        with pytest.raises(SetupError, match=f"{fifo} is a FIFO, a socket or a device"):
+            resolve(str(model), tmp_path)
 
 
 def test_unreadable_vocabularies_are_setup_errors(tmp_path: Path) -> None:
