@@ -24,6 +24,7 @@ DEFAULT_PORT = 4222
 CONFIG_NAME, LOG_NAME = "nats.conf", "nats.log"
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
+_CRASH = ("runtime: ", "fatal error: ", "panic: ", "SIG")  # as the runtime of Go has it
 POLL_S = 0.005  # the server offers no other sign of readiness than its ports file
 
 
@@ -121,7 +122,7 @@ def start(port: int = -1, *, limits: ServerLimits | None = None, extra: str = ""
     Call from the main thread: the server gets a signal when the thread that started it ends.
     `extra` is appended to the server's configuration. JetStream's files are removed with the server, except
     in a folder of their own. Raises
-    SetupError if the port is taken or the server ends at once, with the last line of its log.
+    SetupError if the port is taken or the server ends at once, with the line of its log that has the cause.
     """
     binary, limits = find_binary(), limits or ServerLimits()
     run_folder = OwnFolder()
@@ -203,7 +204,7 @@ def _await_ports(process: subprocess.Popen[bytes], home: Path, log: Path, port: 
             return ports["nats"][0], ports["monitoring"][0]
         except (FileNotFoundError, ValueError, LookupError):  # the file exists before it is filled
             time.sleep(POLL_S)
-    raise SetupError(f"the nats-server did not answer within {START_TIMEOUT_S:g} s: {_last_line(log)}")
+    raise SetupError(f"the nats-server did not answer within {START_TIMEOUT_S:g} s: {_cause(log)}")
 
 
 def _why_it_ended(log: Path, port: int) -> str:
@@ -212,9 +213,10 @@ def _why_it_ended(log: Path, port: int) -> str:
             f"port {port} of 127.0.0.1 is taken by another program: choose one with --port, "
             "or use the server there with --nats-url"
         )
-    return f"the nats-server ended at once: {_last_line(log)}"
+    return f"the nats-server ended at once: {_cause(log)}"
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "its log is empty"
+def _cause(log: Path) -> str:
+    """The lines of a log that have the cause: the last one, or those above the stacks of a crash in Go."""
+    lines = log.read_text(errors="replace").strip().splitlines() or ["its log is empty"]
+    return "; ".join([line for line in lines if line.startswith(_CRASH)][:3] or lines[-1:])

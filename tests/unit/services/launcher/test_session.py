@@ -191,6 +191,16 @@ def test_a_server_that_ends_at_once_is_told_in_its_own_words() -> None:
         servers.start(extra="no_such_option: 1\n")
 
 
+def test_the_cause_of_a_crash_is_above_its_stacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    crashes = tmp_path / "nats-server"
+    log = r"[INF] Starting\nruntime: no thread\nfatal error: newosproc\n\ngoroutine 1:\nmain.main()\n"
+    crashes.write_text(f"#!/bin/sh\nprintf '{log}'; exit 2\n")
+    crashes.chmod(0o755)
+    monkeypatch.setattr(servers, "find_binary", lambda: crashes)
+    with pytest.raises(SetupError, match=r"ended at once: runtime: no thread; fatal error: newosproc$"):
+        servers.start()
+
+
 def test_a_missing_server_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
