@@ -15,8 +15,9 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -104,23 +105,31 @@ async def until_idle(bus: Bus, fleet: str, keep_alive_s: float, may_end: Callabl
                 return
 
 
-def stop(path: Path) -> RunState:
-    """End the fleet whose note is at `path`, or that starts, and wait for its end. Raises SetupError if there
+def stop(path: Path) -> list[RunState]:
+    """End every `up` of the fleet whose note is at `path`, and wait for their end. Raises SetupError if there
     is none."""
-    if (note := session.read(path) or session.read(session.starting(path))) is None:
+    notes = session.runs(path)
+    if not notes:
         raise SetupError(f"no fleet {path.stem} runs here: there is no note of one at {path}")
-    try:
-        handle = os.pidfd_open(note.pid)
-        signal.pidfd_send_signal(handle, signal.SIGTERM)
-    except ProcessLookupError:
-        return note
-    except PermissionError:
-        raise SetupError(f"the fleet {note.fleet} is another user's: process {note.pid}") from None
-    ended = select.select([handle], [], [], END_S)[0]
-    os.close(handle)
-    if not ended:
+    with ExitStack() as stack:
+        handles: dict[int, RunState] = {}
+        for note in notes:
+            try:
+                handle = os.pidfd_open(note.pid)
+                stack.callback(os.close, handle)
+                signal.pidfd_send_signal(handle, signal.SIGTERM)
+            except ProcessLookupError:
+                continue
+            except PermissionError:
+                raise SetupError(f"the fleet {note.fleet} is another user's: process {note.pid}") from None
+            handles[handle] = note
+        until_s = time.monotonic() + END_S
+        while handles and (ended := select.select(handles, [], [], max(0.0, until_s - time.monotonic()))[0]):
+            for handle in ended:
+                del handles[handle]
+    for note in handles.values():
         raise SetupError(f"process {note.pid} has not ended within {END_S:g} s: it drains its requests")
-    return note
+    return notes
 
 
 def _hold(path: Path) -> tuple[RunState, int] | None:

@@ -377,21 +377,24 @@ def _load(given: argparse.Namespace) -> Loaded:
 
 
 def _up(given: argparse.Namespace) -> int:
-    from services.launcher.up import up
+    from services.launcher import session
 
     given.model, *more = given.model or [None]
     loaded = _load(given)
     must_be_durable = loaded.origins["durable"] != "default"
-    return up(
-        loaded.settings,
-        given.auth,
-        more,
-        leaves=given.leaves,
-        join=given.join,
-        schedulers=given.schedulers,
-        until_idle=given.until_idle,
-        must_be_durable=must_be_durable,
-    )
+    with session.noted(loaded.settings):
+        from services.launcher.up import up
+
+        return up(
+            loaded.settings,
+            given.auth,
+            more,
+            leaves=given.leaves,
+            join=given.join,
+            schedulers=given.schedulers,
+            until_idle=given.until_idle,
+            must_be_durable=must_be_durable,
+        )
 
 
 def _run_model(given: argparse.Namespace) -> None:
@@ -403,8 +406,8 @@ def _run_model(given: argparse.Namespace) -> None:
 def _stop(given: argparse.Namespace) -> None:
     from services.launcher import background, session
 
-    note = background.stop(session.path_for(_load(given).settings))
-    print(f"fleet {note.fleet} has ended, it served {', '.join(note.models)}")
+    for note in background.stop(session.path_for(_load(given).settings)):
+        print(f"fleet {note.fleet} has ended, it served {', '.join(note.models) or 'nothing yet'}")
 
 
 def _chat(given: argparse.Namespace) -> None:
@@ -412,7 +415,7 @@ def _chat(given: argparse.Namespace) -> None:
     from services.launcher.session import find_target
 
     loaded = _load(given)
-    target, timeout_s = find_target(loaded), loaded.settings.request_timeout_s
+    target, timeout_s = find_target(loaded, wait=True), loaded.settings.request_timeout_s
     said = _conversation(given)
     if given.question is not None:
         _run(ask_once(target, given.question, said, timeout_s))
@@ -436,14 +439,14 @@ def _request(given: argparse.Namespace) -> None:
     body = read_body(given.body, given.file)
     loaded = _load(given)
     timeout_s = loaded.settings.request_timeout_s
-    _run(request(find_target(loaded), body, stream=given.stream, timeout_s=timeout_s))
+    _run(request(find_target(loaded, wait=True), body, stream=given.stream, timeout_s=timeout_s))
 
 
 def _batch(given: argparse.Namespace) -> int:
     from services.launcher.commands import batch
     from services.launcher.session import find_target
 
-    target = find_target(_load(given))
+    target = find_target(_load(given), wait=True)
     if given.action == "submit":
         window = given.completion_window
         print(_run(batch.submit(target, given.input, given.endpoint, window, given.webhook)))
@@ -477,7 +480,7 @@ def _submit(given: argparse.Namespace) -> None:
         body["webhook"] = given.webhook
     if given.checkpoints:
         body["durable"] = "tokens"
-    _run(submit(find_target(_load(given)), body))
+    _run(submit(find_target(_load(given), wait=True), body))
 
 
 def _result(given: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Finds the server and model of a client command: from flags, then settings, then a running `headrace up`.
 
-`headrace up` leaves a note (`RunState`) with its URL and models; every client command reads it.
+`headrace up` leaves a note (`RunState`) with its URL and models; every client command reads it. Beside this
+note of the fleet that is ready, each `up` has its own from its start to its end, by which `stop` finds all.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from shared.config import Settings
 
 CONNECT_TIMEOUT_S = 5.0  # a busy machine takes seconds for the first answer
+LOOK_S = 0.1  # between two looks whether a fleet is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +44,21 @@ class Target:
         return access.tenant_of(self.nats_url, DEFAULT_TENANT)
 
 
-def find_target(loaded: Loaded) -> Target:
-    """The server to connect to, and the model for requests that name none."""
+def find_target(loaded: Loaded, *, wait: bool = False) -> Target:
+    """The server to connect to, and the model for requests that name none. With `wait`, a fleet that starts
+    here has the time of a request to get ready."""
     from shared.vocab.files import served_names
 
     settings = loaded.settings
-    note = read(path_for(settings))
+    path, until_s, told = path_for(settings), time.monotonic() + settings.request_timeout_s, False
+    while (note := read(path)) is None and wait and not settings.nats_url and time.monotonic() < until_s:
+        if all(run.ready for run in runs(path)):
+            break
+        if not told:
+            told = True
+            print("the fleet starts: waiting for it", file=sys.stderr, flush=True)
+        time.sleep(LOOK_S)
+    note = note or next((run for run in runs(path) if run.nats_url), None)
     here = note if note is not None and settings.nats_url in ("", note.nats_url) else None
     named = served_names(settings)[0]
     chosen = loaded.origins["model"] != "default" or loaded.origins["model_name"] != "default"
@@ -85,6 +97,7 @@ class RunState:
     models: list[str]  # names under which they are served
     page: str = ""  # URL of the gateway's page, with the operator's key, if there are any
     logs: str = ""  # the folder of the log files, see commands/logs.py
+    ready: bool = True
 
     def write(self, path: Path) -> None:
         """Replace the note at `path` atomically. Only its owner may read it."""
@@ -104,9 +117,35 @@ def path_for(settings: Settings) -> Path:
     return home / f"{settings.fleet}.json"
 
 
-def starting(path: Path) -> Path:
-    """Where the note for `path` is until the fleet is ready. Only `stop` reads it."""
-    return path.with_suffix(".starting")
+def own_note(path: Path) -> Path:
+    """Where this process has its own note, as one `up` of the fleet with the note at `path`."""
+    return path.with_suffix(f".{os.getpid()}.up")
+
+
+def runs(path: Path) -> list[RunState]:
+    """The notes of all living `up` of the fleet with the note at `path`."""
+    found = (read(own) for own in sorted(path.parent.glob(f"{path.stem}.*.up")))
+    return [note for note in found if note is not None]
+
+
+@contextmanager
+def noted(settings: Settings) -> Generator[None]:
+    """Have a note of this process, as an `up` that starts, for `stop`."""
+    path = path_for(settings)
+    own = own_note(path)
+    note = RunState(
+        pid=os.getpid(), fleet=settings.fleet, nats_url="", monitoring_url="", models=[], ready=False
+    )
+    try:
+        with suppress(OSError):  # `up` reports it
+            note.write(own)
+            for old in path.parent.glob(f"{path.stem}.*.up"):
+                if read(old) is None:  # it was killed
+                    old.unlink(missing_ok=True)
+        yield
+    finally:
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
 
 
 def read(path: Path) -> RunState | None:

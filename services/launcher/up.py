@@ -286,10 +286,10 @@ class _Up:
             stack.callback(self._folder.cleanup)
             stack.callback(self._pages.close)
             stack.push_async_callback(self._supervisor.kill)
-            for path in (note, session.starting(note)):
+            for path in (note, session.own_note(note)):
                 stack.callback(session.remove, path, os.getpid())
             with contextlib.suppress(OSError):  # `_write_run_state` reports it
-                self._note().write(session.starting(note))
+                self._note(ready=False).write(session.own_note(note))
             stack.callback(loop.create_task(self._supervisor.watch(self._watch.silent_s)).cancel)
             if few_cores:
                 stack.callback(in_turn.cancel)
@@ -453,7 +453,7 @@ class _Up:
         key = auth.operator_key(users) if users is not None else ""
         return f"{self._http}/#key={key}" if key else f"{self._http}/"
 
-    def _note(self) -> RunState:
+    def _note(self, *, ready: bool) -> RunState:
         return RunState(
             pid=os.getpid(),
             fleet=self._settings.fleet,
@@ -462,12 +462,13 @@ class _Up:
             models=[*self._models, *self._settings.model_names[1:]],
             page=self._page_url(),
             logs=self._folder.name,
+            ready=ready,
         )
 
     def _write_run_state(self) -> None:
-        note, path = self._note(), session.path_for(self._settings)
-        session.remove(session.starting(path), note.pid)
+        note, path = self._note(ready=True), session.path_for(self._settings)
         try:
+            note.write(session.own_note(path))
             if self._joined is None or session.read(path) is None:  # else the fleet has an `up` here, too
                 note.write(path)
         except OSError as error:

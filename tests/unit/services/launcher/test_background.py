@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,21 @@ def test_a_fleet_that_retires_is_not_found(loaded: Loaded, monkeypatch: pytest.M
     with pytest.raises(SetupError, match="stop here"), fleet_of(loaded, lambda: fail(started), print):
         pass
     assert started == ["prepared"]
+
+
+def test_stop_ends_every_fleet_of_its_name(loaded: Loaded) -> None:
+    path, notes = path_for(loaded.settings), []
+    children = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
+    for child, fleet in zip(children, ("default", "default", "default-2"), strict=True):
+        notes.append(replace(NOTE, pid=child.pid, fleet=fleet, ready=child is children[1]))
+        notes[-1].write(path.with_name(f"{fleet}.{child.pid}.up"))
+    assert sorted(note.pid for note in background.stop(path)) == sorted(note.pid for note in notes[:2])
+    assert [child.wait() for child in children[:2]] == [-signal.SIGTERM] * 2
+    assert children[2].poll() is None
+    children[2].kill()
+    children[2].wait()
+    with pytest.raises(SetupError, match="no fleet default runs here"):
+        background.stop(path)
 
 
 def fail(started: list[str]) -> None:

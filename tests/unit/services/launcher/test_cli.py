@@ -19,7 +19,7 @@ from services.executor.checkpoint import loader as model_loader
 from services.executor.cpu import autotune
 from services.executor.cpu.autotune import Timing
 from services.executor.sampling import grammar_compiler
-from services.launcher import session
+from services.launcher import session, up
 from services.launcher.cli import main
 from services.launcher.commands import chat
 from services.launcher.commands import doctor as doctor_module
@@ -251,6 +251,24 @@ def test_a_full_disk_is_an_error(words: str, unbuffered: str) -> None:
     assert re.fullmatch(r"error \(setup\): .* No space left on device\n", done.stderr)
 
 
+def test_an_up_has_its_note_before_it_starts_anything(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So `stop` finds it: its imports and its nats-server take half a second."""
+    notes = []
+
+    def start(settings: Settings, *given: object, **more: object) -> int:
+        notes.extend(session.runs(session.path_for(settings)))
+        return 0
+
+    monkeypatch.setattr(up, "up", start)
+    (tmp_path / "headrace").mkdir()
+    (tmp_path / "headrace/a.0.up").write_text("of one that was killed")
+    assert main(["up", "--fleet", "a"]) == 0
+    assert [(note.pid, note.fleet, note.ready) for note in notes] == [(os.getpid(), "a", False)]
+    assert list(tmp_path.rglob("*.up")) == []
+
+
 def test_a_chat_has_what_is_left_of_the_context_unless_a_limit_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -261,7 +279,7 @@ def test_a_chat_has_what_is_left_of_the_context_unless_a_limit_is_given(
         limits.append(said.options.get("max_tokens"))
 
     monkeypatch.setattr(chat, "ask_once", ask_once)
-    monkeypatch.setattr(session, "find_target", lambda loaded: None)
+    monkeypatch.setattr(session, "find_target", lambda loaded, **more: None)
     for more in ([], ["--max-tokens", "5"]):
         main(["chat", "-q", "Hi", *more])
     assert limits == [None, 5]

@@ -265,6 +265,27 @@ def test_a_runtime_folder_that_cannot_be_written_is_not_used(
 
 
 @pytest.mark.usefixtures("_bare")
+def test_a_request_waits_for_a_fleet_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load()
+    path, looks = session.path_for(loaded.settings), list[float]()
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            note(os.getpid()).write(path)
+
+    monkeypatch.setattr(session.time, "sleep", look)
+    with session.noted(loaded.settings):
+        assert find_target(load(flags={"request_timeout_s": 1e-6}), wait=True).model != "m", "not for ever"
+        assert find_target(load(flags={"nats_url": "nats://h:1"}), wait=True).nats_url == "nats://h:1"
+        assert looks == []
+        assert find_target(loaded, wait=True).nats_url == "nats://127.0.0.1:5"
+    assert len(looks) == 2
+    path.unlink()
+    assert find_target(loaded, wait=True).nats_url == "nats://127.0.0.1:4222", "it has ended"
+
+
+@pytest.mark.usefixtures("_bare")
 def test_where_a_client_command_goes() -> None:
     alone = find_target(load())
     assert (alone.nats_url, alone.model) == ("nats://127.0.0.1:4222", "smollm2-135m-instruct")
