@@ -103,6 +103,8 @@ def up(
     `schedulers`: of each model.
     With `until_idle` it ends by itself (see background.py). Unless it `must_be_durable`, it runs without
     durable requests where their folder cannot be had, or with a server of others."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # else the start would leave its folders
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     if join:
         settings = settings.model_copy(update={"nats_url": join, "http": "off", "durable": False})
     elif users is not None and not settings.http_keys:

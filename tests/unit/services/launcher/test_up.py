@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -117,6 +121,35 @@ def test_a_wrong_file_of_webhooks_is_refused_before_anything_starts(
     given = {"http": "off", "durable": True, "webhooks": str(hosts), "model": str(model)}
     with pytest.raises(SetupError, match="hosts cannot be used: line 1: a secret is expected after the host"):
         start_up(load(flags=given).settings)
+
+
+START = """
+import signal
+from services.launcher import cli, nats_server
+from services.launcher.own_folder import OwnFolder
+
+def start(**more):
+    folder = OwnFolder()
+    print(folder.name, flush=True)
+    signal.pause()
+
+nats_server.start_by_default = start
+raise SystemExit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_during_its_start_leaves_no_folder(number: signal.Signals, tmp_path: Path) -> None:
+    model = tmp_path / "a.gguf"
+    model.touch()
+    command = [sys.executable, "-c", START, "up", "--http", "off", "--no-durable", "--model", str(model)]
+    env = {**os.environ, "TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as starting:
+        assert starting.stdout is not None
+        assert starting.stdout.readline().startswith(str(tmp_path))
+        starting.send_signal(number)
+        assert starting.wait() == 130
+    assert [*tmp_path.glob("headrace-run-*"), *tmp_path.rglob("*.up")] == []
 
 
 def answer(bus: Bus, status: dict[str, str], asked: Delivery) -> None:
