@@ -232,7 +232,7 @@ class Supervisor:
         try:
             status = await self._run_process(service)
             return ended_how(status) + ("" if service.killed else why_killed(status, oom_kills() - before))
-        except (OSError, subprocess.SubprocessError) as error:  # for example, out of memory or process ids
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no memory, process id, thread
             return f"did not start ({error})"
         finally:
             service.ended.set()

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -130,7 +130,7 @@ def up(
             settings = settings.model_copy(update={"http": http})
         bound.close()
     own_folder.sweep()
-    with ExitStack() as stack:
+    with _no_process_named(), ExitStack() as stack:
         server = None
         if not settings.nats_url:
             extra = auth.authorization(users, settings.fleet) if users else ""
@@ -153,6 +153,18 @@ def up(
         joined = asyncio.run(_look(logins.of("executor"), settings, [*models])) if join else None
         running = _run(settings, models, server, logins, joined, schedulers, until_idle=until_idle)
         return asyncio.run(running)
+
+
+@contextlib.contextmanager
+def _no_process_named() -> Iterator[None]:
+    """Raise SetupError where no further process or thread may be started."""
+    try:
+        yield
+    except (BlockingIOError, RuntimeError) as error:  # of a fork; of a thread
+        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+            raise
+        cure = "raise the limit of this user's processes (ulimit -u), or end others"
+        raise SetupError(f"no further process or thread can be started ({error}): {cure}") from None
 
 
 async def _look(url: str, settings: Settings, models: Sequence[str]) -> Joined:

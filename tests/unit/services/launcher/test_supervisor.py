@@ -197,9 +197,16 @@ async def test_a_service_that_is_still_needed_is_kept_running_in_a_drain(
     assert lines.got[-1] == ("b", "bye")
 
 
-async def test_what_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OSError(11, "no process left"), RuntimeError("can't start new thread")],
+    ids=["process", "thread"],
+)
+async def test_what_cannot_be_started_is_tried_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
-    lines, start, refused = Lines(), asyncio.create_subprocess_exec, [OSError(11, "no process left")]
+    lines, start, refused = Lines(), asyncio.create_subprocess_exec, [error]
 
     async def exec_or_refuse(*args: Any, **options: Any) -> asyncio.subprocess.Process:
         if refused:
@@ -208,7 +215,7 @@ async def test_what_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", exec_or_refuse)
     running = supervise(lines, spec("a", POLITE))
-    await lines.wait_for("a", "did not start ([Errno 11] no process left); starts again in 0.01 s")
+    await lines.wait_for("a", f"did not start ({error}); starts again in 0.01 s")
     await lines.wait_for("a", "up")
     assert await running.drain([("a",)], 20, lambda left, kind: None) is True
 

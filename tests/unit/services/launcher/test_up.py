@@ -152,6 +152,29 @@ def test_a_signal_during_its_start_leaves_no_folder(number: signal.Signals, tmp_
     assert [*tmp_path.glob("headrace-run-*"), *tmp_path.rglob("*.up")] == []
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (BlockingIOError(11, "no fork"), r"can be started \(\[Errno 11\] no fork\): .* \(ulimit -u\)"),
+        (
+            RuntimeError("can't start new thread"),
+            r"can be started \(can't start new thread\): .* \(ulimit -u\)",
+        ),
+    ],
+)
+def test_the_limit_of_processes_is_named(
+    error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(**more: object) -> None:
+        raise error
+
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.setattr("services.launcher.up.nats_server.start_by_default", start)
+    given = {"http": "off", "durable": False, "model": str(tmp_path / "a.gguf")}
+    with pytest.raises(SetupError, match=told):
+        start_up(load(flags=given).settings)
+
+
 def answer(bus: Bus, status: dict[str, str], asked: Delivery) -> None:
     bus.publish(asked.reply, to_json(status))
 
