@@ -14,6 +14,7 @@ from the executor's pool: first from a sequence's reservation, then from unreser
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -186,8 +187,9 @@ def _add_chunks(
 ) -> None:
     """Add prompt chunks, in turn, up to the chunk budget."""
     prompts, ahead_tokens = _in_turn(state, executor, prompts)
-    left_tokens = _tokens_left(prompts)
-    budget = whole = chunk_budget(state, executor, columns, prompts[0].computed, left_tokens, share)
+    waiting = [(s.computed, s.opened_length - s.computed) for s in prompts]
+    left_tokens = sum(left for _, left in waiting)
+    budget = whole = chunk_budget(state, executor, columns, waiting, share)
     state.counters.budget_tokens = budget
     executor.pace.crowded = left_tokens > state.limits.step_tokens
     vectors = 0
@@ -208,7 +210,7 @@ def _add_chunks(
             count = min(count, max(budget // LATE_PART, 1, budget - ahead_tokens))
         if count <= 0:
             continue  # preemption.py frees a block
-        if count == budget:
+        if count == budget and whole >= TILE_ROWS:
             executor.chunk_tokens = whole
         _add_chunk(state, executor, columns, sequence, count)
         budget -= count
@@ -319,10 +321,14 @@ def _send(state: State, executor: Executor, columns: StepColumns) -> None:
 
 
 def chunk_budget(
-    state: State, executor: Executor, columns: StepColumns, start: int, left: int, share: StepShare
+    state: State,
+    executor: Executor,
+    columns: StepColumns,
+    waiting: list[tuple[int, int]],
+    share: StepShare,
 ) -> int:
-    """The number of prompt tokens for the step in `columns`. The prompts have `left` tokens to compute, and
-    the first one continues at `start`.
+    """The number of prompt tokens for the step in `columns`. `waiting`: where each prompt goes on, and the
+    tokens that it has left, in turn.
 
     It is the largest number that keeps the predicted time of the step within the time between tokens of the
     strictest class that runs (Sarathi-Serve, Agrawal et al. 2024), so a long prompt stalls no decode. Decodes
@@ -338,16 +344,28 @@ def chunk_budget(
     room = min(room, max(state.limits.step_tokens - decodes, hello.block_tokens))
     if executor.cost_model.seen < MIN_SEEN:
         return min(room, COLD_TOKENS)
-    bound_us = _bound_us(state, executor, columns, left, room)
+    left, with_prompt = sum(left for _, left in waiting), partial(_with_prompt, columns.shape, waiting)
+    bound_us = _bound_us(state, executor, columns, left, min(left, room), with_prompt)
     grain = min(GRAIN_TOKENS, hello.block_tokens)
-    fits = chunk_tokens(executor.cost_model, columns.shape, start, bound_us, grain, room)
+    fits = chunk_tokens(executor.cost_model, with_prompt, bound_us, grain, room)
     budget = min(room, fits or hello.block_tokens)
     most = min(room, budget + hello.block_tokens - 1)  # a tile may end within the next block
     tiled = (decodes + most) // TILE_ROWS * TILE_ROWS - decodes
-    if tiled > budget and executor.cost_model.predict_us(columns.shape.with_chunk(start, tiled)) > bound_us:
+    if tiled > budget and executor.cost_model.predict_us(with_prompt(tiled)) > bound_us:
         tiled -= TILE_ROWS
     budget = tiled if tiled >= TILE_ROWS else budget
     return _evenly(left, budget, decodes) if columns.sampled and left > budget else budget
+
+
+def _with_prompt(shape: StepShape, waiting: list[tuple[int, int]], tokens: int) -> StepShape:
+    """The shape with so many tokens of these prompts, in turn; if they have fewer, with a further one."""
+    chunks: list[tuple[int, int]] = []
+    for start, left in (*waiting, (0, tokens)):
+        chunks.append((start, min(left, tokens)))
+        tokens -= min(left, tokens)
+        if not tokens:
+            break
+    return shape.with_chunks(chunks)
 
 
 def _evenly(left: int, budget: int, decodes: int) -> int:
@@ -357,8 +375,15 @@ def _evenly(left: int, budget: int, decodes: int) -> int:
     return min(budget, tiled)
 
 
-def _bound_us(state: State, executor: Executor, columns: StepColumns, left: int, room: int) -> int:
-    """How long a step may take that computes some of the `left` prompt tokens, at most `room` of them.
+def _bound_us(
+    state: State,
+    executor: Executor,
+    columns: StepColumns,
+    left: int,
+    most: int,
+    with_prompt: Callable[[int], StepShape],
+) -> int:
+    """How long a step may take that computes some of the `left` prompt tokens, at most `most` of them.
 
     The bound is the shortest target time between tokens of a class that runs; two_batch uses two steps for
     it. If decodes alone take two thirds of the bound or more, prompts get half as much time as decodes,
@@ -379,9 +404,9 @@ def _bound_us(state: State, executor: Executor, columns: StepColumns, left: int,
     tbt_us = tbt_us if columns.micro_batch is None else tbt_us // 2
     predict_us, shape = executor.cost_model.predict_us, columns.shape
     alone_us = predict_us(shape)
-    chunk_us = predict_us(shape.with_chunk(0, room)) - alone_us
-    bound_us = step_bound_us(alone_us, tbt_us, chunk_us * left // room)
-    if level and chunk_us * min(left, executor.row_sums().prompt_tokens[level]) > tbt_us * room:
+    chunk_us = predict_us(with_prompt(most)) - alone_us
+    bound_us = step_bound_us(alone_us, tbt_us, chunk_us * left // most)
+    if level and chunk_us * min(left, executor.row_sums().prompt_tokens[level]) > tbt_us * most:
         return max(bound_us, URGENT_PM * tbt_us // 1_000)
     return bound_us
 

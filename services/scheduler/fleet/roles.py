@@ -15,6 +15,8 @@ it.
 
 from __future__ import annotations
 
+from functools import partial
+
 from services.scheduler.overlap import MIN_SEEN
 from services.scheduler.state.cost_model import chunk_tokens
 from services.scheduler.state.policies import RolesOption, RolesView
@@ -91,7 +93,7 @@ def _prompt_limit(state: State, executor: Executor) -> int:
     shape = _decodes(sums.decodes, sums.decode_tokens)
     bound_us = executor.cost_model.predict_us(shape) * HARDLY_PM // 1_000
     most = max(state.limits.step_tokens - sums.decodes, 0)
-    return chunk_tokens(executor.cost_model, shape, 0, bound_us, GRAIN_TOKENS, most)
+    return chunk_tokens(executor.cost_model, partial(shape.with_chunk, 0), bound_us, GRAIN_TOKENS, most)
 
 
 def view_of(state: State, roles: Roles, executors: list[Executor]) -> RolesView:
@@ -129,7 +131,7 @@ class _Load:
         alone_us, room = costs.predict_us(shape), max(self._step_tokens - shape.rows, GRAIN_TOKENS)
         waiting_us = (costs.predict_us(shape.with_chunk(0, room)) - alone_us) * self._prompt // room
         bound_us = step_bound_us(alone_us, self._tbt_us, waiting_us)
-        fits = chunk_tokens(costs, shape, half, bound_us, GRAIN_TOKENS, room)
+        fits = chunk_tokens(costs, partial(shape.with_chunk, half), bound_us, GRAIN_TOKENS, room)
         chunk = min(fits or self._model.hello.block_tokens, self._prompt)
         step_us = costs.predict_us(shape.with_chunk(half, chunk))
         chunks = self._demand * 1_000 // (count * chunk)  # a second and executor, times 1000

@@ -8,7 +8,7 @@ the same events finds the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from math import sqrt
@@ -21,8 +21,9 @@ FEATURES = 6
 REFIT_EVERY = 32  # steps
 MEMORY_STEPS = 300  # of the fit: older steps fade
 SWEEPS = 12
-SETTLED = 64  # steps before a wrong prediction may mean that the machine has another speed
+SETTLED = 32  # steps of a kind before a wrong prediction may mean that the machine has another speed
 DRIFT = 1 / 16  # of that speed, per step
+RIDGE = 1.02  # holds the time of a row down where the steps do not show it
 EMPTY = 1e-20  # a sum of squares of 1 / us below this is no data
 FAR = 2.0  # factor between predicted and measured time that noise does not explain
 IN_A_ROW = 5  # so many steps that are FAR too slow: the machine is slower, not a stall
@@ -41,7 +42,8 @@ class CostModel:
     step is predicted to take less time than a part of it.
 
     The coefficients are the least squares fit of the relative errors of the last few hundred steps, found
-    by coordinate descent. `speed` follows a machine that becomes slower or faster as a whole.
+    by coordinate descent. `speed` follows a machine that becomes slower or faster as a whole; steps of a kind
+    that is new teach the fit alone, since it may be the fit that errs.
 
     A further token takes at most SLACK times as long as one of any step seen: else a step of 257 tokens, one
     above the knot, could make those of 512 seem forty times as long.
@@ -66,6 +68,7 @@ class CostModel:
         self._doubted: dict[Kind, tuple[StepShape, float]] = {}  # the last one if it was FAR too slow
         self._slow: list[float] = []  # measured / predicted of the last steps, while they are FAR too slow
         self._slowed = 1.0  # the part of `_speed` from a slowdown, which may end
+        self._counts: dict[Kind, int] = {}  # steps observed of each kind
         self._moments = [[0.0] * FEATURES for _ in range(FEATURES)]
         self._targets = [0.0] * FEATURES
 
@@ -82,11 +85,12 @@ class CostModel:
         if took_us <= 0:
             return
         features, kind = _features(shape), _kind(shape)
+        self._counts[kind] = count = self._counts.get(kind, 0) + 1
         predicted = self._predict(features)
         if predicted > 0:
             error_pm = int(1_000 * abs(predicted - took_us) / took_us)
             self.error_pm += (error_pm - self.error_pm) // 16 if self.seen else error_pm
-            self._follow(took_us / predicted)
+            self._follow(took_us / predicted, count)
         self.seen += 1
         took, predicted = took_us / self._speed, self._predict(features) / self._speed
         if took > FAR * predicted:
@@ -96,15 +100,10 @@ class CostModel:
         self._kinds[kind] = shape, took
         self._remember(features, took)
         far = FAR * took < predicted
-        if (
-            self._lower(shape, took)
-            or far
-            or len(self._recent) == REFIT_EVERY
-            or self.seen & (self.seen - 1) == 0
-        ):
+        if self._lower(shape, took) or far or len(self._recent) == REFIT_EVERY or count & (count - 1) == 0:
             self._refit()
 
-    def _follow(self, ratio: float) -> None:
+    def _follow(self, ratio: float, count: int) -> None:
         """Update the machine's speed from a step that took `ratio` times the prediction."""
         self._slow = [*self._slow, ratio] if ratio > FAR else []
         if len(self._slow) == IN_A_ROW:
@@ -112,7 +111,7 @@ class CostModel:
             self._slow = []
         elif ratio * FAR < 1.0 < self._slowed:
             self._slow_down(max(ratio, 1.0 / self._slowed))  # the slowdown is over
-        elif self.seen >= SETTLED:
+        elif count >= SETTLED:
             ratio = 0.5 if ratio < 0.5 else 2.0 if ratio > 2.0 else ratio  # limits the weight of one outlier
             self._speed *= 1.0 + DRIFT * (ratio - 1.0)
 
@@ -200,8 +199,12 @@ class CostModel:
                     r, s, t, u, v, w = row
                     gradient = a * r + b * s + c * t + d * u + e * v + f * w - targets[i]
                     better = fit[i] - gradient / row[i]
-                    if i == 3:  # above the last knot a token costs the third and the fourth coefficient
+                    if i == 1:  # steps that all have one row show the constant
+                        better = (fit[i] * row[i] - gradient) / (row[i] * RIDGE)
+                    elif i == 3:  # above the last knot a token costs the third and the fourth coefficient
                         better = min(better, steepest - c)
+                    elif i == 5:  # TOKEN_PAIRS pairs cost no more than a token
+                        better = min(better, c + d)
                     fit[i] = better if better > 0.0 else 0.0
 
 
@@ -254,14 +257,14 @@ def _features(shape: StepShape) -> Features:
 
 
 def chunk_tokens(
-    costs: CostModel, decode_shape: StepShape, start: int, bound_us: int, block_tokens: int, most: int
+    costs: CostModel, with_prompt: Callable[[int], StepShape], bound_us: int, block_tokens: int, most: int
 ) -> int:
-    """The largest chunk from `start`, a multiple of `block_tokens` and at most `most`, with which a step
-    of these decode rows is predicted to stay within `bound_us`; 0 when none is."""
+    """The most prompt tokens, a multiple of `block_tokens` and at most `most`, with which a step is predicted
+    to stay within `bound_us`; 0 if none are. `with_prompt`: its shape with so many prompt tokens."""
     blocks = most // block_tokens  # tried first, since it often fits
     fits, over = 0, blocks + 1
     while over - fits > 1:
-        if costs.predict_us(decode_shape.with_chunk(start, blocks * block_tokens)) <= bound_us:
+        if costs.predict_us(with_prompt(blocks * block_tokens)) <= bound_us:
             fits = blocks
         else:
             over = blocks

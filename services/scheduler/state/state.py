@@ -160,7 +160,7 @@ class Executor:
     running_by_tenant: dict[str, int] = field(default_factory=dict)  # only tenants with a running sequence
     micro_batch_rows: list[int] = field(default_factory=lambda: [0, 0])  # running sequences in A and in B
     headroom_pm: int = 150  # share of the expected growth that admission keeps free: see ../headroom.py
-    chunk_tokens: int = 0  # the last chunk budget that one chunk used up
+    chunk_tokens: int = 0  # the last chunk budget, of a tile or more, that one chunk used up
     decoded_us: int = 0  # when a step with decodes was last planned
     up: TransferLink = field(default_factory=TransferLink)  # from the tier below
     down: TransferLink = field(default_factory=TransferLink)

@@ -13,7 +13,8 @@ from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, Limits
 from shared.step_model import StepModel
 
-QUADRATIC = StepModel(weights_us=0, token_ns=1_000, pair_ps=10_000_000)  # a longer context costs more a token
+# A longer context costs more a token; a step of few tokens may take as long again.
+QUADRATIC = StepModel(weights_us=10_000, token_ns=1_000, pair_ps=10_000_000)
 
 
 def two_jobs(victim: str) -> tuple[World, Executor]:

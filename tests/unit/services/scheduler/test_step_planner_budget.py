@@ -49,8 +49,8 @@ def budget(
     for s in running[-waiting:]:
         s.computed, s.opened_length = 0, more.get("each", 10**6)
     columns.shape = StepShape(decodes, decodes, decodes, decodes)
-    left = waiting * more.get("each", 10**6)
-    return chunk_budget(world.scheduler.state, executor, columns, 0, left, StepShare(True, share))  # type: ignore[arg-type]  # a literal
+    prompts = [(0, more.get("each", 10**6))] * waiting
+    return chunk_budget(world.scheduler.state, executor, columns, prompts, StepShare(True, share))  # type: ignore[arg-type]  # a literal
 
 
 def test_the_most_that_keeps_the_time_between_tokens() -> None:
@@ -130,3 +130,10 @@ def test_prompts_that_take_longer_than_the_bound_stretch_it() -> None:
 @pytest.mark.parametrize("classes", [("interactive", "standard"), ("standard", "batch")])
 def test_no_prompt_of_a_lower_class_stretches_it(classes: tuple[str, str]) -> None:
     assert budget(64, classes=classes) == 960 - 64
+
+
+def test_many_short_prompts_take_less_than_a_long_one() -> None:
+    # 40 tokens take 4 ms and their pairs 8: 75.8 ms hold six such prompts and a part, in tiles 256
+    pairs = StepModel(weights_us=0, token_ns=100_000, pair_ps=10_000_000)
+    assert budget(8, model=pairs, waiting=25, each=40) == 256 - 8
+    assert budget(8, model=pairs, each=1_000) == 128 - 8  # 100 ms hold 131 tokens of one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 
 import pytest
 
@@ -135,4 +136,26 @@ def test_the_chunk_is_the_largest_that_fits(bound_us: int, start: int, most: int
         for tokens in range(16, most + 1, 16)
         if costs.predict_us(decodes.with_chunk(start, tokens)) <= bound_us
     ]
-    assert chunk_tokens(costs, decodes, start, bound_us, 16, most) == max(fitting, default=0)
+    assert chunk_tokens(costs, partial(decodes.with_chunk, start), bound_us, 16, most) == max(
+        fitting, default=0
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_after_single_requests_the_prompts_of_many_are_predicted(seed: int) -> None:
+    """Single requests do not show what a row costs, and all their chunks are of one size. And the decodes of
+    many, which take longer than they show, are no sign of a slower machine."""
+    model = StepModel(
+        weights_us=6_500, token_ns=550_000, row_ns=450_000, kv_token_ps=600_000, pair_ps=300_000
+    )
+    costs, rng = CostModel(), random.Random(seed)
+
+    def decodes(rows: int) -> list[StepShape]:
+        return [StepShape(rows, rows, rows * (129 + i), rows * (128 + i)) for i in range(95)]
+
+    for _ in range(10):
+        teach(costs, model, [EMPTY.with_chunk(0, 128), *decodes(1)], rng)
+    wave = StepShape(4, 4, 4 * 140, 4 * 139).with_chunks([(0, 128), (0, 128)])
+    assert 0.8 < costs.predict_us(wave) / model.step_us(wave) < 1.25
+    teach(costs, model, decodes(8), rng)
+    assert 0.8 < costs.predict_us(wave) / model.step_us(wave) < 1.25

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -135,7 +136,7 @@ def test_a_budget_that_stalls_have_cut_is_whole_again_within_ten_steps(
     base = decodes(beside) if beside else StepShape(0, 0, 0, 0)
 
     def budget() -> int:
-        return chunk_tokens(costs, base, 0, 250_000 if beside else 500_000, 8, 256) or 16
+        return chunk_tokens(costs, partial(base.with_chunk, 0), 250_000 if beside else 500_000, 8, 256) or 16
 
     for _ in range(100):
         costs.observe(decodes(1), model.step_us(decodes(1)))
@@ -144,7 +145,7 @@ def test_a_budget_that_stalls_have_cut_is_whole_again_within_ten_steps(
     for _ in range(HEALED):
         step = base.with_chunk(0, budget())
         costs.observe(step, model.step_us(step))
-    whole = chunk_tokens(Truth(model), base, 0, 250_000 if beside else 500_000, 8, 256)
+    whole = chunk_tokens(Truth(model), partial(base.with_chunk, 0), 250_000 if beside else 500_000, 8, 256)
     assert budget() >= whole // 2
     true_us = model.step_us(base.with_chunk(0, 256))
     assert true_us / 3 <= costs.predict_us(base.with_chunk(0, 256)) <= 3 * true_us
