@@ -124,14 +124,15 @@ def test_a_wrong_file_of_webhooks_is_refused_before_anything_starts(
 
 
 START = """
-import signal
+import select
 from services.launcher import cli, nats_server
 from services.launcher.own_folder import OwnFolder
 
 def start(**more):
     folder = OwnFolder()
     print(folder.name, flush=True)
-    signal.pause()
+    while True:  # a signal just before a wait without an end would be lost
+        select.select([], [], [], 0.1)
 
 nats_server.start_by_default = start
 raise SystemExit(cli.main())
