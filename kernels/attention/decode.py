@@ -35,7 +35,7 @@ from kernels.launch import begin, prefetch, ready
 TILE_TOKENS = 64
 _LOG2_E = 1.4426950408889634
 _PARTS = 16  # parts of a row merged at a time
-_LEAST_TILES = 2  # of a worker: a merge of smaller parts costs more than they save
+_LEAST_TOKENS, _LEAST_TILES = 128, 2  # of a worker, whichever is less: merges of smaller parts cost more
 _LEAST_DIM = 32  # half of it is the least of a matrix product
 _ROW_LIMIT = 1024  # of a step: one program plans it
 
@@ -385,8 +385,8 @@ def plan_decode(work: DecodeWork, lengths: Tensor) -> None:
     rows = len(lengths)
     _plan[(1,)](
         lengths, work.ends, work.first_rows, rows, WORKERS=work.workers, WORKERS_PAD=work.workers + 1,
-        ROWS_PAD=max(16, triton.next_power_of_2(rows)), TILE=work.tuning.tile_tokens, LEAST=_LEAST_TILES,
-        num_warps=4,
+        ROWS_PAD=max(16, triton.next_power_of_2(rows)), TILE=work.tuning.tile_tokens,
+        LEAST=_least(work.tuning), num_warps=4,
     )  # fmt: skip
 
 
@@ -403,7 +403,7 @@ def attend_decode(
     sizes = {
         "WORKERS": work.workers, "KV_HEADS": kv_heads, "GROUP": group, "GROUP_PAD": _padded(group),
         "DIM": dim, "DIM_PAD": _padded(dim, _LEAST_DIM), "TILE": work.tuning.tile_tokens,
-        "LEAST": _LEAST_TILES, "CHAINED": work.tuning.chained, "launch_pdl": work.tuning.chained,
+        "LEAST": _least(work.tuning), "CHAINED": work.tuning.chained, "launch_pdl": work.tuning.chained,
     }  # fmt: skip
     _attend[(work.workers * kv_heads,)](
         query, kv, rows.tables, rows.slots, rows.lengths, work.ends, work.first_rows, out,
@@ -417,6 +417,10 @@ def attend_decode(
             rows.lengths, work.ends, work.first_rows, out, work.partial, work.sums, count,
             **sizes, PARTS=_PARTS, num_warps=2,
         )  # fmt: skip
+
+
+def _least(tuning: Tuning) -> int:
+    return min(_LEAST_TILES, max(1, _LEAST_TOKENS // tuning.tile_tokens))
 
 
 def _padded(size: int, least: int = 16) -> int:

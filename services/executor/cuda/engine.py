@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class CudaBackend:
             layouts.decode: decode_work(
                 cache.tensor, shapes.heads, options.slots, properties.multi_processor_count, layouts.decode
             )
-            for layouts in (tuning.few, tuning.many)
+            for layouts in tuning.all()
         }
         self._cache, self._stage = cache, loaded.stage
         self._splits_steps = options.overlap_comm == "two_stream"
@@ -401,15 +401,17 @@ class CompileWatch:
         """Call it after the warm-up."""
         from triton import knobs
 
-        knobs.runtime.jit_post_compile_hook = self._compiled
+        knobs.compilation.listener = self._compiled
 
     def stop(self) -> None:
         """Call it when the engine ends. The watch of another engine stays."""
         from triton import knobs
 
-        if knobs.runtime.jit_post_compile_hook == self._compiled:
-            knobs.runtime.jit_post_compile_hook = None
+        if knobs.compilation.listener == self._compiled:
+            knobs.compilation.listener = None
 
-    def _compiled(self, *, repr: str, **more: Any) -> None:
-        self.kernels.append(repr)
-        log.warning("compiled under a request, the warm-up missed it: %s", repr)
+    def _compiled(self, *, src: Any, metadata: Mapping[str, Any], **more: Any) -> None:
+        types = ", ".join(f"{name}: {kind}" for name, kind in src.signature.items() if kind != "constexpr")
+        kernel = f"{src.name}[num_warps={metadata.get('num_warps')}]({types})"
+        self.kernels.append(kernel)
+        log.warning("compiled under a request, the warm-up missed it: %s", kernel)

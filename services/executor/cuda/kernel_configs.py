@@ -9,7 +9,7 @@ step: every product and query has one order of summation for any number of rows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kernels.attention.decode import Tuning as DecodeTuning
@@ -46,18 +46,31 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTuning:
-    """The layouts of one device. Launches limit steps of up to `few_rows` tokens, work limits longer ones."""
+    """The layouts of one device. Launches limit steps of up to `few_rows` tokens, work limits longer ones.
+    Steps of up to `fewest_rows` may have layouts of their own."""
 
     few: Layouts = field(default_factory=Layouts)
     many: Layouts = field(default_factory=Layouts)
     few_rows: int = 32
+    fewest: Layouts | None = None
+    fewest_rows: int = 0
     prefill: PrefillTuning = field(default_factory=PrefillTuning)
     prefill_tma: PrefillTuning | None = None  # see with_tma
     fixed: tuple[FixedTuning, ...] = _FIXED
     by_row: bool = False  # see row_by_row
 
     def of(self, tokens: int) -> Layouts:
+        if self.fewest is not None and tokens <= self.fewest_rows:
+            return self.fewest
         return self.few if tokens <= self.few_rows else self.many
+
+    def all(self) -> tuple[Layouts, ...]:
+        return (self.few, self.many) if self.fewest is None else (self.fewest, self.few, self.many)
+
+    def changed(self, change: Callable[[Layouts], Layouts]) -> DeviceTuning:
+        """With each of the layouts of steps as `change` makes it."""
+        fewest = None if self.fewest is None else change(self.fewest)
+        return replace(self, few=change(self.few), many=change(self.many), fewest=fewest)
 
 
 _NARROW = Layouts(decode=DecodeTuning(32, 2, 3, 4))
@@ -65,11 +78,14 @@ WIDE = DeviceTuning(  # float32: room for half the tile
     _NARROW, _NARROW, prefill=PrefillTuning(32, 32, 2, 4), fixed=(FixedTuning(32, 32, 32, 2, 4),)
 )
 
-# For weights in fp8, measured on an H100; docs/benchmarks/gpu.md has the figures.
+# For weights in fp8; docs/benchmarks/gpu.md has the figures.
 _FEW_FP8 = {
     (6144, 4096): ((32, MatmulTuning(64, 128, 4, 6, ahead=256, chained=True)),),
-    (4096, 4096): ((32, MatmulTuning(64, 256, 4, 4, ahead=256, chained=True)),),
-    (28672, 4096): ((32, MatmulTuning(64, 256, 1, 4, ahead=256, chained=True)),),
+    (4096, 4096): ((32, MatmulTuning(64, 256, 2, 6, ahead=256, chained=True)),),
+    (28672, 4096): (
+        (16, MatmulTuning(64, 256, 1, 4, ahead=256, gated=True, chained=True)),
+        (32, MatmulTuning(128, 128, 1, 4, ahead=256, gated=True, chained=True)),
+    ),
     (4096, 14336): ((32, MatmulTuning(64, 256, 4, 4, ahead=256, chained=True)),),
 }
 _MANY_FP8 = {
@@ -79,34 +95,37 @@ _MANY_FP8 = {
     (4096, 14336): ((128, MatmulTuning(64, 256, 2, 4)),),
 }
 
+_FEW = Layouts(
+    decode=DecodeTuning(64, 2, 7, 4, chained=True),
+    decode_fp8=DecodeTuning(128, 2, 7, 4, chained=True),
+    products={
+        (6144, 4096): ((32, MatmulTuning(64, 64, 2, 6, chained=True)),),
+        (4096, 4096): (
+            (16, MatmulTuning(64, 64, 4, 6, chained=True)),
+            (32, MatmulTuning(64, 128, 2, 4, chained=True)),
+        ),
+        (28672, 4096): ((32, MatmulTuning(64, 128, 1, 4, gated=True, chained=True)),),
+        (4096, 14336): (
+            (16, MatmulTuning(64, 128, 4, 4, chained=True)),
+            (32, MatmulTuning(64, 128, 2, 6, chained=True)),
+        ),
+    },
+    chained=True,
+    fp8=_FEW_FP8,
+)
 _H200 = DeviceTuning(
-    few=Layouts(
-        decode=DecodeTuning(64, 2, 7, 4, chained=True),
-        decode_fp8=DecodeTuning(128, 2, 7, 4, chained=True),
-        products={
-            (6144, 4096): ((32, MatmulTuning(64, 64, 2, 6, chained=True)),),
-            (4096, 4096): (
-                (16, MatmulTuning(64, 64, 4, 6, chained=True)),
-                (32, MatmulTuning(64, 128, 2, 4, chained=True)),
-            ),
-            (28672, 4096): ((32, MatmulTuning(64, 128, 1, 4, chained=True)),),
-            (4096, 14336): (
-                (16, MatmulTuning(64, 128, 4, 4, chained=True)),
-                (32, MatmulTuning(64, 128, 2, 6, chained=True)),
-            ),
-        },
-        chained=True,
-        fp8=_FEW_FP8,
-    ),
+    few=_FEW,
     many=Layouts(
         decode=DecodeTuning(64, 2, 5, 4),
-        decode_fp8=DecodeTuning(64, 3, 5, 4),
+        decode_fp8=DecodeTuning(128, 2, 7, 4, chained=True),
         products={
             (4096, 4096): ((128, MatmulTuning(64, 128, 2, 4)),),
             (4096, 14336): ((64, MatmulTuning(64, 128, 2, 6)), (128, MatmulTuning(64, 128, 2, 4))),
         },
         fp8=_MANY_FP8,
     ),
+    fewest=replace(_FEW, decode=DecodeTuning(128, 1, 5, 4, chained=True)),
+    fewest_rows=16,
     prefill=PrefillTuning(128, 64, 5, 8, per_sm=1),
     prefill_tma=PrefillTuning(128, 128, 2, per_sm=1, tma=True),
     fixed=(
@@ -146,10 +165,14 @@ _SHARED_H200 = replace(
         chained=True,
     ),
     few_rows=256,
+    fewest=None,
 )
 # An H100 has the same processors and slower memory. These products of few rows beat its library by 7 %.
-_HOPPER = (_H200, _SHARED_H200)
-_BY_NAME = {"NVIDIA H200": _HOPPER, "NVIDIA H100 80GB HBM3": _HOPPER}
+_H100 = replace(_H200, many=replace(_H200.many, decode_fp8=DecodeTuning(64, 3, 5, 4)))
+_BY_NAME = {
+    "NVIDIA H200": (_H200, _SHARED_H200),
+    "NVIDIA H100 80GB HBM3": (_H100, replace(_SHARED_H200, many=_H100.many)),
+}
 
 
 def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
@@ -170,15 +193,14 @@ def with_tma(tuning: DeviceTuning, head_dim: int, block_tokens: int) -> DeviceTu
 
 def for_fp8_kv(tuning: DeviceTuning) -> DeviceTuning:
     """Layouts for KV in fp8: a tile of it has half the bytes."""
-    few, many = (replace(own, decode=own.decode_fp8 or own.decode) for own in (tuning.few, tuning.many))
-    return replace(tuning, few=few, many=many)
+    return tuning.changed(lambda own: replace(own, decode=own.decode_fp8 or own.decode))
 
 
 def for_large_heads(tuning: DeviceTuning) -> DeviceTuning:
     """Layouts for heads over 128 wide: their tiles in bf16 are as large as float32 tiles of narrow heads, so
     the tiles of float32 are used."""
-    few, many = (replace(layouts, decode=WIDE.few.decode) for layouts in (tuning.few, tuning.many))
-    return replace(tuning, few=few, many=many, prefill=WIDE.prefill)
+    tiles = tuning.changed(lambda own: replace(own, decode=WIDE.few.decode))
+    return replace(tiles, prefill=WIDE.prefill)
 
 
 def row_by_row(tuning: DeviceTuning) -> DeviceTuning:
@@ -186,4 +208,4 @@ def row_by_row(tuning: DeviceTuning) -> DeviceTuning:
     library, each decode attended as a chunk of one token, and one loop over all KV."""
     plain = Layouts(decode=tuning.many.decode)
     prefill = replace(tuning.prefill, one_loop=True)
-    return replace(tuning, few=plain, many=plain, prefill=prefill, by_row=True)
+    return replace(tuning, few=plain, many=plain, fewest=None, prefill=prefill, by_row=True)

@@ -266,17 +266,24 @@ def products_of(tuning: DeviceTuning, device: torch.device) -> Products:
 
 
 def gated(
-    product: Products, layouts: Layouts, x: Operand, gate_up: Operand, *, chained: bool, fp8: bool = False
+    product: Products, layouts: Layouts, x: Any, gate_up: Operand, *, chained: bool, fp8: bool = False
 ) -> Operand:
     """`silu(gate) * up` of the joined product, in one kernel if its layout is `gated`. `fp8`: as fp8 rows if
     the weight is in fp8, too."""
-    if not isinstance(gate_up, Tensor) or not isinstance(x, Tensor):
-        wide = product(x, gate_up, whole=True)
-        return swiglu_fp8(wide, chained=chained) if fp8 else swiglu(wide, chained=chained)
-    chosen = layouts.product(gate_up.shape[0], gate_up.shape[1], len(x))
-    if chosen is not None and chosen.gated and x.dtype == torch.bfloat16:
-        return matmul(x, gate_up, chosen)
-    return swiglu(product(x, gate_up), x.dtype, chained=chained)
+    plain = isinstance(gate_up, Tensor)
+    if not isinstance(gate_up, Int4Weight):
+        if not plain and isinstance(x, Tensor):
+            x = quantise_rows(x, chained=chained)
+        chosen = layouts.product(len(gate_up), gate_up.shape[1], len(x), fp8=not plain)
+        if chosen is not None and chosen.gated and (not plain or x.dtype == torch.bfloat16):
+            wide = matmul(x, gate_up, chosen)
+            return quantise_rows(wide, chained=chained) if fp8 else wide
+    wide = product(x, gate_up, whole=not plain)
+    return (
+        swiglu_fp8(wide, chained=chained)
+        if fp8
+        else swiglu(wide, x.dtype if plain else None, chained=chained)
+    )
 
 
 def _tuned(tuning: DeviceTuning) -> Products:

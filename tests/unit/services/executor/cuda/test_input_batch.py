@@ -163,6 +163,8 @@ def test_layouts_by_device_and_tokens() -> None:
     assert not h200.of(33).chained
     assert h200.of(1).product(4096, 4096, 16) != h200.of(1).product(4096, 4096, 17)
     assert h200.of(256).product(4096, 4096, 256) is None
+    assert h200.of(16).decode != h200.of(17).decode
+    assert h200.all() == (h200.of(1), h200.of(32), h200.of(33))
     assert device_tuning("another").of(1).product(4096, 4096, 1) is None
     assert device_tuning("another") == DeviceTuning()
     assert WIDE.few.decode.tile_tokens == 32
@@ -170,6 +172,7 @@ def test_layouts_by_device_and_tokens() -> None:
     assert shared.of(256).chained
     assert not shared.of(257).chained
     assert shared.many == h200.many
+    assert shared.of(1) == shared.few
     assert device_tuning("NVIDIA H200", 1) == h200
     gate_up = shared.of(64).product(7168, 4096, 64)
     assert gate_up is not None
@@ -180,11 +183,13 @@ def test_layouts_by_device_and_tokens() -> None:
 def test_kv_in_fp8_has_layouts_of_its_own_where_they_were_measured() -> None:
     h200, shared = device_tuning("NVIDIA H200"), device_tuning("NVIDIA H200", 4)
     narrow = for_fp8_kv(h200)
-    assert [each.decode for each in (narrow.few, narrow.many)] == [h200.few.decode_fp8, h200.many.decode_fp8]
+    assert [each.decode for each in narrow.all()] == [each.decode_fp8 for each in h200.all()]
     assert (narrow.few.products, narrow.prefill) == (h200.few.products, h200.prefill)
     assert for_fp8_kv(shared).few == shared.few
     assert for_fp8_kv(DeviceTuning()) == DeviceTuning()
-    assert for_fp8_kv(device_tuning("NVIDIA H100 80GB HBM3")).many.decode == narrow.many.decode
+    h100 = device_tuning("NVIDIA H100 80GB HBM3")
+    assert for_fp8_kv(h100).few.decode == narrow.few.decode
+    assert for_fp8_kv(h100).many.decode == h100.many.decode_fp8 != narrow.many.decode
 
 
 def test_kv_is_fetched_by_tma_where_the_kernel_takes_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
