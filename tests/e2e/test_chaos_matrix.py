@@ -15,7 +15,7 @@ from support.small_llama import write_small_llama
 from loadtest.chaos import cells
 from loadtest.chaos.cells import MODEL, Answers, Cell, House, Shape
 
-REQUESTS = 150
+REQUESTS = 90
 CELLS = [
     ("scheduler",), ("executor",), ("detokenizer",), ("tokenizer",), ("nats-server",),
     ("scheduler", "detokenizer"),

@@ -7,7 +7,10 @@ be deleted, and of a service only `core` and `actor` import those.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from support.source_tree import PRODUCT, ROOT, circles, imported, named, product
@@ -77,9 +80,12 @@ TWINS = {"kernels": {"gpu.py", "ref.py"}, "services/executor": {"engine.py", "mo
 UNIT = ROOT / "tests" / "unit"
 
 
-def the_product() -> dict[str, int]:
+@cache
+def the_product() -> Mapping[str, int]:
     """Lines by file."""
-    return {s.name: s.lines for s in product() if s.name.split("/")[0] in PRODUCT and not s.is_init}
+    return MappingProxyType(
+        {s.name: s.lines for s in product() if s.name.split("/")[0] in PRODUCT and not s.is_init}
+    )
 
 
 def on_the_path() -> list[str]:

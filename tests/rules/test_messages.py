@@ -16,7 +16,7 @@ def test_every_kind_has_a_sender_and_a_receiver() -> None:
     sent, received = set[str](), set[str]()
     for source in product():
         if source.name.split("/")[0] in PRODUCT:
-            for node in ast.walk(source.tree):
+            for node in source.nodes:
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                     sent.add(node.func.id)
                 received |= set(_matched(node))

@@ -16,7 +16,7 @@ def test_no_policy_name_is_compared_outside_policies() -> None:
         f"{source.name}:{ast.unparse(node)}"
         for source in product()
         if source.room == "services/scheduler" and source.path.name != "policies.py"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Compare | ast.match_case) and _named(node) & NAMES
     ]
     assert found == []

@@ -68,8 +68,8 @@ def imports_of(source: Source) -> set[str]:
 
 def test_function_sizes() -> None:
     """A kernel is one function, whose arguments, pointers and sizes, stand one on a line."""
-    kernels = {f"{s.name}:{f.name}": length(f) for s in product() for f in s.functions() if _is_kernel(f)}
-    sizes = {f"{s.name}:{f.name}": length(f) for s in product() for f in s.functions() if not _is_kernel(f)}
+    kernels = {f"{s.name}:{f.name}": length(f) for s in product() for f in s.functions if _is_kernel(f)}
+    sizes = {f"{s.name}:{f.name}": length(f) for s in product() for f in s.functions if not _is_kernel(f)}
     assert {name: n for name, n in sizes.items() if n > 80} == {}
     assert {name: n for name, n in kernels.items() if n > 100} == {}
     assert statistics.quantiles(sizes.values(), n=10)[-1] <= 30
@@ -79,7 +79,7 @@ def test_kernels_name_their_own_parameters() -> None:
     """Triton ignores a name in `do_not_specialize` that is no parameter, and compiles for each value."""
     wrong = []
     for source in product():
-        for function in source.functions():
+        for function in source.functions:
             parameters = {each.arg for each in function.args.args}
             for decorator in function.decorator_list:
                 for keyword in getattr(decorator, "keywords", []):
@@ -95,7 +95,7 @@ def test_class_sizes() -> None:
         functions = [n for n in node.body if isinstance(n, FunctionNode)]
         return sum(not any(_name(d) == "property" for d in f.decorator_list) for f in functions)
 
-    sizes = {f"{s.name}:{c.name}": methods(c) for s in product() for c in s.classes()}
+    sizes = {f"{s.name}:{c.name}": methods(c) for s in product() for c in s.classes}
     assert {name: n for name, n in sizes.items() if n > 30} == {}
 
 
@@ -105,7 +105,7 @@ def test_parameter_counts() -> None:
         names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
         return len([n for n in names if n not in ("self", "cls")])
 
-    functions = [(s, f) for s in product() for f in s.functions() if not _is_kernel(f)]
+    functions = [(s, f) for s in product() for f in s.functions if not _is_kernel(f)]
     counts = {f"{s.name}:{f.name}": parameters(f) for s, f in functions}
     overridden = {name for name in counts if name.endswith("settings_customise_sources")}  # pydantic's own
     assert {n: c for n, c in counts.items() if c > 8 and n not in overridden} == {}
@@ -116,7 +116,7 @@ def test_no_arguments_in_tuples() -> None:
     found = {
         f"{source.name}:{function.name}"
         for source in product()
-        for function in source.functions()
+        for function in source.functions
         for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
         if a.annotation is not None and _is_wide(a.annotation) and source.room.partition("/")[0] != "kernels"
     }
@@ -126,7 +126,7 @@ def test_no_arguments_in_tuples() -> None:
 def test_every_function_is_annotated() -> None:
     bare = []
     for source in product():
-        for function in source.functions():
+        for function in source.functions:
             args = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
             missing = [a.arg for a in args if a.annotation is None and a.arg not in ("self", "cls")]
             if missing or function.returns is None:
@@ -141,7 +141,7 @@ def test_every_file_says_what_it_is() -> None:
 def test_no_swallowed_exceptions() -> None:
     swallowed = []
     for source in product():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ExceptHandler) and _is_broad(node):
                 body = [n for n in node.body if not isinstance(n, ast.Pass | ast.Continue)]
                 if not body:
@@ -168,19 +168,19 @@ def test_ignores_have_reasons() -> None:
 
 
 def test_no_globals_as_context() -> None:
-    found = [s.name for s in product() for n in ast.walk(s.tree) if isinstance(n, ast.Global)]
+    found = [s.name for s in product() for n in s.nodes if isinstance(n, ast.Global)]
     assert found == []
 
 
 def test_no_mixins() -> None:
-    assert [c.name for s in product() for c in s.classes() if c.name.endswith("Mixin")] == []
+    assert [c.name for s in product() for c in s.classes if c.name.endswith("Mixin")] == []
 
 
 def test_no_concrete_class_inherits_from_another() -> None:
     """Parts are composed. Only Actor, Settings, exceptions, protocols, data models and classes of fields
     alone have subclasses."""
     sources = [s for s in product() if s.name.split("/")[0] in PRODUCT]
-    bases = {c.name: [_name(_bare(base)) for base in c.bases] for s in sources for c in s.classes()}
+    bases = {c.name: [_name(_bare(base)) for base in c.bases] for s in sources for c in s.classes}
     built_in = {name: thing for name, thing in vars(builtins).items() if isinstance(thing, type)}
     exceptions = {name for name, kind in built_in.items() if issubclass(kind, BaseException)}
     while more := {name for name, of in bases.items() if exceptions.intersection(of)} - exceptions:
@@ -189,13 +189,13 @@ def test_no_concrete_class_inherits_from_another() -> None:
         name for name, of in bases.items() if "BaseModel" in of
     }  # fields that two requests have in common
     protocols = {name for name, of in bases.items() if "Protocol" in of}
-    fields = {c.name for s in sources for c in s.classes() if all(map(_is_field, c.body))}
+    fields = {c.name for s in sources for c in s.classes if all(map(_is_field, c.body))}
     concrete = set(bases) - exceptions - protocols - {"Actor", "Settings", *models, *fields}
     found = []
     for source in sources:
-        ours = {c.name for c in source.classes()}
+        ours = {c.name for c in source.classes}
         ours |= {module.split(".")[-1] for module, _ in source.imports() if module.split(".")[0] in PRODUCT}
-        for node in source.classes():
+        for node in source.classes:
             for base in map(_bare, node.bases):
                 root = base.value if isinstance(base, ast.Attribute) else base
                 if _name(root) in ours and _name(base) in concrete:

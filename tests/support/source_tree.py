@@ -28,7 +28,12 @@ class Source:
         """Parsed once, and not by each worker that only collects the tests."""
         return ast.parse(self.text)
 
-    @property
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All of the tree, walked once."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
     def name(self) -> str:
         return str(self.path.relative_to(ROOT))
 
@@ -36,16 +41,18 @@ class Source:
     def lines(self) -> int:
         return self.text.count("\n")
 
+    @cached_property
     def functions(self) -> list[FunctionNode]:
-        return [n for n in ast.walk(self.tree) if isinstance(n, FunctionNode)]
+        return [n for n in self.nodes if isinstance(n, FunctionNode)]
 
+    @cached_property
     def classes(self) -> list[ast.ClassDef]:
-        return [n for n in ast.walk(self.tree) if isinstance(n, ast.ClassDef)]
+        return [n for n in self.nodes if isinstance(n, ast.ClassDef)]
 
     def imports(self) -> list[tuple[str, ast.stmt]]:
         """Every imported module, wherever the import stands."""
         found: list[tuple[str, ast.stmt]] = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found += [(alias.name, node) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -103,9 +110,7 @@ def imported() -> dict[str, frozenset[str]]:
 
 def named(source: Source) -> set[str]:
     """Files of the tree that a file names in strings, as modules: plugins, builders, processes."""
-    words = {
-        n.value for n in ast.walk(source.tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-    }
+    words = {n.value for n in source.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     return {s.name for s in product() if _module(s.name) in words}
 
 
