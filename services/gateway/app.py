@@ -93,7 +93,7 @@ def _version() -> str:
 VERSION = _version()
 _DOCUMENT = document(VERSION)
 _WITH_ID = {
-    route: re.compile(route.replace("{id}", "[^/]+")) for route in _DOCUMENT["paths"] if "{id}" in route
+    route: re.compile(re.sub(r"{\w+}", "[^/]+", route)) for route in _DOCUMENT["paths"] if "{" in route
 }
 
 

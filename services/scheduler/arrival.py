@@ -1,6 +1,6 @@
 """Accepts requests: opens them at a detokenizer and queues them. Handles cancel and detach, too.
 
-`core` calls it with messages of tokenizers, detokenizers and clients, `recovery` with requests to open again.
+`core` calls it with messages of tokenizers, detokenizers and clients, and with requests to open again.
 A detokenizer has a copy of each request before its first token: if this scheduler dies, it passes the request
 to another one (services/detokenizer/failover.py).
 """

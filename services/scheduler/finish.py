@@ -1,6 +1,6 @@
 """Ends sequences: their blocks are free at once, their record stays until the detokenizer sends Ended.
 
-`results`, `arrival`, `recovery` and `core` call it. A sequence ends once: after that it is not live.
+`results`, `arrival` and `core` call it. A sequence ends once: after that it is not live.
 """
 
 from __future__ import annotations

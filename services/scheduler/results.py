@@ -1,6 +1,6 @@
 """Applies step results: each sampled id becomes a token of its sequence, in order and once.
 
-`recovery.step_result` calls it. Results also update the cost model, the step log and the counters.
+`core` calls it. Results also update the cost model, the step log and the counters.
 """
 
 from __future__ import annotations

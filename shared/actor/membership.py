@@ -28,7 +28,7 @@ ONLY_TIER = "only_tier"  # in an executor's load, 1: its KV cache has the memory
 WORK, WAITS = "work", "waits_us"  # in a scheduler's load, if models share memory
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
 PEER_READS = "peer_reads"  # in the load of a kv_offload, 1: those of other hosts may read its L1
-MIXED = "accepts_mixed"  # likewise: executors with other weights or modes serve, too
+MIXED = "accepts_mixed"  # in a scheduler's load, 1: executors with other weights or modes serve, too
 
 
 @dataclass(slots=True)

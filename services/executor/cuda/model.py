@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ from services.executor.checkpoint.loader import Loaded
 from services.executor.checkpoint.partition import gathered_logits
 from services.executor.checkpoint.stored import Stored
 from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
+from services.executor.model import description as d
 from services.executor.model.shapes import Shapes
 from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_alone
 from services.executor.parallel.peer_memory import PeerMemory
@@ -57,6 +58,24 @@ Operand = Tensor | Fp8Rows | Int4Weight  # of a product
 _LIBRARY_ERRORS = (
     ImportError, RuntimeError, OSError, ValueError, AssertionError, AttributeError, TypeError,
 )  # fmt: skip
+
+
+# The layers that CudaModel computes, but for a HeadNorm before Rope, and the weights that it reads.
+_ATTENTION = (d.Norm, d.Projection, d.Rope, d.Attention, d.Projection, d.Add, d.Norm)
+_COMPUTED = ((*_ATTENTION, d.Projection, d.Gate, d.Projection, d.Add), (*_ATTENTION, d.Experts, d.Add))
+_READ = frozenset({
+    "attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "mlp_norm", "router", "gate_up", "down",
+})  # fmt: skip
+
+
+def check_layers(layers: Iterable[d.Layer]) -> None:
+    """Raises SetupError for a layer that CudaModel would compute wrongly: its order is written by hand."""
+    for layer in layers:
+        kinds = tuple(type(each) for each in layer if not isinstance(each, d.HeadNorm))
+        others = {weight.name for each in layer for weight in d.weights_of(each)} - _READ
+        if kinds not in _COMPUTED or others:
+            names = ", ".join([*(type(each).__name__ for each in layer), *sorted(others)])
+            raise SetupError(f"the GPU engine does not compute a layer of {names}; run it with device=cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +95,9 @@ class CudaModel:
     def __init__(
         self, loaded: Loaded, works: Mapping[DecodeTuning, DecodeWork], tuning: DeviceTuning, most: int
     ) -> None:
-        """`most`: sampled rows in a step."""
+        """`most`: sampled rows in a step. Raises SetupError for a model that it does not compute."""
         shapes, weights, kv = loaded.shapes, loaded.weights, loaded.cache.tensor
+        check_layers(d.describe(shapes).layers)
         self._shapes, self._kv, self._works, self._tuning = shapes, kv, works, tuning
         self._ranks, self._most = loaded.ranks, most
         self._last = loaded.stage.last

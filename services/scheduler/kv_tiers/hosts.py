@@ -1,6 +1,6 @@
 """Tiers, and the executors above them, join and leave. Jobs and lookups of a lost one end at once.
 
-`core` calls it with events, `recovery` and `results` with executors. A host has one tier in use, others stand
+`core` calls it with events, `core` and `results` with executors. A host has one tier in use, others stand
 by.
 """
 

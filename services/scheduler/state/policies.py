@@ -234,7 +234,7 @@ def reserve(tokens: int, max_length: int, block_tokens: int) -> int:
 
 def latest(candidates: list[Sequence]) -> list[Sequence]:
     """The latest arrival of the lowest class. In simulation, rules by cost gained no goodput over this one,
-    and were worse in one scenario of three; headroom at admission removed the stalls (headroom.py)."""
+    and were worse in some scenarios (docs/design/victims.md); headroom at admission removed the stalls."""
     return sorted(candidates, key=lambda s: (-s.level, -s.request.arrival_us, -s.seq))
 
 

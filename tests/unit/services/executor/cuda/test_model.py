@@ -4,6 +4,7 @@ What kernels compute is tested with them; that they agree with each other, on a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.executor import partitions
 from support.executor.int4_folders import gptq, save_int4
 from support.executor.references import fp8_product, write_rows
 from support.executor.tiny_models import random_tokens, reference_logprobs, save_tiny
@@ -28,6 +30,8 @@ from services.executor.checkpoint import int4 as checkpoint_int4
 from services.executor.checkpoint import loader
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.cuda import model as cuda_model
+from services.executor.model.description import Gate, Norm, Part, Weight, describe
+from services.executor.model.shapes import ExpertShapes
 from shared.errors import SetupError
 
 TOKENS = 40
@@ -215,3 +219,16 @@ def test_the_order_of_operations(kind: str, tmp_path: Path, monkeypatch: pytest.
             "add_rms_norm",
         ]
         assert torch_for.names == layer * 3 + ["product"]
+
+
+def test_a_layer_that_is_not_computed_is_refused_by_name() -> None:
+    """Each family's layers are computed; another operation, order or weight is not left out in silence."""
+    shapes = partitions.shapes(heads=4, kv_heads=2)
+    experts = ExpertShapes(count=4, per_token=2, width=32, renormalise=True)
+    for each in (shapes, replace(shapes, qk_norm=True, qkv_bias=True), replace(shapes, experts=experts)):
+        cuda_model.check_layers(describe(each).layers)
+    norm, *rest = describe(shapes).layers[0]
+    after = Norm(Weight("after_norm", (Part("after_norm", (64,)),)), 1e-5)
+    for layer in ((norm, Gate(), *rest), (norm, *reversed(rest)), (after, *rest)):
+        with pytest.raises(SetupError, match=r"does not compute a layer of .*device=cpu"):
+            cuda_model.check_layers([layer])
