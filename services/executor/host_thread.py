@@ -47,7 +47,7 @@ class HostThread:
     def put(self, slots: Collection[int], since_us: int, finish: Callable[[], None]) -> None:
         """Call `finish` on the host thread; it must not raise. Waits while `most` steps are here."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="host-lane", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="host-thread", daemon=True)
             self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) < self._most)

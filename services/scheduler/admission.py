@@ -72,7 +72,7 @@ def admit(state: State) -> None:
     if not waiting.groups:
         return
     waiting.promote_aged(state.now_us)
-    for model in sorted(state.fleets):
+    for model in sorted(state.by_model):
         while (group := _next(state, model)) is not None:
             if state.blocked_on and state.blocked_on == _blocking_state(state, group):
                 break
@@ -95,7 +95,7 @@ def _next(state: State, model: str) -> SequenceGroup | None:
         and state.now_us - head.held_since_us >= OVERTAKEN_US
         and not any(
             head.client[0] in preemption.over_share(e, len(e.running_by_tenant))
-            for e in state.fleets[model].executors
+            for e in state.by_model[model].executors
         )
     ):
         return head
@@ -104,7 +104,7 @@ def _next(state: State, model: str) -> SequenceGroup | None:
 
 def _running(state: State, model: str) -> Container[str]:
     """The tenants with a running sequence."""
-    return state.fleets[model].running_by_tenant
+    return state.by_model[model].running_by_tenant
 
 
 def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
@@ -171,7 +171,7 @@ def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> No
     """Start groups after the first, which waits, on executors that it does not hold. Then remember what must
     change before another attempt, unless a tier is about to answer."""
     model = first.request.tokenized.model
-    free = [e for e in state.fleets[model].executors if e.pool.free_slots]
+    free = [e for e in state.by_model[model].executors if e.pool.free_slots]
     there = [e for e in free if e.source not in held.sources]
 
     def fits(group: SequenceGroup) -> bool:
@@ -221,7 +221,7 @@ def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
 def _others_above(state: State, first: SequenceGroup) -> tuple[int, int]:
     """The lowest class that runs, and how many groups other than the first wait in classes above it."""
     model, lowest, count = first.request.tokenized.model, 0, 0
-    while any(state.fleets[model].running_by_class[lowest + 1 :]):
+    while any(state.by_model[model].running_by_class[lowest + 1 :]):
         lowest += 1
     for level in range(lowest):
         if (queue := state.waiting.queues.get((model, level))) is not None:

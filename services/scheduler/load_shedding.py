@@ -212,14 +212,14 @@ def with_possible_max_tokens(state: State, tokenized: Tokenized) -> Tokenized:
 
 def serving(state: State, model: str) -> list[Executor]:
     """The executors on which requests for a model may start."""
-    fleet = state.fleets.get(model)
-    return [e for e in fleet.executors if not e.draining] if fleet is not None else []
+    served = state.by_model.get(model)
+    return [e for e in served.executors if not e.draining] if served is not None else []
 
 
 def _unlike(state: State, model: str) -> list[Executor]:
     """As `serving`, but only one of executors that can serve the same requests."""
-    fleet = state.fleets.get(model)
-    return serving(state, model) if fleet is None or state.some_leave else fleet.unlike
+    served = state.by_model.get(model)
+    return serving(state, model) if served is None or state.some_leave else served.unlike
 
 
 def _most_tokens(executors: list[Executor], n: int, prompt: int) -> int:

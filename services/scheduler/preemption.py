@@ -87,12 +87,12 @@ def preempt_for(state: State, group: SequenceGroup, open_to: Iterable[Executor])
 
 def victims_by(state: State, group: SequenceGroup) -> tuple[bool, bool]:
     """Whether the group may have victims by their lower class, and by its tenant, of which nothing runs."""
-    tenant, fleet = group.client[0], state.fleets.get(group.request.tokenized.model)
+    tenant, served = group.client[0], state.by_model.get(group.request.tokenized.model)
     comes = not group.resumes and group.level + 1 < len(CLASS_NAMES)
-    if comes and fleet is not None and tenant in fleet.running_by_tenant:
-        there = (e for e in fleet.executors if tenant in e.running_by_tenant)
+    if comes and served is not None and tenant in served.running_by_tenant:
+        there = (e for e in served.executors if tenant in e.running_by_tenant)
         comes = not any(model_kinds.serves(e, group.request) for e in there)
-    return any(any(f.running_by_class[group.level + 1 :]) for f in state.fleets.values()), comes
+    return any(any(f.running_by_class[group.level + 1 :]) for f in state.by_model.values()), comes
 
 
 def preempt_for_next(

@@ -176,7 +176,7 @@ def test_a_processor_sees_its_prompt_its_args_and_what_was_generated(
     assert list(driven.result().ids) == wanted[2:]
     assert built == [({"words": ["a"]}, PROMPT)]
     assert seen == [wanted[:1], wanted[:2]]
-    assert threads == {"host-lane"}
+    assert threads == {"host-thread"}
 
 
 def refuses(args: dict[str, Any], prompt: Sequence[int]) -> Plugin:

@@ -106,7 +106,7 @@ class RowSums:
 
 
 @dataclass(slots=True)
-class Fleet:
+class ModelExecutors:
     """The executors of one model, and sums over them: so decisions at each event need no loop over them."""
 
     executors: list[Executor] = field(default_factory=list)  # in order of joining, as in `State`
@@ -132,7 +132,7 @@ class Executor:
     hello: ExecHello
     epoch: int
     pool: BlockPool
-    fleet: Fleet
+    of_model: ModelExecutors
     step: int = 0  # last step planned
     in_flight: deque[InFlight] = field(default_factory=deque)
     early_results: dict[int, StepResult] = field(default_factory=dict)  # results before an older one
@@ -233,7 +233,7 @@ class Executor:
         self.fixed_lengths += one if sequence.fixed_length else 0
         self.running_by_class[sequence.request.level] += one
         self.micro_batch_rows[sequence.micro_batch] += one
-        self.fleet.count(sequence, one)
+        self.of_model.count(sequence, one)
         if count := self.running_by_tenant.pop(sequence.tenant, 0) + one:
             self.running_by_tenant[sequence.tenant] = count
 
@@ -293,7 +293,7 @@ class State:
     prefix_reuse_pm: int = 500  # share of a prompt that was found in a cache: a moving average, per mille
     tiers: Tiers = field(default_factory=Tiers)
     executors: dict[str, Executor] = field(default_factory=dict)
-    fleets: dict[str, Fleet] = field(default_factory=dict)  # by model: those with an executor
+    by_model: dict[str, ModelExecutors] = field(default_factory=dict)  # models with an executor
     model_kinds: dict[str, ModelKind] = field(default_factory=dict)  # model -> the kind that serves it
     roles: dict[str, Roles] = field(default_factory=dict)  # by model
     roles_due_us: int = 0  # the next review
@@ -320,23 +320,23 @@ class State:
     def add_executor(self, hello: ExecHello) -> Executor:
         """An executor joins, with empty slots."""
         pool = BlockPool(blocks=hello.blocks, slots=hello.slots, block_tokens=hello.block_tokens)
-        fleet = self.fleets.setdefault(hello.model, Fleet())
-        self.executors[hello.executor] = executor = Executor(hello, hello.exec_epoch, pool, fleet)
-        fleet.executors.append(executor)
-        fleet.review()
+        served = self.by_model.setdefault(hello.model, ModelExecutors())
+        self.executors[hello.executor] = executor = Executor(hello, hello.exec_epoch, pool, served)
+        served.executors.append(executor)
+        served.review()
         return executor
 
     def pop_executor(self, executor_id: str) -> Executor | None:
         """An executor is gone, with all that runs there."""
         executor = self.executors.pop(executor_id, None)
         if executor is not None:
-            fleet = executor.fleet
-            fleet.executors.remove(executor)
-            fleet.review()
+            served = executor.of_model
+            served.executors.remove(executor)
+            served.review()
             for sequence in executor.running:
-                fleet.count(sequence, -1)
-            if not fleet.executors:
-                del self.fleets[executor.hello.model]
+                served.count(sequence, -1)
+            if not served.executors:
+                del self.by_model[executor.hello.model]
         return executor
 
     def watch(self, at_us: int, seq: int) -> None:

@@ -166,20 +166,22 @@ def sums(world: World) -> None:
     assert suspects <= state.suspects <= state.requests.keys()
 
 
-def fleets(world: World) -> None:
+def models(world: World) -> None:
     """The sums over the executors of a model are those of a loop over them."""
     state = world.scheduler.state
-    assert state.fleets.keys() == {e.hello.model for e in state.executors.values()}
-    for model, fleet in state.fleets.items():
+    assert state.by_model.keys() == {e.hello.model for e in state.executors.values()}
+    for model, served in state.by_model.items():
         there = [e for e in state.executors.values() if e.hello.model == model]
-        assert fleet.executors == there
+        assert served.executors == there
         for pool, running in ((e.pool, e.running) for e in there):
             assert pool.slots == len(pool.free_slots) + pool.fenced_slots + len(running)
-        assert fleet.running_by_class == [sum(e.running_by_class[level] for e in there) for level in range(3)]
-        assert fleet.running_by_tenant == sum((Counter(e.running_by_tenant) for e in there), Counter())
+        assert served.running_by_class == [
+            sum(e.running_by_class[level] for e in there) for level in range(3)
+        ]
+        assert served.running_by_tenant == sum((Counter(e.running_by_tenant) for e in there), Counter())
 
 
-ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten, sums, fleets]
+ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten, sums, models]
 
 
 class Turns:

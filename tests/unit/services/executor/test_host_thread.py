@@ -137,7 +137,7 @@ def test_an_open_or_close_of_another_slot_does_not_wait() -> None:
 
 
 def lanes() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "host-lane"}
+    return {thread for thread in threading.enumerate() if thread.name == "host-thread"}
 
 
 def test_steps_of_slots_without_processors_never_start_the_lane() -> None:
