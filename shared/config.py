@@ -89,6 +89,9 @@ class Settings(BaseSettings):
     model_name: str = Field(
         "", description="name of the model for clients, then its aliases, by comma; empty: from the model"
     )
+    awaited_models: str = Field(
+        "", description="models of this fleet, by comma: after a start requests wait for them; set by `up`"
+    )
     answer_format: str = Field(
         "auto",
         description="form of reasoning and calls: a family, off; auto: by the chat template",
@@ -237,6 +240,11 @@ class Settings(BaseSettings):
         if bool(self.http_tls_cert) != bool(self.http_tls_key):
             raise ValueError("http_tls_cert and http_tls_key belong together: give both or none")
         return self
+
+    @property
+    def fleet_models(self) -> tuple[str, ...]:
+        """The names in `awaited_models`."""
+        return tuple(name.strip() for name in self.awaited_models.split(",") if name.strip())
 
     @property
     def model_names(self) -> tuple[str, ...]:

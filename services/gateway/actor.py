@@ -14,7 +14,7 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -45,7 +45,7 @@ BACKLOG = 2_048
 MAX_FILES = 65_536
 STALL_MS = 30_000
 UNSENT_BYTES = 262_144  # kernel buffer of a connection, by default up to 4 MB
-START_US = 30_000_000  # for the first tokenizer to come: requests wait for it
+START_US = 30_000_000  # for the first tokenizer of each model to come: requests wait for it
 LEAVE_S = 0.5  # at a stop, for last messages to clients that read
 _PROBES = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (3, "TCP_KEEPCNT"))
 
@@ -66,9 +66,11 @@ class GatewayActor(Actor):
         tls: Tls | None = None,
         access_log: AccessLog | None = None,
         origins: Sequence[str] = (),
+        awaited: Collection[str] = (),
     ) -> None:
         """`address`: host and port, or the path of a Unix socket. `shared`: other gateways listen on the same
-        port."""
+        port. `awaited`: the models of this fleet, if they are known."""
+        self._awaited = awaited
         self._origins = origins
         self._address = address
         self._tls = tls
@@ -85,7 +87,7 @@ class GatewayActor(Actor):
         self._aliases.is_there = self._is_there
         await self._aliases.follow(mailbox.bus)
         client, until_us = await Client.open(mailbox.bus), mailbox.clock.now_us() + START_US
-        client.awaited = lambda: mailbox.clock.now_us() < until_us and not mailbox.peers.models("tokenizer")
+        client.awaited = lambda: mailbox.clock.now_us() < until_us and self._lacks_tokenizer()
         fleet = Fleet(mailbox, lambda: self.metrics)
         self._endpoints = Endpoints(
             connections=TenantConnections(client, apart=self._keys.demanded),
@@ -179,6 +181,10 @@ class GatewayActor(Actor):
         """False for a model that was served and is not now. Those of other fleets are not seen here."""
         return model not in self._seen or model in self._mailbox.peers.models("tokenizer")
 
+    def _lacks_tokenizer(self) -> bool:
+        there = self._mailbox.peers.models("tokenizer")
+        return not there or not {*self._awaited} <= {*there}
+
     async def drain(self) -> None:
         if self._endpoints is not None:
             self._endpoints.health.stop()
@@ -219,6 +225,7 @@ def build(settings: Settings) -> GatewayActor:
         tls=read_certificate(cert, settings.http_tls_key) if cert else None,
         access_log=AccessLog(access_log, prompts=settings.access_log_prompts) if access_log else None,
         origins=[origin.strip() for origin in settings.http_cors.split(",") if origin.strip()],
+        awaited=settings.fleet_models,
     )
 
 

@@ -360,6 +360,7 @@ class _Up:
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
         env = with_import_path({**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"})
         env["HEADRACE_LEAF"] = access.shown(s.leaf)  # no service needs the password
+        env["HEADRACE_AWAITED_MODELS"] = ",".join(self._models)
         names = [spec.name for spec in specs]
         shown, kept = ServiceLines(names, sys.stderr, bare=s.log_json), LogFiles(self._folder.name, names)
         if self._server is not None:

@@ -15,7 +15,7 @@ import gc
 import logging
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -90,10 +90,11 @@ class TokenizerActor(Actor):
         replicas: int = 1,
         *,
         edge: bool = False,
+        awaited: Sequence[str] = (),
     ) -> None:
         """`give_up_us`: longer than the detection of a dead scheduler takes. `replicas`: servers of a cluster
-        that have each alias. `edge`: see `Queries`."""
-        self._model, self._replicas = model, replicas
+        that have each alias. `edge`: see `Queries`; `awaited`: its `listen`."""
+        self._model, self._replicas, self._awaited = model, replicas, awaited
         self._name = model.name
         self._vocabulary = vocabulary_number(model.vocabulary.digest)
         self._classes = classes or TenantClasses()
@@ -135,7 +136,9 @@ class TokenizerActor(Actor):
             *[await self._second.subscribe(asked, copies) for asked in requests],
             *[await subscribe(asked, self._arrivals.put, queue="tokenizer") for asked in requests],
             *await aliases.listen(self._queries.roots, self._queries.is_served, edge=self._edge),
-            *await self._queries.listen(),  # last: a tokenizer that answers these must receive requests
+            *await self._queries.listen(
+                self._awaited
+            ),  # last: a tokenizer that answers these must receive requests
         ]
         await self._second.flush()
         self._standing = asyncio.get_running_loop().create_task(self._stand_by())
@@ -689,4 +692,7 @@ def build(settings: Settings) -> TokenizerActor:
     """The tokenizer for the configuration. Raises SetupError."""
     give_up_us = detection_us(settings.heartbeat_interval_ms * 1000)
     classes, edge = TenantClasses(settings.tenant_classes), bool(settings.leaf)
-    return TokenizerActor(load_model(settings), classes, give_up_us, settings.durable_replicas, edge=edge)
+    return TokenizerActor(
+        load_model(settings), classes, give_up_us, settings.durable_replicas,
+        edge=edge, awaited=settings.fleet_models,
+    )  # fmt: skip

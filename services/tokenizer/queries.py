@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from services.tokenizer.core import Fail
+from services.tokenizer.core import WAIT_US, Fail
 from services.tokenizer.prepare import (
     Origin,
     ServedModel,
@@ -85,12 +85,20 @@ class Queries:
         self._known: dict[str, int] = {}  # last heartbeat of a tokenizer, by model
         self._unsure: dict[str, list[tuple[Delivery, str]]] = {}  # requests by model, with their tenants
         self._looking: set[asyncio.Task[None]] = set()
+        self._awaited, self._awaited_until_us = set[str](), mailbox.clock.now_us() + WAIT_US
+        self._any_model: list[Subscription] = []
+        self._opening: asyncio.Task[None] | None = None
 
-    async def listen(self) -> list[Subscription]:
-        """Subscribe, as queue groups: one tokenizer answers each request."""
+    async def listen(self, awaited: Sequence[str] = ()) -> list[Subscription]:
+        """Subscribe, as queue groups: one tokenizer answers each request. `awaited`: the models of this
+        fleet. While one has no tokenizer, up to WAIT_US after a start, requests for unknown models have no
+        receiver, and gateways send them again."""
+        self._awaited = {*awaited} - {self._model.name}
         subscribe = self._mailbox.bus.subscribe
         heartbeats = await subscribe(subjects.TOKENIZER_HEARTBEATS_ALL_FLEETS, self._on_beat)
         self._mailbox.bus.publish(subjects.HEARTBEAT_REQUEST_ALL_FLEETS, b"")
+        if not (self._edge or self._awaited):
+            await self._open()
         return [
             heartbeats,
             await subscribe(subjects.MODELS, self._on_models, queue="models"),
@@ -101,11 +109,11 @@ class Queries:
                 )
                 for name in self._model.names
             ],
-            *[
-                await self._second.subscribe(subject, self._on_any_model, queue="unknown-model")
-                for subject in (() if self._edge else (subjects.GENERATE_ALL,))
-            ],
         ]
+
+    async def _open(self) -> None:
+        asked = await self._second.subscribe(subjects.GENERATE_ALL, self._on_any_model, queue="unknown-model")
+        self._any_model.append(asked)
 
     async def check_names(self) -> None:
         """Raises SetupError if another model on this server has one of the names of this one."""
@@ -123,6 +131,10 @@ class Queries:
 
     async def drain(self) -> None:
         """Return when no request waits in `_look`."""
+        if self._opening is not None:
+            await self._opening
+        for subscription in self._any_model:
+            await subscription.drain()
         if self._looking:
             await asyncio.wait(self._looking)
 
@@ -205,7 +217,7 @@ class Queries:
         served = [*self.served(), *(alias.name for alias in self._table.all())]
         error: HeadraceError
         clock = self._mailbox.clock
-        if self.is_served(model):
+        if self.is_served(model) or model in self._awaited:
             error = Unavailable(
                 f"no service answers for model {model!r}; see `headrace status`, or try again",
                 retry_after_ms=RETRY_AFTER_MS,
@@ -244,6 +256,12 @@ class Queries:
             for name in (heartbeat.model, *heartbeat.aliases):
                 if name in self._known or (name and len(self._known) < MAX_KNOWN):
                     self._known[name] = now_us
+            if self._awaited and self._opening is None and self._is_complete() and not self._edge:
+                self._opening = asyncio.get_running_loop().create_task(self._open())
+
+    def _is_complete(self) -> bool:
+        late = self._mailbox.clock.now_us() >= self._awaited_until_us
+        return late or self._awaited <= {*self.served()}
 
     def ours_alone(self, ids: Sequence[str]) -> bool:
         """True if all tokenizers of this model, in any fleet on this server, are `ids` of this fleet."""

@@ -35,7 +35,7 @@ from shared.messages import (
     ints,
 )
 from shared.nats import access, subjects
-from shared.nats.interface import Delivery
+from shared.nats.interface import Delivery, NoResponders
 
 TRACE = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -218,6 +218,19 @@ async def test_a_request_of_a_fleet_that_starts_waits_for_its_scheduler(world: W
     await world.run(detokenizer.build(world.settings), "d1")
     await world.run(HandScheduler(), "s1")
     assert "choices" in json.loads((await asked).data)
+
+
+async def test_unknown_models_have_no_receiver_until_each_model_of_the_fleet_has_a_tokenizer(
+    world: World,
+) -> None:
+    settings = world.settings.model_copy(update={"awaited_models": "tiny,other"})
+    await world.run(tokenizer.build(settings), "t1")
+    for name in ("other", "gpt-9"):
+        with pytest.raises(NoResponders):
+            await world.ask(subjects.generate("public", name), CHAT)
+    await world.run(tokenizer.build(settings.model_copy(update={"model_name": "other"})), "t2")
+    reply = await world.ask(subjects.generate("public", "gpt-9"), CHAT)
+    assert json.loads(reply.data)["error"]["code"] == 404
 
 
 async def test_unknown_models_and_no_scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from support.memory_bus import MemoryBroker
 from services.gateway import actor
 from services.gateway.actor import MAX_FILES, build
 from shared import client
-from shared.actor.runtime import Runtime
+from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
 from shared.config import Settings
 from shared.errors import Overloaded, SetupError, error_body
 from shared.nats import subjects
@@ -46,19 +46,41 @@ def test_a_gateway_that_may_ask_in_every_name_wants_keys(tmp_path: Path) -> None
         build(Settings(http="off"))
 
 
-@pytest.mark.parametrize("start_us", [actor.START_US, 0])
+class OtherTokenizer(Actor):
+    """Of another model."""
+
+    kind = "tokenizer"
+
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        return HeartbeatPayload(model="other")
+
+
+@pytest.mark.parametrize(
+    ("start_us", "awaited", "other", "wanted"),
+    [
+        (actor.START_US, "", False, 429),
+        (0, "", False, 503),
+        (actor.START_US, "other,m", True, 429),
+        (actor.START_US, "other", True, 503),
+        (actor.START_US, "", True, 503),
+    ],
+)
 async def test_a_request_waits_for_the_first_tokenizer_of_a_fleet_that_starts(
-    start_us: int, monkeypatch: pytest.MonkeyPatch
+    start_us: int, awaited: str, other: bool, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor, "START_US", start_us)
     monkeypatch.setattr(client, "AGAIN_S", 0.01)
-    broker, gateway = MemoryBroker(), build(Settings(http="127.0.0.1:0"))
+    broker, gateway = MemoryBroker(), build(Settings(http="127.0.0.1:0", awaited_models=awaited))
     runtime, bus, unheard = (
         Runtime(gateway, broker.connect(), "fleet", "g1"),
         broker.connect(),
         asyncio.Event(),
     )
     await runtime.start()
+    others = Runtime(OtherTokenizer(), broker.connect(), "fleet", "t1")
+    if other:
+        await others.start()
+        await broker.settle()
     await bus.subscribe("_INBOX.>", lambda reply: unheard.set() if reply.no_responders else None)
     async with httpx.AsyncClient(base_url=str(gateway.status()["url"]), timeout=60) as http:
         asked = asyncio.create_task(http.post("/v1/completions", json={"model": "m", "prompt": "x"}))
@@ -67,5 +89,7 @@ async def test_a_request_waits_for_the_first_tokenizer_of_a_fleet_that_starts(
         await bus.subscribe(
             subjects.generate_any_tenant("m"), lambda request: bus.publish(request.reply, full)
         )
-        assert (await asked).status_code == (429 if start_us else 503)
+        assert (await asked).status_code == wanted
     await runtime.finish(1)
+    if other:
+        await others.finish(1)

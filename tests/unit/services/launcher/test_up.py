@@ -59,6 +59,7 @@ async def test_an_executor_knows_how_many_share_l1(
     specs = [service.spec for service in up._supervisor.services]
     assert {spec.env["HEADRACE_EXECUTORS"] for spec in specs if spec.kind == "executor"} == {told}
     assert not [spec for spec in specs if spec.kind == "kv_offload" and "HEADRACE_EXECUTORS" in spec.env]
+    assert up._supervisor._env["HEADRACE_AWAITED_MODELS"] == ",".join(models)
     up._folder.cleanup()
     up._pages.close()
 
