@@ -44,12 +44,13 @@ class FakeClock:
 
     def __init__(self, now_us: int = 1_000_000) -> None:
         self._now_us = now_us
+        self.offset_us = 1_700_000_000_000_000  # of the wall clock
 
     def now_us(self) -> int:
         return self._now_us
 
     def wall_us(self) -> int:
-        return 1_700_000_000_000_000 + self._now_us
+        return self.offset_us + self._now_us
 
     def advance(self, by_us: int) -> None:
         """Let `by_us` microseconds pass."""

@@ -198,6 +198,7 @@ async def test_status_and_discovery_answers(fleet: Fleet) -> None:
     runtime = await fleet.started(Recorder())
     epoch = runtime.mailbox.epoch
     fleet.clock.advance(90_000_000)
+    fleet.clock.offset_us -= 3_600_000_000  # the wall clock is set
     assert await fleet.ask(subjects.STATUS) == {
         "kind": "executor", "id": "a", "epoch": epoch, "fleet": "f", "host": "host", "state": "ready",
         "age_s": 90,
