@@ -153,8 +153,11 @@ class KvOffloadActor(Actor):
 
     def status(self) -> dict[str, object]:
         stuck = 0 if self._l2_pool is None else self._l2_pool.stuck
-        why = "" if self._l2_pool is None else self._l2_pool.why
-        kept: dict[str, object] = {"l2_url": self._l2_url, "l2_error": why, "stuck_calls": stuck}
+        pool = self._l2_pool
+        why, refusal = ("", "") if pool is None else (pool.why, pool.refusal)
+        kept: dict[str, object] = {
+            "l2_url": self._l2_url, "l2_error": why, "l2_refusal": refusal, "stuck_calls": stuck,
+        }  # fmt: skip
         if self._peers is not None:
             kept["peer_error"] = self._peers.why
         off: dict[str, object] = {"why_off": self._why_off} if self._why_off else {}

@@ -91,7 +91,7 @@ def small_redis() -> Iterator[RedisProcess]:
 def test_a_full_server_refuses_and_serves_what_it_has(small_redis: RedisProcess) -> None:
     remote = open_remote(small_redis.url, 60.0)
     stored: list[str] = []
-    with pytest.raises(RefusedWrite, match="takes no value"):
+    with pytest.raises(RefusedWrite, match="takes no value: redis answers OOM command not allowed"):
         for i in range(100):
             remote.put(f"{i:02x}", memoryview(DATA))
             stored.append(f"{i:02x}")
@@ -105,6 +105,26 @@ def test_a_full_server_refuses_and_serves_what_it_has(small_redis: RedisProcess)
     remote.put("aa", memoryview(DATA))
     assert remote.has(["aa", stored[0]]) == [True, False]
     remote.close()
+
+
+def test_a_replica_is_read_and_refuses_writes_in_its_words(redis: RedisProcess) -> None:
+    remote = open_remote(redis.url, 60.0)
+    remote.put("aa", memoryview(DATA))
+    with Redis(port=redis.port) as other:
+        other.replicaof("127.0.0.1", "1")
+        with pytest.raises(RefusedWrite, match="redis answers READONLY You can't write"):
+            remote.put("bb", memoryview(DATA))
+        with pytest.raises(RemoteError, match="did not delete aa: it may be read-only"):
+            remote.delete("aa")
+        assert remote.get("aa", memoryview(bytearray(SIZE))) == SIZE
+    remote.close()
+
+
+def test_a_server_without_a_free_connection_is_not_a_wrong_password() -> None:
+    with RedisProcess(maxclients="1") as redis, Redis(port=redis.port) as other:
+        other.ping()
+        with pytest.raises(RemoteError, match="redis answers ERR max number of clients reached"):
+            open_remote(redis.url, 60.0).has(["aa"])
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"not ours", DATA[:-1], DATA + b"x"])

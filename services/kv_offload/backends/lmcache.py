@@ -21,6 +21,7 @@ from shared.errors import SetupError
 
 P = TypeVar("P")
 T = TypeVar("T")
+Words = tuple[str | bytes, ...]  # of a command
 
 REDIS_PORT = 6379
 
@@ -107,7 +108,11 @@ class LmcacheRemote:
                 if time.monotonic() >= end:
                     raise
                 self._exists(end, [name])  # raises if the store does not answer
-                raise RefusedWrite(f"the remote store takes no value: {error.message}") from error
+                why = error.message
+                if self._redis is not None:  # LMCache's client loses the reason
+                    why = self._asked(self._redis.put, (_key(name), bytes(value)), end)
+                if why:
+                    raise RefusedWrite(f"the remote store takes no value: {why}") from error
 
     def get(self, name: str, into: memoryview) -> int:
         if into.readonly:
@@ -126,9 +131,10 @@ class LmcacheRemote:
     def delete(self, name: str) -> None:
         with self._turn:
             end = self._end()
-            if not self._call(end, "submit_batch_delete", [_key(name)])[0] and self._exists(end, [name])[0]:
-                self._drop()
-                raise RemoteError(f"the remote store did not delete {name}: it may be read-only")
+            if not self._call(end, "submit_batch_delete", [_key(name)])[0]:
+                self._drop()  # the rest of an error is still in the connection
+                if self._exists(end, [name])[0]:
+                    raise RemoteError(f"the remote store did not delete {name}: it may be read-only")
 
     def has(self, names: list[str]) -> list[bool]:
         with self._turn:
@@ -288,7 +294,7 @@ def _key(name: str) -> str:
 class RedisQuestions:
     """Reads the length of a value in Redis, and which values there are, over its own connection. LMCache's
     client has no command for the length, misreads a value of unexpected length, and waits for ever for one of
-    less than a few bytes.
+    less than a few bytes. It also loses the reason of a failed put.
 
     Connects at the first call, and again after an error. Used from one thread.
     """
@@ -315,20 +321,29 @@ class RedisQuestions:
         """Which of `keys` have a value, in one round trip. Raises OSError, RemoteError."""
         return [count == 1 for count in self._numbers(end, [("EXISTS", key) for key in keys])]
 
-    def _numbers(self, end: float, commands: list[tuple[str, ...]]) -> list[int]:
+    def put(self, item: tuple[str, bytes], end: float) -> str:
+        """Store a value by its key. Returns why not, in Redis's words; empty if it is stored. Raises OSError,
+        RemoteError."""
+        (answer,) = self._answers_to(end, [("SET", *item)])
+        return "" if answer.startswith(b"+") else f"redis answers {_text(answer)}"
+
+    def _numbers(self, end: float, commands: list[Words]) -> list[int]:
+        numbers = []
+        for answer in self._answers_to(end, commands):
+            if not answer.startswith((b":", b"-WRONGTYPE")):
+                self.close()
+                raise ConnectionError(f"redis answers {_text(answer)}")
+            numbers.append(int(answer[1:]) if answer.startswith(b":") else WRONG_TYPE)
+        return numbers
+
+    def _answers_to(self, end: float, commands: list[Words]) -> list[bytes]:
         try:
             if self._socket is None:
                 self._connect(end)
-            answers = self._call(end, commands)
-            numbers = []
-            for answer in answers:
-                if not answer.startswith((b":", b"-WRONGTYPE")):
-                    raise ConnectionError(f"redis answered {answer[:100]!r}")
-                numbers.append(int(answer[1:]) if answer.startswith(b":") else WRONG_TYPE)
+            return self._call(end, commands)
         except (OSError, RemoteError):
             self.close()
             raise
-        return numbers
 
     def close(self) -> None:
         """Close the connection, if there is one."""
@@ -341,12 +356,14 @@ class RedisQuestions:
         self._socket = socket.create_connection(self._address, timeout=_left_s(end))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._answers = self._socket.makefile("rb")
-        words = ("AUTH", *self._login) if self._login else ("PING",)
+        words: Words = ("AUTH", *self._login) if self._login else ("PING",)
         (answer,) = self._call(end, [words])
-        if answer.startswith((b"-WRONGPASS", b"-NOAUTH", b"-ERR")):
-            raise _refused_login(answer.decode(errors="replace").strip("-\r\n"))
+        if answer.startswith(b"-"):
+            if any(word in answer for word in (b"AUTH", b"PASS", b"password")):
+                raise _refused_login(_text(answer))
+            raise ConnectionError(f"redis answers {_text(answer)}")
 
-    def _call(self, end: float, commands: list[tuple[str, ...]]) -> list[bytes]:
+    def _call(self, end: float, commands: list[Words]) -> list[bytes]:
         """Send all commands at once and return the line of each answer."""
         assert self._socket is not None
         assert self._answers is not None
@@ -354,7 +371,8 @@ class RedisQuestions:
         sent, answers = bytearray(), []
         for words in commands:
             sent += b"*%d\r\n" % len(words)
-            sent += b"".join(b"$%d\r\n%s\r\n" % (len(word.encode()), word.encode()) for word in words)
+            raw = [word.encode() if isinstance(word, str) else word for word in words]
+            sent += b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in raw)
         self._socket.sendall(sent)
         for _ in commands:
             self._socket.settimeout(_left_s(end))
@@ -362,6 +380,10 @@ class RedisQuestions:
             if not answers[-1].endswith(b"\r\n"):
                 raise ConnectionError("redis ended the connection")
         return answers
+
+
+def _text(answer: bytes) -> str:
+    return answer[:200].decode(errors="replace").strip("-\r\n")
 
 
 def _left_s(end: float) -> float:

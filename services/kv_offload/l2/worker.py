@@ -120,6 +120,8 @@ class L2Pool:
         self._abandoned: set[int] = set()
         self._problem: BaseException | None = None
         self.why = ""  # error of the last call, if it failed
+        self.refusal = ""  # why the last put was refused, if it was
+        self._logged = ""  # the last refusal in the log: puts of a full store succeed now and then
         self._greeted = asyncio.Event()
 
     async def greet(self) -> None:
@@ -176,6 +178,11 @@ class L2Pool:
             log.warning("L2: %s", job.why)
         if job.ended is not None:
             self.why = job.why
+            if isinstance(job.command, L2Put) and not job.why:
+                if job.refusal not in ("", self._logged):
+                    log.warning("L2: %s", job.refusal)
+                    self._logged = job.refusal
+                self.refusal = job.refusal
         if call in self._abandoned:
             self._abandoned.remove(call)
         elif problem is None:
@@ -201,6 +208,7 @@ class L2Job:
         self.scratch = memoryview(b"")  # get: header and payload, as read
         self.ended: L2Ended | None = None
         self.why = ""  # the error, if it failed
+        self.refusal = ""  # the error, if a put was refused
         self._value = view(command.slot) if isinstance(command, L2Put) else memoryview(b"")
         self._turn = threading.Lock()
         self._abandoned = False
@@ -222,8 +230,8 @@ class L2Job:
             self.ended = self._run(connect(), scratch)
         except DamagedValue:
             self.ended = L2Ended(self.command.call, "corrupt")
-        except RefusedWrite:
-            self.ended = L2Ended(self.command.call, "refused")
+        except RefusedWrite as error:
+            self.ended, self.refusal = L2Ended(self.command.call, "refused"), error.message
         except RemoteError as error:
             self.ended, self.why = L2Ended(self.command.call, "failed"), error.message
         finally:

@@ -627,6 +627,11 @@ def _tiers(fleet: Fleet) -> Iterator[str]:
                 f"{name} does not reach its L2 {facts.get('l2_url')}{why}: what leaves L1 is computed again. "
                 "Start that server or repair the connection; kv_offload tries it once a second."
             )
+        elif why := facts.get("l2_refusal"):
+            yield (
+                f"{name} cannot write to its L2 {facts.get('l2_url')} ({why}): it reads what is there, and "
+                "what leaves L1 is computed again. Give it memory or an eviction policy, or make it writable."
+            )
         if stuck := facts.get("stuck_calls"):
             yield f"{name} waits for {_many(stuck, 'call')} that do not end: check {facts.get('l2_url')}."
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from support.kv_offload.memory_remote import MemoryRemote
 
-from services.kv_offload.backends.interface import Remote, RemoteError
+from services.kv_offload.backends.interface import RefusedWrite, Remote, RemoteError
 from services.kv_offload.events import L2Command, L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, Name
 from services.kv_offload.l2 import worker
 from services.kv_offload.l2.worker import CANARY, HEADER_BYTES, SIZE_KEY, STUCK, L2Job, L2Pool, value_size
@@ -221,6 +221,19 @@ async def test_a_canary_goes_out_on_new_connections_and_then_all_do() -> None:
     assert [remote.closed for remote in house.remotes] == [True, True, False]  # type: ignore[attr-defined]  # gates
     house.lane.close()
     assert house.remotes[-1].closed  # type: ignore[attr-defined]  # a gate
+
+
+async def test_a_refusal_holds_until_a_put_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    remote = Broken(RefusedWrite("full"))
+    house = Harness(lambda: remote)
+    for call in range(4):
+        remote.error = None if call == 2 else RefusedWrite("full")
+        await house.run(put(0, call))
+        assert house.lane.refusal == ("" if call == 2 else "full")
+    assert caplog.messages == ["L2: full"]
+    house.lane.close()
 
 
 async def test_a_worker_that_fails_of_something_else_fails_the_actor() -> None:

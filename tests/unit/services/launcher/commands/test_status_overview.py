@@ -184,6 +184,11 @@ def open_l2(error: str) -> dict[str, Any]:
     return answer("kv_offload", tiers=tiers, l2_url="redis://r", l2_error=error)
 
 
+def full_l2() -> dict[str, Any]:
+    tiers = {"l1": {"used_bytes": 0, "capacity_bytes": 8}, "l2": {"breaker": "closed"}}
+    return answer("kv_offload", tiers=tiers, l2_url="redis://r", l2_error="", l2_refusal="OOM")
+
+
 FULL = {**POOL, "kv_used_pct": 99.0}
 PROBLEMS = [
     (
@@ -208,6 +213,11 @@ PROBLEMS = [
         answer("scheduler", executors={"exec0001": POOL, "exec0002": POOL}),
         "executor.exec0002 has not answered within 0.5 s, and scheduler.sche counts on it: it is busy, "
         "stopped or cut off. Try again; its log has the reason.",
+    ),
+    (
+        full_l2(),
+        "kv_offload.kv_o cannot write to its L2 redis://r (OOM): it reads what is there, and what leaves L1 "
+        "is computed again. Give it memory or an eviction policy, or make it writable.",
     ),
     (
         answer("scheduler", executors={}),
