@@ -179,6 +179,14 @@ def ensure_home() -> None:
     os.environ.setdefault("USER", str(os.getuid()))
 
 
+def ensure_folder() -> None:
+    """Change to / if the working directory was removed: oneMKL, of torch, ends a process without one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
+
+
 def module_command(module: str, *args: str) -> list[str]:
     """The command that runs a module as a process. It imports nothing from the working directory (-P), where
     a file may have any name. Use it with an environment of `with_import_path`."""

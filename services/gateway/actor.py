@@ -42,7 +42,7 @@ log = logging.getLogger("headrace.gateway")
 Tls = WatchedFile[ssl.SSLContext]
 
 BACKLOG = 2_048
-MAX_FILES = 65_536
+MAX_FILES, FEW_FILES = 65_536, 1_024
 STALL_MS = 30_000
 UNSENT_BYTES = 262_144  # kernel buffer of a connection, by default up to 4 MB
 START_US = 30_000_000  # for the first tokenizer of each model to come: requests wait for it
@@ -247,6 +247,10 @@ def allow_files() -> None:
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < FEW_FILES:
+        log.warning(
+            "only %d files may be open (ulimit -n): further connections are closed without an answer", most
+        )
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:

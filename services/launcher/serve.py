@@ -81,6 +81,7 @@ def serve(kind: str, settings: Settings, *, name: str = "", heartbeats: str = ""
         "" if prefixed_by_up else name or kind, level=settings.log_level, as_json=settings.log_json
     )
     os.environ.update(environment(kind, os.environ))
+    processes.ensure_folder()
     os.umask(0o077)  # only the owner may read files that hold prompts: event logs, KV in a folder
     url = settings.nats_url or DEFAULT_NATS_URL
     path = heartbeats or runtime_path(kind)

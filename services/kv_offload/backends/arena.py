@@ -324,7 +324,9 @@ def open_arena(plan: Plan, generation: int) -> Opened:
     name = segment_name(plan.host, generation)
     try:
         lock = hold(name)
-    except PermissionError as error:
+    except BlockingIOError:
+        raise
+    except OSError as error:  # no permission, read-only, no inode
         raise NoRoom(f"{error}: let this user write there, or start without tiers (--l1 off)") from None
     try:
         remove_dead(plan.host)

@@ -108,3 +108,16 @@ def test_a_machine_without_smaps_or_glibc_is_left_as_it_is(monkeypatch: pytest.M
     monkeypatch.setattr(processes, "SMAPS", Path("/nowhere"))
     monkeypatch.setattr(processes.ctypes, "CDLL", lambda _: object())
     give_back_memory()
+
+
+def test_a_process_whose_folder_was_removed_gets_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    processes.ensure_folder()
+    assert Path.cwd() == tmp_path
+    (gone := tmp_path / "gone").mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    processes.ensure_folder()
+    assert Path.cwd() == Path("/")

@@ -32,6 +32,14 @@ def test_it_may_have_as_many_connections_as_the_machine_lets_it() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_low_limit_of_open_files_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(actor, "MAX_FILES", 64)
+    build(Settings())
+    assert caplog.messages[0].startswith("only 64 files may be open (ulimit -n)")
+
+
 def test_a_gateway_that_may_ask_in_every_name_wants_keys(tmp_path: Path) -> None:
     with pytest.raises(
         SetupError, match=r"as headrace-gateway .* `http_keys` is empty: set it to the file"

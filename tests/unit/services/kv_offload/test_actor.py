@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import re
@@ -537,11 +538,12 @@ async def test_an_l1_that_shared_memory_cannot_hold_costs_the_tiers_and_nothing_
     assert runtime.state == "stopped"
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 async def test_a_shared_memory_that_cannot_be_written_costs_the_tiers_alone(
-    host: str, monkeypatch: pytest.MonkeyPatch
+    number: int, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(name: str) -> int:
-        raise PermissionError(13, "Permission denied", f"/dev/shm/{name}")
+        raise OSError(number, os.strerror(number), f"/dev/shm/{name}")
 
     monkeypatch.setattr(arena, "hold", refuse)
     actor = KvOffloadActor(Plan(host, PAGE))
