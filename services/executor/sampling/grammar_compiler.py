@@ -181,10 +181,10 @@ class GrammarCompiler:
 
     def _texts(self, view: View) -> Texts:
         vocabulary = self._load_vocabulary()
-        texts = list(vocabulary.bytes_with(view.markers))
+        texts = vocabulary.bytes_with(view.markers)[: self._vocab]  # weights may have fewer tokens
         if view.without:
             texts = [b"" if view.without.intersection(text) else text for text in texts]
-        return Texts(view, texts, self._vocab, list(vocabulary.eos_ids))
+        return Texts(view, texts, self._vocab, [i for i in vocabulary.eos_ids if i < self._vocab])
 
 
 def _without(asked: dict[str, Any]) -> frozenset[int]:

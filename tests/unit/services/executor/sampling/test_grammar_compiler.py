@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from support.default_model import model_path
 from support.structured import grammar_of
+from support.text_models import write_hf_folder
+from tokenizers import AddedToken
 
 from services.executor.sampling import grammar_compiler, grammar_process
 from services.executor.sampling.grammar_compiler import (
@@ -60,6 +62,17 @@ def process_of(compiler: GrammarCompiler) -> int:
 
 def test_nothing_runs_before_the_first_grammar(compiler: GrammarCompiler) -> None:
     assert compiler._threads == []
+
+
+def test_weights_with_fewer_tokens_than_the_tokenizer(tmp_path: Path) -> None:
+    """A pad token was added, and the weights were not resized."""
+    added = (AddedToken("<pad>", special=True), AddedToken("<end>", special=True))
+    folder = write_hf_folder(tmp_path / "m", added)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 501]}))
+    vocabulary = load_vocabulary(ModelFiles("m", folder))
+    compiler = GrammarCompiler(lambda: vocabulary, vocabulary.size - 2)
+    result(compiler.request(regex("a+"), "t"))
+    compiler.close()
 
 
 def test_a_grammar_over_its_time_or_memory_is_refused_and_the_next_one_is_not(
