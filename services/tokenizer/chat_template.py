@@ -126,7 +126,7 @@ class ChatTemplate:
             raise BadRequest(NO_TEMPLATE, param="messages")
         try:
             return template.render(
-                self._guard(dict(options.variables), self._control),
+                {**self._vocabulary.named, **self._guard(dict(options.variables), self._control)},
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self._vocabulary.bos_token,

@@ -18,7 +18,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -44,7 +44,9 @@ _END_NAMES = frozenset(
     | {"<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "<｜end▁of▁sentence｜>"}
 )
 _HARMONY = {"<|return|>", "<|call|>"}  # in a vocabulary with these, `<|end|>` ends only a part of an answer
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # special for any entry in tokenizer.json
+# Special for any entry in tokenizer.json, in transformers' order; absent ones get the next ids.
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")  # of an added token
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -62,6 +64,7 @@ class VocabularyParts:
     special: frozenset[int]  # control tokens: they have no text
     added: frozenset[int]  # matched whole in a text before BPE; includes the special ones
     byte_level: bool  # else SentencePiece with byte fallback
+    space_before: bool  # a space precedes the first word, which decoding removes (most of SentencePiece)
     # Builds a new one (0.1 s), which a detokenizer does not need. The tokens of the argument get other names
     # and match only these, neither their old names nor merges; all ids stay.
     build: Callable[[Mapping[str, str]], Tokenizer]
@@ -70,6 +73,7 @@ class VocabularyParts:
     bos_id: int | None
     eos_ids: tuple[int, ...]
     chat_template: str  # jinja source, "" if the model has none
+    named: Mapping[str, str] = field(default_factory=dict)  # special tokens by their names in templates
     context_tokens: int  # the model's longest sequence, 0 if unknown
 
 
@@ -89,7 +93,7 @@ class Vocabulary:
         self.special_ids = parts.special
         self.prefix_ids, self.suffix_ids = parts.prefix_ids, parts.suffix_ids
         self.eos_ids = parts.eos_ids
-        self.chat_template = parts.chat_template
+        self.chat_template, self.named = parts.chat_template, parts.named
         self.context_tokens = parts.context_tokens
         self._tables: dict[frozenset[str], list[bytes]] = {}  # by markers: one for each answer format in use
         self.secret = secrets.token_hex(8)  # of this process; never in an id or an answer
@@ -153,8 +157,8 @@ class Vocabulary:
 
     @property
     def strips_leading_space(self) -> bool:
-        """SentencePiece puts a space before the first word; decoding removes it."""
-        return not self._parts.byte_level
+        """Whether decoding removes a space before the first word."""
+        return self._parts.space_before
 
     @cached_property
     def longest_token_bytes(self) -> int:
@@ -247,31 +251,76 @@ def hf_parts(folder: Path) -> VocabularyParts:
     if not file.is_file():
         raise SetupError(f"{folder} has no tokenizer.json; Headrace reads no other tokenizer format there")
     source = file.read_text("utf-8")
+    config = _json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _json(folder / "special_tokens_map.json")
     try:
+        stated, more = _added_later(config, _json(folder / "added_tokens.json"))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise unreadable(folder / "tokenizer_config.json", "a tokenizer's configuration", error) from error
+    ends = {_text_of(config.get(name)) for name in ("bos_token", "eos_token")}
+
+    def read() -> Tokenizer:
         tokenizer = Tokenizer.from_str(source)
+        tokenizer.no_truncation()  # both are left over from a training
+        tokenizer.no_padding()
+        tokenizer.add_tokens(stated)
+        known = {each.content for each in tokenizer.get_added_tokens_decoder().values()}
+        plain = [each for each in more if each.content not in known]
+        add = (each for each in plain if each.content in ends or tokenizer.token_to_id(each.content) is None)
+        tokenizer.add_tokens(list(add))
+        return tokenizer
+
+    try:
+        tokenizer = read()
     except Exception as error:  # the library raises nothing narrower
         raise unreadable(file, "a tokenizer", error) from error
-    config = _json(folder / "tokenizer_config.json")
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     tokens = [""] * (max(vocab.values()) + 1)
     for token, i in vocab.items():
         tokens[i] = token
     added = tokenizer.get_added_tokens_decoder()
-    named = {_text_of(value) for name, value in config.items() if name in _NAMED}
     bos = vocab.get(_text_of(config.get("bos_token")))
+    byte_level = _is_byte_level(json.loads(source), file)
+    named = {name: _text_of(config[name]) for name in _NAMED if config.get(name)}
     return VocabularyParts(
         tokens=tokens,
-        special=frozenset(i for i, token in added.items() if token.special or token.content in named),
+        special=frozenset(i for i, each in added.items() if each.special or each.content in named.values()),
         added=frozenset(added),
-        byte_level=_is_byte_level(json.loads(source), file),
-        build=lambda names: _renamed(Tokenizer.from_str(source), names),
+        byte_level=byte_level,
+        space_before=not byte_level and tokenizer.decoder.decode(["▁a"]) == "a",
+        build=lambda names: _renamed(read(), names),
         prefix_ids=_prefix_ids(tokenizer, config, bos),
         suffix_ids=_suffix_ids(tokenizer, config, vocab),
         bos_id=bos,
         eos_ids=_eos_ids(folder, config, vocab),
         chat_template=_chat_template(folder, config),
+        named=named,
         context_tokens=int(_json(folder / "config.json").get("max_position_embeddings") or 0),
     )
+
+
+def _added_later(
+    config: Mapping[str, Any], numbered: Mapping[str, Any]
+) -> tuple[list[AddedToken], list[AddedToken]]:
+    """The tokens that other files of a folder add to tokenizer.json, as transformers does: those of
+    `added_tokens_decoder`, which also change how tokens of tokenizer.json match, and those to add if absent.
+    `numbered`: added_tokens.json, which that key replaces."""
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    more = (*map(config.get, _NAMED), *(more.values() if isinstance(more, dict) else more))
+    special = [_added(each, special=True) for each in more if _text_of(each)]
+    stated = config.get("added_tokens_decoder")
+    if stated is not None:
+        return [_added(stated[i], special=False) for i in sorted(stated, key=int)], special
+    names = {token.content for token in special}
+    ordered = sorted(numbered, key=lambda name: numbered[name])
+    return [], [_added(name, special=name in names) for name in ordered] + special
+
+
+def _added(token: object, special: bool) -> AddedToken:
+    given = token if isinstance(token, dict) else {}
+    flags = {"special": special, **{name: bool(given[name]) for name in _FLAGS if name in given}}
+    return AddedToken(_text_of(token), **{"normalized": not flags["special"], **flags})
 
 
 def _is_byte_level(source: dict[str, Any], file: Path) -> bool:
@@ -324,7 +373,9 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str:
         return file.read_text("utf-8")
     template = config.get("chat_template") or ""
     if isinstance(template, list):  # several named ones
-        template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
+        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        template = template.get("default", "")
     return str(template)
 
 
@@ -366,6 +417,7 @@ def gguf_parts(path: Path) -> VocabularyParts:
         special=frozenset(i for i, kind in enumerate(kinds) if kind in _SPECIAL),
         added=frozenset(i for i, kind in enumerate(kinds) if kind in (*_SPECIAL, _USER_DEFINED)),
         byte_level=model == "gpt2",
+        space_before=model == "llama" and bool(data.get("tokenizer.ggml.add_space_prefix", True)),
         build=builders[model](data),
         prefix_ids=(bos,) if add_bos and bos is not None else (),
         suffix_ids=ends[:1] if data.get("tokenizer.ggml.add_eos_token") else (),
@@ -490,7 +542,8 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     for token in source["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
+        if token["content"] in names:  # a normalizer may change the name so that it is not found
+            token.update(content=names[token["content"]], normalized=False)
     source["post_processor"] = None  # it adds tokens by name around a text, which no caller needs
     return Tokenizer.from_str(json.dumps(source))
 
