@@ -256,7 +256,8 @@ def hf_parts(folder: Path) -> VocabularyParts:
         config |= _json(folder / "special_tokens_map.json")
     try:
         stated, more = _added_later(config, _json(folder / "added_tokens.json"))
-    except (AttributeError, TypeError, ValueError) as error:
+        template = _chat_template(folder, config)
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise unreadable(folder / "tokenizer_config.json", "a tokenizer's configuration", error) from error
     ends = {_text_of(config.get(name)) for name in ("bos_token", "eos_token")}
 
@@ -294,7 +295,7 @@ def hf_parts(folder: Path) -> VocabularyParts:
         suffix_ids=_suffix_ids(tokenizer, config, vocab),
         bos_id=bos,
         eos_ids=_eos_ids(folder, config, vocab),
-        chat_template=_chat_template(folder, config),
+        chat_template=template,
         named=named,
         context_tokens=int(_json(folder / "config.json").get("max_position_embeddings") or 0),
     )

@@ -78,11 +78,18 @@ def test_tokens_that_another_file_adds_are_tokens(tmp_path: Path, files: dict[st
     assert vocabulary.size == NEXT + 2
 
 
-def test_a_damaged_list_of_tokens_is_named(tmp_path: Path) -> None:
-    for i, damaged in enumerate((["x"], {"a": {}})):
-        folder = folder_of(tmp_path / str(i), tokenizer_config={"added_tokens_decoder": damaged})
-        with pytest.raises(SetupError, match=r"tokenizer_config\.json is not a tokenizer's configuration"):
-            loaded(folder)
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"added_tokens_decoder": ["x"]},
+        {"added_tokens_decoder": {"a": {}}},
+        {"chat_template": [{"name": "default"}]},
+        {"chat_template": [None]},
+    ],
+)
+def test_a_damaged_configuration_is_named(tmp_path: Path, damaged: dict[str, Any]) -> None:
+    with pytest.raises(SetupError, match=r"tokenizer_config\.json is not a tokenizer's configuration"):
+        loaded(folder_of(tmp_path, tokenizer_config=damaged))
 
 
 def test_an_absent_pad_token_takes_the_id_before_further_tokens(tmp_path: Path) -> None:
