@@ -212,9 +212,17 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    """The `tojson` of Hugging Face: not escaped for HTML, unlike jinja's own."""
-    return json.dumps(value, **{"ensure_ascii": False, **options})
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """The `tojson` of Hugging Face: not escaped for HTML, and with other options than jinja's own."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _calendar(wall_us: int) -> Callable[[str], str]:

@@ -146,3 +146,14 @@ def test_what_a_model_wrote_may_be_named_in_a_template(tmp_path: Path) -> None:
     assert ChatTemplate(vocabulary).render(messages, False, WALL_US) == "ab<|im_end|>1"
     written = render_jinja_template([messages], chat_template=template)[0]
     assert written == ["ab<|im_end|>1"]
+
+
+@pytest.mark.parametrize(
+    "options", ["", "true", "true, 2", "indent=4, sort_keys=true", "separators=(',', ':')"]
+)
+def test_json_has_the_options_of_transformers(tmp_path: Path, options: str) -> None:
+    template = f"{{{{ messages | tojson({options}) }}}}"
+    vocabulary = load_vocabulary(ModelFiles("m", write_hf_folder(tmp_path / "m", template=template)))
+    messages = [{"role": "user", "content": "Größe <b>"}]
+    written = render_jinja_template([messages], chat_template=template)[0]
+    assert [ChatTemplate(vocabulary).render(messages, False, WALL_US)] == written
