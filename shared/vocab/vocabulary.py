@@ -284,6 +284,7 @@ def hf_parts(folder: Path) -> VocabularyParts:
     bos = vocab.get(_text_of(config.get("bos_token")))
     byte_level = _is_byte_level(json.loads(source), file)
     named = {name: _text_of(config[name]) for name in _NAMED if config.get(name)}
+    context = _json(folder / "config.json").get("max_position_embeddings")
     return VocabularyParts(
         tokens=tokens,
         special=frozenset(i for i, each in added.items() if each.special or each.content in named.values()),
@@ -297,7 +298,7 @@ def hf_parts(folder: Path) -> VocabularyParts:
         eos_ids=_eos_ids(folder, config, vocab),
         chat_template=template,
         named=named,
-        context_tokens=int(_json(folder / "config.json").get("max_position_embeddings") or 0),
+        context_tokens=context if isinstance(context, int) else 0,  # an executor names one that is no number
     )
 
 

@@ -22,7 +22,8 @@ from shared.vocab.gguf import read_metadata
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
 SUPPORTED = tuple(FAMILIES)
-_MOST_LAYERS = 4096  # far above any model's; a damaged number would take minutes to describe
+# Far above any model's: with a damaged number the description or the rotations would take minutes.
+_MOST_LAYERS, _MOST_DIM = 4096, 65_536
 _MODE = "pooling_mode_"
 _IN_GGUF = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
 IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
@@ -62,7 +63,7 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
     check_hf(config, kind, family)
     config = {**family.defaults, **config}
     heads = int(config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    head_dim = _rotated(int(config.get("head_dim") or int(config["hidden_size"]) // heads))
     rope: Mapping[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     return _plausible(Shapes(
@@ -109,6 +110,13 @@ def pooling_of(path: Path) -> str:
     modes = [key.removeprefix(_MODE) for key, on in given.items() if key.startswith(_MODE) and on is True]
     modes = modes or [str(given.get("pooling_mode", "mean"))]
     return LAST_TOKEN if modes == [LAST_TOKEN] else f"pooling {'+'.join(modes)}"
+
+
+def _rotated(head_dim: int) -> int:
+    """`head_dim`. Raises ValueError for one whose frequencies no list can hold."""
+    if head_dim > _MOST_DIM:
+        raise ValueError(f"no model has heads of {head_dim} numbers")
+    return head_dim
 
 
 def _plausible(shapes: Shapes) -> Shapes:
@@ -187,7 +195,7 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
         raise refuse(f"rope scaling {scaling!r}", IN_GGUF)
     heads = int(metadata[f"{kind}.attention.head_count"])
     hidden = int(metadata[f"{kind}.embedding_length"])
-    head_dim = int(metadata.get(f"{kind}.attention.key_length", hidden // heads))
+    head_dim = _rotated(int(metadata.get(f"{kind}.attention.key_length", hidden // heads)))
     for key in ("attention.value_length", "rope.dimension_count"):
         if int(metadata.get(f"{kind}.{key}", head_dim)) != head_dim:
             raise refuse(f"{key} {metadata[f'{kind}.{key}']} with heads of {head_dim}", IN_GGUF)

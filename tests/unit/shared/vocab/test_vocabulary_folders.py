@@ -92,6 +92,11 @@ def test_a_damaged_configuration_is_named(tmp_path: Path, damaged: dict[str, Any
         loaded(folder_of(tmp_path, tokenizer_config=damaged))
 
 
+def test_a_context_that_is_no_number_is_unknown_here(tmp_path: Path) -> None:
+    """The executor names it."""
+    assert loaded(folder_of(tmp_path, config={"max_position_embeddings": ["8k"]})).context_tokens == 0
+
+
 def test_an_absent_pad_token_takes_the_id_before_further_tokens(tmp_path: Path) -> None:
     given = {"pad_token": "[PAD]", "additional_special_tokens": ["<|extra|>"]}
     vocabulary = loaded(folder_of(tmp_path, tokenizer_config=given))

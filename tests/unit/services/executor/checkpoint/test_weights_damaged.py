@@ -40,6 +40,12 @@ def refused_by_all(folder: Path, *said: str) -> None:
     assert all(each in caught.value.message for each in said), caught.value.message
 
 
+def test_numbers_beyond_any_model_are_an_error_at_once(sharded: Path) -> None:
+    file = sharded / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"head_dim": 10**30}))
+    refused(sharded, "no model has heads of 1000000", "config.json")
+
+
 def test_a_git_lfs_pointer_is_called_by_its_name(sharded: Path, tmp_path: Path) -> None:
     shard = sorted(sharded.glob("*-of-*.safetensors"))[1]
     shard.write_text(POINTER)
