@@ -1,7 +1,7 @@
 """Tiers, and the executors above them, join and leave. Jobs and lookups of a lost one end at once.
 
-`core` calls it with events, `core` and `results` with executors. A host has one tier in use, others stand
-by.
+`core` calls it with events and executors, `results` with executors. A host has one tier in use, others
+stand by.
 """
 
 from __future__ import annotations

@@ -126,6 +126,7 @@ def test_a_wrong_file_of_webhooks_is_refused_before_anything_starts(
 
 START = """
 import select
+import signal
 from services.launcher import cli, nats_server
 from services.launcher.own_folder import OwnFolder
 
@@ -136,6 +137,7 @@ def start(**more):
         select.select([], [], [], 0.1)
 
 nats_server.start_by_default = start
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and up leaves it so
 raise SystemExit(cli.main())
 """
 
