@@ -152,9 +152,8 @@ class KvOffloadActor(Actor):
         return metric_points(self._core.state)
 
     def status(self) -> dict[str, object]:
-        stuck = 0 if self._l2_pool is None else self._l2_pool.stuck
         pool = self._l2_pool
-        why, refusal = ("", "") if pool is None else (pool.why, pool.refusal)
+        why, refusal, stuck = ("", "", 0) if pool is None else (pool.why, pool.refusal, pool.stuck)
         kept: dict[str, object] = {
             "l2_url": self._l2_url, "l2_error": why, "l2_refusal": refusal, "stuck_calls": stuck,
         }  # fmt: skip

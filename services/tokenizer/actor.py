@@ -136,9 +136,8 @@ class TokenizerActor(Actor):
             *[await self._second.subscribe(asked, copies) for asked in requests],
             *[await subscribe(asked, self._arrivals.put, queue="tokenizer") for asked in requests],
             *await aliases.listen(self._queries.roots, self._queries.is_served, edge=self._edge),
-            *await self._queries.listen(
-                self._awaited
-            ),  # last: a tokenizer that answers these must receive requests
+            # Last: a tokenizer that answers these must receive requests.
+            *await self._queries.listen(self._awaited),
         ]
         await self._second.flush()
         self._standing = asyncio.get_running_loop().create_task(self._stand_by())

@@ -299,11 +299,9 @@ def gated(
             wide = matmul(x, gate_up, chosen)
             return quantise_rows(wide, chained=chained) if fp8 else wide
     wide = product(x, gate_up, whole=not plain)
-    return (
-        swiglu_fp8(wide, chained=chained)
-        if fp8
-        else swiglu(wide, x.dtype if plain else None, chained=chained)
-    )
+    if fp8:
+        return swiglu_fp8(wide, chained=chained)
+    return swiglu(wide, x.dtype if plain else None, chained=chained)
 
 
 def _tuned(tuning: DeviceTuning) -> Products:
