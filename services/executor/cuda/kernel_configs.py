@@ -117,7 +117,7 @@ _H200 = DeviceTuning(
     few=_FEW,
     many=Layouts(
         decode=DecodeTuning(64, 2, 5, 4),
-        decode_fp8=DecodeTuning(128, 2, 7, 4, chained=True),
+        decode_fp8=DecodeTuning(128, 3, 5, 4, chained=True),
         products={
             (4096, 4096): ((128, MatmulTuning(64, 128, 2, 4)),),
             (4096, 14336): ((64, MatmulTuning(64, 128, 2, 6)), (128, MatmulTuning(64, 128, 2, 4))),
