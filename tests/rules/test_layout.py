@@ -66,7 +66,7 @@ HANGING = (
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 87, 25_487
-PRODUCT_FILES, PRODUCT_LINES = 278, 68_635
+PRODUCT_FILES, PRODUCT_LINES = 278, 68_641
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

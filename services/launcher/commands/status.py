@@ -632,6 +632,12 @@ def _tiers(fleet: Fleet) -> Iterator[str]:
                 f"{name} cannot write to its L2 {facts.get('l2_url')} ({why}): it reads what is there, and "
                 "what leaves L1 is computed again. Give it memory or an eviction policy, or make it writable."
             )
+        if damaged := facts.get("tiers", {}).get("l2", {}).get("corrupt"):
+            yield (
+                f"{name} has deleted {_many(damaged, 'damaged value')} from its L2 {facts.get('l2_url')} "
+                "since it started, and computes them again: check that server's memory and disk, and what "
+                "else writes to it."
+            )
         if stuck := facts.get("stuck_calls"):
             yield f"{name} waits for {_many(stuck, 'call')} that do not end: check {facts.get('l2_url')}."
 

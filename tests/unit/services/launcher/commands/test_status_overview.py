@@ -184,9 +184,9 @@ def open_l2(error: str) -> dict[str, Any]:
     return answer("kv_offload", tiers=tiers, l2_url="redis://r", l2_error=error)
 
 
-def full_l2() -> dict[str, Any]:
-    tiers = {"l1": {"used_bytes": 0, "capacity_bytes": 8}, "l2": {"breaker": "closed"}}
-    return answer("kv_offload", tiers=tiers, l2_url="redis://r", l2_error="", l2_refusal="OOM")
+def l2_with(corrupt: int = 0, refusal: str = "") -> dict[str, Any]:
+    tiers = {"l1": {"used_bytes": 0, "capacity_bytes": 8}, "l2": {"breaker": "closed", "corrupt": corrupt}}
+    return answer("kv_offload", tiers=tiers, l2_url="redis://r", l2_error="", l2_refusal=refusal)
 
 
 FULL = {**POOL, "kv_used_pct": 99.0}
@@ -215,7 +215,7 @@ PROBLEMS = [
         "stopped or cut off. Try again; its log has the reason.",
     ),
     (
-        full_l2(),
+        l2_with(refusal="OOM"),
         "kv_offload.kv_o cannot write to its L2 redis://r (OOM): it reads what is there, and what leaves L1 "
         "is computed again. Give it memory or an eviction policy, or make it writable.",
     ),
@@ -265,6 +265,11 @@ PROBLEMS = [
         open_l2("refused"),
         "kv_offload.kv_o does not reach its L2 redis://r (refused): what leaves L1 is computed again. Start "
         "that server or repair the connection; kv_offload tries it once a second.",
+    ),
+    (
+        l2_with(corrupt=2),
+        "kv_offload.kv_o has deleted 2 damaged values from its L2 redis://r since it started, and computes "
+        "them again: check that server's memory and disk, and what else writes to it.",
     ),
     (
         answer("kv_offload", stuck_calls=2, l2_url="redis://r"),
