@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 
-def rope_table(inverse_frequencies: Tensor, positions: int) -> Tensor:
+def rope_table(inverse_frequencies: Tensor, positions: int, gain: float = 1.0) -> Tensor:
     """The rotation of every position: `[positions, 2, 2 * half]` in float32, cosines then signed sines.
 
-    `inverse_frequencies` is `[half]` in float64: theta^(-2i/dim), scaled or not.
+    `inverse_frequencies` is `[half]` in float64: theta^(-2i/dim), scaled or not. `gain` multiplies what is
+    rotated.
     """
     at = torch.arange(positions, dtype=torch.float64)
     angles = torch.outer(at, inverse_frequencies)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * gain, angles.sin() * gain
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).float()
 
 

@@ -65,7 +65,7 @@ def _log_probs(path: Path, windows: list[list[int]], *, fp8: bool, activations: 
 
 def _hidden(shapes: Shapes, weights: Weights, tokens: list[int], *, activations: bool) -> Tensor:
     frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-    rotations = rope_table(frequencies, len(tokens))
+    rotations = rope_table(frequencies, len(tokens), shapes.rope_gain)
 
     def attended(rope: Placed, attention: Placed) -> Step:
         def step(values: Any) -> None:

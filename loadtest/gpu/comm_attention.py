@@ -42,7 +42,7 @@ class HostAttention:
         self._shapes = shapes
         self._kv = torch.zeros(shapes.layers, 2, prompts, room, shapes.kv_heads, shapes.head_dim)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-        self._rotations = rope_table(frequencies, room)
+        self._rotations = rope_table(frequencies, room, shapes.rope_gain)
 
     def prepare(self, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
         return chunks
@@ -79,7 +79,7 @@ class CudaAttention:
         order = torch.randperm(prompts * blocks, generator=torch.Generator().manual_seed(3))
         self._tables = order.view(prompts, blocks).int().to(device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-        self._rotations = rope_table(frequencies, room).to(device)
+        self._rotations = rope_table(frequencies, room, shapes.rope_gain).to(device)
         self._tuning = device_tuning(torch.cuda.get_device_name(device)).prefill
 
     def prepare(self, chunks: tuple[Chunk, ...]) -> Any:

@@ -7,13 +7,13 @@ loads is computed as its authors intended.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from services.executor.checkpoint.families import FAMILIES, Family
-from services.executor.checkpoint.known_keys import check_gguf, check_hf, rope_type
+from services.executor.checkpoint.known_keys import check_gguf, check_hf
+from services.executor.checkpoint.rope import gguf_rope, rope_fields
 from services.executor.engine import LAST_TOKEN
 from services.executor.model.shapes import ExpertShapes, Shapes
 from shared.errors import SetupError
@@ -77,8 +77,7 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
         vocab=int(config["vocab_size"]),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
-        rope_factors=_hf_rope_factors(rope, theta, head_dim),
-        max_context=int(config.get("max_position_embeddings", 2048)),
+        **rope_fields(rope, theta, head_dim, int(config.get("max_position_embeddings", 2048))),
         sliding_window=_hf_window(family, config),
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_hf_experts(family, config),
@@ -161,27 +160,6 @@ def _hf_experts(family: Family, config: Mapping[str, Any]) -> ExpertShapes | Non
     )
 
 
-def _hf_rope_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
-    kind = rope_type(rope)
-    if kind == "default":
-        return ()
-    factor = float(rope["factor"])
-    if kind == "linear":
-        return (factor,) * (head_dim // 2)
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    original = float(rope["original_max_position_embeddings"])
-    plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    return tuple(_llama3_factor(2 * math.pi / each, factor, (low, high), original) for each in plain)
-
-
-def _llama3_factor(wavelength: float, factor: float, bounds: tuple[float, float], original: float) -> float:
-    """Llama 3.1: short waves stay, long waves slow down by `factor`, waves between are interpolated."""
-    low, high = bounds
-    smooth = (original / wavelength - low) / (high - low)
-    kept = min(max(smooth, 0.0), 1.0)
-    return 1.0 / ((1.0 - kept) / factor + kept)
-
-
 def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
     """Shapes from GGUF metadata (keys: the GGUF specification) and the set of tensor names. Raises SetupError
     for an unsupported model; KeyError, TypeError or ValueError for damaged metadata. The loader (gguf.py)
@@ -190,16 +168,14 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
     if kind not in IN_GGUF:
         raise refuse(f"GGUF architecture {kind!r}", IN_GGUF)
     check_gguf(metadata, kind)
-    scaling = metadata.get(f"{kind}.rope.scaling.type", "linear")
-    if scaling not in ("none", "linear"):
-        raise refuse(f"rope scaling {scaling!r}", IN_GGUF)
     heads = int(metadata[f"{kind}.attention.head_count"])
     hidden = int(metadata[f"{kind}.embedding_length"])
     head_dim = _rotated(int(metadata.get(f"{kind}.attention.key_length", hidden // heads)))
     for key in ("attention.value_length", "rope.dimension_count"):
         if int(metadata.get(f"{kind}.{key}", head_dim)) != head_dim:
             raise refuse(f"{key} {metadata[f'{kind}.{key}']} with heads of {head_dim}", IN_GGUF)
-    factor = float(metadata.get(f"{kind}.rope.scaling.factor", 0.0)) if scaling == "linear" else 0.0
+    theta = float(metadata.get(f"{kind}.rope.freq_base", 10000.0))
+    context = int(metadata[f"{kind}.context_length"])
     return _plausible(Shapes(
         architecture=kind,
         layers=int(metadata[f"{kind}.block_count"]),
@@ -210,9 +186,8 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
         intermediate=int(metadata[f"{kind}.feed_forward_length"]),
         vocab=len(metadata["tokenizer.ggml.tokens"]),
         norm_eps=float(metadata[f"{kind}.attention.layer_norm_rms_epsilon"]),
-        rope_theta=float(metadata.get(f"{kind}.rope.freq_base", 10000.0)),
-        rope_factors=() if factor in (0.0, 1.0) else (factor,) * (head_dim // 2),
-        max_context=int(metadata[f"{kind}.context_length"]),
+        rope_theta=theta,
+        **rope_fields(gguf_rope(metadata, kind, context), theta, head_dim, context),
         sliding_window=int(metadata.get(f"{kind}.attention.sliding_window", 0)),
         tied="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,

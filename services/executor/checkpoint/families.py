@@ -30,7 +30,7 @@ class Family:
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
-    options: Mapping[str, bool] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertNames | None = None
     window_switch: bool = False  # a sliding window needs use_sliding_window

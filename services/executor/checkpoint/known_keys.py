@@ -57,7 +57,12 @@ _ONE_VALUE: Mapping[str, object] = {
 }
 _ROPE = frozenset(("type", "rope_type", "rope_theta", "partial_rotary_factor", "factor",
                    "original_max_position_embeddings"))  # fmt: skip
-_ROPE_OF_TYPE = {"llama3": frozenset(("low_freq_factor", "high_freq_factor"))}
+_ROPE_OF_TYPE = {
+    "llama3": frozenset(("low_freq_factor", "high_freq_factor")),
+    "yarn": frozenset((
+        "attention_factor", "beta_fast", "beta_slow", "finetuned", "mscale", "mscale_all_dim", "truncate",
+    )),
+}  # fmt: skip
 
 _GGUF_NAMESPACES = ("general.", "tokenizer.", "quantize.", "mradermacher.")
 _GGUF_READ = frozenset((
@@ -65,7 +70,7 @@ _GGUF_READ = frozenset((
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.finetuned", "pooling_type",
+    "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "pooling_type",
 ))  # fmt: skip
 _GGUF_ONE_VALUE: Mapping[str, object] = {
     "attention.causal": True,
@@ -116,10 +121,10 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
 def rope_type(rope: Mapping[str, Any]) -> str:
     """How rotation frequencies are scaled. Raises SetupError for an unsupported type."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in ("default", "linear", "llama3", "yarn"):
         raise SetupError(
-            f"rope scaling {kind!r} is not supported; supported are default, linear and llama3. Some models "
-            "are meant to work without it up to their original context: see the model's page"
+            f"rope scaling {kind!r} is not supported; supported are default, linear, llama3 and yarn. Some "
+            "models are meant to work without it up to their original context: see the model's page"
         )
     return kind
 

@@ -189,7 +189,7 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
     count = min(TOKENS, shapes.max_context)
     ids = torch.arange(count, device=weights.norm.device) * _STRIDE % shapes.vocab
     frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-    rotations = rope_table(frequencies, count).to(ids.device)
+    rotations = rope_table(frequencies, count, shapes.rope_gain).to(ids.device)
     if stage.first:
         residual = weights.embedding.rows(ids).values.float()
     else:
@@ -199,7 +199,7 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
     def measured(rope: Placed, attention: Placed) -> Step:
         def step(values: Values) -> None:
             query, key, value = split_heads(values.x, attention.op.heads, attention.op.kv_heads)
-            radius = torch.hypot(*key.chunk(2, -1))
+            radius = torch.hypot(*key.chunk(2, -1)) * max(1.0, shapes.rope_gain)
             found.append(torch.stack((radius.amax((0, 2)), value.abs().amax((0, 2)))))
             values.x = _attend(apply_rope(query, rotations), apply_rope(key, rotations), value)
 
@@ -257,7 +257,8 @@ def fingerprint(
     digest = hashlib.sha256()
     parts = (_FORMAT, model, repr(shapes), str(weights.norm.dtype), str(block_tokens), LAYOUT)
     experts = () if shapes.experts is None else (repr(shapes.experts),)
-    for part in (*parts, *experts, *kept.marks()):
+    gain = () if shapes.rope_gain == 1.0 else (f"rope gain {shapes.rope_gain!r}",)
+    for part in (*parts, *experts, *gain, *kept.marks()):
         digest.update(part.encode() + b"\0")
     for tensor in tensors_of(weights):
         flat = tensor.flatten()

@@ -188,6 +188,8 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
     digest = hashlib.sha256()
     modes = f"dummy {options.dummy} deterministic {options.deterministic}"
     facts = [_DIGEST, repr(shapes), repr(shapes.experts), dtype, kv_dtype, modes]
+    if shapes.rope_gain != 1.0:
+        facts.append(f"rope gain {shapes.rope_gain!r}")
     if isinstance(scheme := scheme_in(options.model_path), Int4Format):
         facts.append(repr(scheme))  # the same bytes are other numbers in another format
     for fact in facts:

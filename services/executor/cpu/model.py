@@ -58,7 +58,7 @@ class Model:
         self._deterministic = deterministic
         self._products = products
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-        self._rotations = rope_table(frequencies, loaded.context).to(device)
+        self._rotations = rope_table(frequencies, loaded.context, shapes.rope_gain).to(device)
 
     def compile_products(self, most_rows: int) -> None:
         """Compile the kernels of the products for up to `most_rows` rows, so that no step waits for them."""

@@ -119,7 +119,7 @@ class CudaModel:
             log.info("weights in 4 bits laid out, their kernels built: %.1f s", time.monotonic() - began_s)
         self._product = products_of(tuning, kv.device)
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)
-        self._rotations = rope_table(frequencies, loaded.context + 1).to(kv.device)
+        self._rotations = rope_table(frequencies, loaded.context + 1, shapes.rope_gain).to(kv.device)
 
     def tensors(self) -> Iterator[Tensor]:
         """The weights in the memory of the device. Tied ones occur twice."""

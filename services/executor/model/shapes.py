@@ -22,7 +22,8 @@ class ExpertShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """The numbers of a model. `rope_factors` divides each rotation frequency; empty means no scaling."""
+    """The numbers of a model. `rope_factors` divides each rotation frequency; empty means no scaling.
+    `rope_gain` multiplies what is rotated."""
 
     architecture: str
     layers: int
@@ -35,6 +36,7 @@ class Shapes:
     norm_eps: float
     rope_theta: float
     rope_factors: tuple[float, ...] = ()
+    rope_gain: float = field(default=1.0, repr=False)  # fingerprints add it
     max_context: int = 2048
     sliding_window: int = 0  # 0 = every token sees its whole past
     tied: bool = False  # the head is the embedding

@@ -22,6 +22,7 @@ _BASE = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -72,6 +73,12 @@ _MAKE = {
     ),
 }
 KINDS = tuple(_MAKE)
+_MAKE |= {  # forms of rotation, for test_model.py alone
+    "llama-yarn": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**_BASE, rope_parameters=_YARN)
+    ),
+}
+ROTATIONS = tuple(_MAKE)[len(KINDS) :]
 DENSE = tuple(kind for kind in KINDS if kind not in ("mixtral", "qwen3-moe", "qwen3-moe-mixed"))
 
 

@@ -154,8 +154,8 @@ CHANGES: dict[str, Any] = {
     "rope_interleaved": True,
     "rope_local_base_freq": 10000.0,
     "no_rope_layers": [1, 1, 1, 0],
-    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-    "rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]},
+    "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    "rope_parameters": {"rope_type": "proportional", "factor": 4.0},
     "use_mrope": True,
     "layer_types": ["full_attention", "linear_attention"],
     "alibi": True,
@@ -181,8 +181,8 @@ SAID = {
     "mlp_bias": "bias",
     "attention_bias": "bias",
     "hidden_act": "activation 'gelu_",
-    "rope_scaling": "rope scaling 'yarn'",
-    "rope_parameters": "rope scaling 'longrope'",
+    "rope_scaling": "rope scaling 'dynamic'",
+    "rope_parameters": "rope scaling 'proportional'",
     "layer_types": "linear_attention",
 }
 
@@ -247,7 +247,7 @@ GGUF_CHANGES: dict[str, Any] = {
     "llama.attention.causal": False,
     "llama.attention.value_length": 8,
     "llama.rope.dimension_count": 8,
-    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.type": "longrope",
     "llama.rope.scaling.attn_factor": 1.2,
     "llama.rope.scaling.yarn_log_multiplier": 0.1,
     "llama.rope.scale_linear": 4.0,
@@ -262,7 +262,7 @@ GGUF_CHANGES: dict[str, Any] = {
 SAID_OF_GGUF = {
     "split.count": "one part of several",
     "general.type": "of type 'adapter'",
-    "llama.rope.scaling.type": "rope scaling 'yarn'",
+    "llama.rope.scaling.type": "rope scaling 'longrope'",
 }
 
 

@@ -54,7 +54,7 @@ def test_the_older_spelling_of_rope_settings_reads_the_same() -> None:
         ({"model_type": "gpt2"}, r"model type 'gpt2' is not supported; supported are .* qwen3"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"attention_bias": True}, "a bias on the attention output or the MLP is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic' is not supported"),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
             r"partial_rotary_factor = 0\.5 in config\.json is not",

@@ -89,7 +89,7 @@ def test_a_broken_index_is_named(text: str, sharded: Path) -> None:
     [
         "", "{", "[]", "null", "\x00\xff", {"num_hidden_layers": "many"}, {"hidden_size": [64]},
         {"num_attention_heads": 0, "head_dim": None}, {"num_key_value_heads": 3}, {"vocab_size": -1},
-        {"rope_parameters": "default"}, {"rope_parameters": {"rope_type": "linear", "factor": {}}},
+        {"rope_parameters": "default"}, {"rope_parameters": {"rope_theta": {1: 2}}},
         {"layer_types": 3}, {"architectures": 3}, {"num_hidden_layers": None}, {"num_hidden_layers": 10**7},
     ],
 )  # fmt: skip

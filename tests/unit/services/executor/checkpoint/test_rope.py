@@ -1,0 +1,120 @@
+"""Forms of rotation in config.json and GGUF files: the frequencies and the gain of transformers, what is
+refused by its name, and that no KV of another rotation is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.executor.tiny_gguf import write_gguf
+from support.executor.tiny_models import save_tiny
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from services.executor.checkpoint.config import from_hf
+from services.executor.checkpoint.gguf import load_gguf
+from services.executor.checkpoint.kv_cache import largest_kv
+from services.executor.checkpoint.weights import load_hf
+from services.executor.cpu.engine import TorchOptions, build
+from shared.errors import SetupError
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4,
+    "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 32768, "rope_theta": 1e6,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+YARNS: dict[str, dict[str, Any]] = {
+    "as Qwen documents it": {},
+    "attention_factor": {"attention_factor": 1.5},
+    "mscale": {"mscale": 1.2, "mscale_all_dim": 0.7},
+    "mscale alone": {"mscale": 1.2},
+    "mscale of zero": {"mscale": 1.0, "mscale_all_dim": 0},
+    "truncate": {"truncate": False},
+    "betas": {"beta_fast": 16, "beta_slow": 2.5},
+    "one pair": {"beta_fast": 2.0, "beta_slow": 2.0, "truncate": False},
+    "below one": {"factor": 0.5},
+    "short": {"original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("name", YARNS)
+def test_yarn_is_that_of_transformers(name: str) -> None:
+    rope = {**YARN, **YARNS[name]}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**CONFIG, rope_parameters={**rope, "rope_theta": 1e6}))
+    old = {("type" if key == "rope_type" else key): value for key, value in rope.items()}
+    for key, value in (("rope_parameters", rope), ("rope_scaling", old)):
+        shapes = from_hf({**CONFIG, key: value})
+        assert shapes.inverse_frequencies() == pytest.approx(theirs.inv_freq.tolist(), rel=1e-6)
+        assert shapes.rope_gain == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+def test_yarn_extends_the_context() -> None:
+    assert from_hf({**CONFIG, "rope_scaling": YARN}).max_context == 131072
+    assert from_hf({**CONFIG, "rope_scaling": {**YARN, "factor": 0.5}}).max_context == 32768
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"factor": None}, "factor of the rope settings is None, and must be a positive number"),
+        ({"factor": 0}, "factor of the rope settings is 0,"),
+        ({"factor": "4"}, "factor of the rope settings is '4',"),
+        ({"factor": True}, "factor of the rope settings is True,"),
+        ({"factor": float("nan")}, "factor of the rope settings is nan,"),
+        ({"original_max_position_embeddings": None}, "original_max_position_embeddings of the rope settings"),
+        ({"attention_factor": -1.0}, "attention_factor of the rope settings"),
+        ({"mscale": -1.0, "mscale_all_dim": 1.0}, "mscale of the rope settings"),
+        ({"beta_fast": [32]}, "beta_fast of the rope settings"),
+        ({"beta_fast": 1, "beta_slow": 32}, "beta_fast, beta_slow and original_max_position_embeddings"),
+        ({"original_max_position_embeddings": 1}, "original_max_position_embeddings of the rope settings"),
+        ({"truncate": "false"}, "truncate of the rope settings is 'false', and must be true or false"),
+        ({"attn_factor": 0.87}, "attn_factor of the rope settings = 0.87 .* not supported"),
+        ({"short_factor": [1.0]}, "short_factor of the rope settings = .* not supported"),
+        ({"rope_type": "linear", "factor": 0}, "factor of the rope settings is 0,"),
+    ],
+)
+def test_what_no_model_has_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        from_hf({**CONFIG, "rope_scaling": {**YARN, **change}})
+
+
+def test_yarn_of_a_gguf_file(tmp_path: Path) -> None:
+    more: dict[str, object] = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 8.0}
+    own = {"llama.rope.scaling.original_context_length": 32}
+    config = json.loads((save_tiny("llama-yarn", tmp_path) / "config.json").read_text())
+
+    def same(change: dict[str, Any], **keys: object) -> bool:
+        path = write_gguf("llama-yarn", tmp_path / "m.gguf", more={**more, **keys})
+        ours = load_gguf(path, torch.float32, torch.device("cpu"))[0]
+        wanted = from_hf({**config, "rope_parameters": {**config["rope_parameters"], **change}})
+        return (ours.rope_factors, ours.rope_gain) == (wanted.rope_factors, wanted.rope_gain)
+
+    assert same({}, **own)
+    assert same({"original_max_position_embeddings": 256})  # without the key llama.cpp takes the context
+    betas = {"llama.rope.scaling.yarn_beta_fast": 16.0, "llama.rope.scaling.yarn_beta_slow": 0.5}
+    assert same({"beta_fast": 16.0, "beta_slow": 0.5}, **own, **betas)
+
+
+def test_another_rotation_has_another_fingerprint_and_digest(tmp_path: Path) -> None:
+    folder = save_tiny("llama-yarn", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+
+    def marks(**change: Any) -> tuple[str, str]:
+        rope = {**config["rope_parameters"], **change}
+        (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+        options = TorchOptions(model_path=folder, model_name="m", device="cpu", blocks=16, slots=1)
+        info = build(options).info
+        return info.fingerprint, info.model_digest
+
+    found = [marks(), marks(attention_factor=1.0), marks(factor=4.0), marks(beta_slow=0.5)]
+    assert [len({*each}) for each in zip(*found, strict=True)] == [4, 4]
+
+
+def test_the_range_of_fp8_keys_has_the_gain(tmp_path: Path) -> None:
+    shapes, weights = load_hf(save_tiny("llama", tmp_path), torch.float32, torch.device("cpu"))
+    plain, twice = (largest_kv(replace(shapes, rope_gain=gain), weights)[0] for gain in (1.0, 2.0))
+    assert torch.equal(twice, plain * torch.tensor([[2.0], [1.0]]))
