@@ -17,12 +17,13 @@ from torch import Tensor
 def rope_table(inverse_frequencies: Tensor, positions: int, gain: float = 1.0) -> Tensor:
     """The rotation of every position: `[positions, 2, 2 * half]` in float32, cosines then signed sines.
 
-    `inverse_frequencies` is `[half]` in float64: theta^(-2i/dim), scaled or not. `gain` multiplies what is
-    rotated.
+    `inverse_frequencies` is `[half]` in float64: theta^(-2i/dim), scaled or not; 0 rotates nothing. `gain`
+    multiplies what is rotated.
     """
     at = torch.arange(positions, dtype=torch.float64)
     angles = torch.outer(at, inverse_frequencies)
-    cos, sin = angles.cos() * gain, angles.sin() * gain
+    gains = torch.ones_like(inverse_frequencies).masked_fill_(inverse_frequencies > 0, gain)
+    cos, sin = angles.cos() * gains, angles.sin() * gains
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).float()
 
 

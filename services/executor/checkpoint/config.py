@@ -13,7 +13,7 @@ from typing import Any
 
 from services.executor.checkpoint.families import FAMILIES, Family
 from services.executor.checkpoint.known_keys import check_gguf, check_hf
-from services.executor.checkpoint.rope import gguf_rope, rope_fields
+from services.executor.checkpoint.rope import gguf_rope, hf_rope, rope_fields
 from services.executor.engine import LAST_TOKEN
 from services.executor.model.shapes import ExpertShapes, Shapes
 from shared.errors import SetupError
@@ -64,7 +64,7 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
     config = {**family.defaults, **config}
     heads = int(config["num_attention_heads"])
     head_dim = _rotated(int(config.get("head_dim") or int(config["hidden_size"]) // heads))
-    rope: Mapping[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = hf_rope(config)
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     return _plausible(Shapes(
         architecture=kind,

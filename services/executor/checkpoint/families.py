@@ -60,9 +60,13 @@ FAMILIES: Mapping[str, Family] = {
             width="intermediate_size",
         ),
     ),
-    "phi3": Family(  # with its plain rope: longrope and partial rotation are refused by name
-        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        reads=frozenset(("original_max_position_embeddings", "auto_map")),  # of longrope; of its first code
+    "phi3": Family(
+        defaults={
+            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        },
+        reads=frozenset((
+            "original_max_position_embeddings", "partial_rotary_factor", "auto_map",  # of its first code
+        )),
         tensors={"qkv": "self_attn.qkv_proj.weight", "gate_up": "mlp.gate_up_proj.weight"},
     ),
     "qwen2": Family(

@@ -50,6 +50,9 @@ _ONE_VALUE: Mapping[str, object] = {
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
     "use_mrope": False,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
     "tie_encoder_decoder": False,
@@ -57,8 +60,10 @@ _ONE_VALUE: Mapping[str, object] = {
 }
 _ROPE = frozenset(("type", "rope_type", "rope_theta", "partial_rotary_factor", "factor",
                    "original_max_position_embeddings"))  # fmt: skip
+_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 _ROPE_OF_TYPE = {
     "llama3": frozenset(("low_freq_factor", "high_freq_factor")),
+    "longrope": frozenset(("attention_factor", "long_factor", "short_factor")),
     "yarn": frozenset((
         "attention_factor", "beta_fast", "beta_slow", "finetuned", "mscale", "mscale_all_dim", "truncate",
     )),
@@ -104,7 +109,8 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
                 "supported; use a model that generates text in the plain architecture"
             )
     rope = {**given.get("rope_scaling", {}), **given.get("rope_parameters", {})}
-    _only(rope, "partial_rotary_factor", 1.0, "config.json")
+    if "partial_rotary_factor" not in family.reads:
+        _only(rope, "partial_rotary_factor", 1.0, "config.json")
     known_rope = _ROPE | _ROPE_OF_TYPE.get(rope_type(rope), frozenset())
     for key in sorted(rope.keys() - known_rope):
         if rope[key] is not None:
@@ -112,7 +118,7 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
     known = _READ | family.reads | _HARMLESS
     known |= {"architectures", "mlp_bias", "attention_bias", "quantization_config"}
     for key, value in given.items():
-        if key in _ONE_VALUE:
+        if key in _ONE_VALUE and key not in family.reads:
             _only(given, key, _ONE_VALUE[key], "config.json")
         elif key not in known:
             raise _unknown(key, value, "config.json")
@@ -121,10 +127,11 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
 def rope_type(rope: Mapping[str, Any]) -> str:
     """How rotation frequencies are scaled. Raises SetupError for an unsupported type."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    kind = "longrope" if kind == "su" else kind  # its first name
+    if kind not in _SCALINGS:
         raise SetupError(
-            f"rope scaling {kind!r} is not supported; supported are default, linear, llama3 and yarn. Some "
-            "models are meant to work without it up to their original context: see the model's page"
+            f"rope scaling {kind!r} is not supported; supported are {', '.join(_SCALINGS)}. Some models "
+            "are meant to work without it up to their original context: see the model's page"
         )
     return kind
 

@@ -144,6 +144,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     if device.type == "cuda" and (ranks.size > 1 or name in ("fp8", "int4")):
         torch.cuda.empty_cache()  # other ranks' parts, plain numbers: fitting_blocks measures the free memory
     wanted = _context_tokens(shapes, options.max_context)
+    shapes = shapes.for_context(wanted)
     kept = kv_format(options.kv_dtype, _KV[name], shapes, weights, sharing, stage)
     size = block_bytes(shapes, options.block_tokens, kept.dtype)
     blocks = options.blocks or fitting_blocks(
@@ -185,6 +186,7 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
         stored = () if options.dummy else stored_hf(options.model_path)
     else:
         shapes, stored = stored_gguf(options.model_path)
+    shapes = shapes.for_context(_context_tokens(shapes, options.max_context))
     digest = hashlib.sha256()
     modes = f"dummy {options.dummy} deterministic {options.deterministic}"
     facts = [_DIGEST, repr(shapes), repr(shapes.experts), dtype, kv_dtype, modes]

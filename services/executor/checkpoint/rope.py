@@ -3,8 +3,10 @@
     default, linear, llama3    divisors alone
     yarn                       (arXiv:2309.00071) fast pairs stay, slow ones are divided by `factor`, pairs
                                between are interpolated; a gain
+    longrope                   (arXiv:2402.13753) two lists of divisors, for contexts up to the original one
+                               and for longer ones; a gain
 
-known_keys.py has the keys of each form.
+Of a partial rotation the rest of a head has infinite divisors. known_keys.py has the keys of each form.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from services.executor.checkpoint.known_keys import rope_type
 from services.executor.checkpoint.quantised import shown
 from shared.errors import SetupError
 
-_ORIGINAL = "original_max_position_embeddings"
+_PARTIAL, _ORIGINAL = "partial_rotary_factor", "original_max_position_embeddings"
 _GGUF = {  # by llama.cpp's name of a rope.scaling key
     "type": "rope_type", "factor": "factor", "original_context_length": _ORIGINAL,
     "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
@@ -27,21 +29,45 @@ _GGUF = {  # by llama.cpp's name of a rope.scaling key
 def rope_fields(rope: Mapping[str, Any], theta: float, head_dim: int, context: int) -> dict[str, Any]:
     """The fields of Shapes that the rope settings of a config.json decide, beside theta. `context`: its
     max_position_embeddings. Raises SetupError, with the name, for an absent or an impossible field."""
-    kind = rope_type(rope)
+    kind, dim = rope_type(rope), int(head_dim * _positive(rope, _PARTIAL, 1.0))
+    if dim != head_dim and (dim % 2 or not 0 < dim < head_dim):
+        raise _wrong(_PARTIAL, rope[_PARTIAL], f"an even part of {head_dim} numbers")
+
+    def of_head(divisors: tuple[float, ...]) -> tuple[float, ...]:
+        """The divisors of theta^(-2i/head_dim), from those of theta^(-2i/dim)."""
+        moved = (each * theta ** (2 * i / dim - 2 * i / head_dim) for i, each in enumerate(divisors))
+        return (*moved, *[math.inf] * (head_dim // 2 - dim // 2))
+
     fields: dict[str, Any] = {"max_context": context}
     if kind == "default":
-        return fields
-    factor = _positive(rope, "factor")
+        return fields if dim == head_dim else {**fields, "rope_factors": of_head((1.0,) * (dim // 2))}
     if kind == "linear":
-        return {**fields, "rope_factors": (factor,) * (head_dim // 2)}
+        return {**fields, "rope_factors": of_head((_positive(rope, "factor"),) * (dim // 2))}
     original = _positive(rope, _ORIGINAL)
+    factor = _positive(rope, "factor", context / original if kind == "longrope" else None)
     if kind == "llama3":
-        return {**fields, "rope_factors": _llama3(rope, theta, head_dim, factor, original)}
-    return {
-        "max_context": max(context, int(original * factor)),
-        "rope_factors": _yarn(rope, theta, head_dim, factor, original),
-        "rope_gain": _yarn_gain(rope, factor),
-    }
+        return {**fields, "rope_factors": of_head(_llama3(rope, theta, dim, factor, original))}
+    if kind == "yarn":
+        gain = _yarn_gain(rope, factor)
+        factors = _yarn(rope, theta, dim, factor, original)
+        fields["max_context"] = max(context, int(original * factor))
+    else:
+        gain = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        short, factors = (_list(rope, key, dim // 2) for key in ("short_factor", "long_factor"))
+        fields["short_rope"] = (int(original), of_head(short))
+    fields["rope_gain"] = _positive(rope, "attention_factor", gain)
+    return {**fields, "rope_factors": of_head(factors)}
+
+
+def hf_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope settings of a config.json, with two that may stand beside them: a partial rotation, if they
+    have none, and the original context, which counts first (as in transformers)."""
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if _PARTIAL in config:
+        given.setdefault(_PARTIAL, config[_PARTIAL])
+    if _ORIGINAL in config:
+        given[_ORIGINAL] = config[_ORIGINAL]
+    return given
 
 
 def gguf_rope(metadata: Mapping[str, Any], kind: str, context: int) -> dict[str, Any]:
@@ -90,11 +116,9 @@ def _yarn(
 
 def _yarn_gain(rope: Mapping[str, Any], factor: float) -> float:
     slope = 0.1 * math.log(max(factor, 1.0))
-    inferred = slope + 1
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        scale, all_dim = _positive(rope, "mscale"), _positive(rope, "mscale_all_dim")
-        inferred = (scale * slope + 1) / (all_dim * slope + 1)
-    return _positive(rope, "attention_factor", inferred)
+    if not rope.get("mscale") or not rope.get("mscale_all_dim"):
+        return slope + 1
+    return (_positive(rope, "mscale") * slope + 1) / (_positive(rope, "mscale_all_dim") * slope + 1)
 
 
 def _between(kept: float, factor: float) -> float:
@@ -109,6 +133,13 @@ def _positive(rope: Mapping[str, Any], key: str, default: float | None = None) -
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise _wrong(key, value, "a positive number")
     return float(value)
+
+
+def _list(rope: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+    given = rope.get(key)
+    if not isinstance(given, list) or len(given) != count:
+        raise _wrong(key, given, f"a list of {count} positive numbers")
+    return tuple(_positive({key: each}, key) for each in given)
 
 
 def _wrong(key: str, value: object, what: str) -> SetupError:

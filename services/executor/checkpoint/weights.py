@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -74,6 +75,7 @@ _LAYER = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+_ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 _STACKED = ("experts_gate_up", "experts_down")
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _NOT_STORED = (".rotary_emb.inv_freq",)  # in old files; they follow from the configuration
@@ -104,13 +106,16 @@ def assemble(
     shard: Shard, find: FindPart, dtype: torch.dtype, device: torch.device, load_part: LoadPart = plain_part
 ) -> Weights:
     """Load every weight of a rank's part, from the places that `find` gives, to `device`."""
-    description = describe(shard.shapes)
+    description, order = describe(shard.shapes), _pairs_in_halves(shard.shapes)
+
+    def load_one(part: Part, layer: int) -> Stored:
+        found = load_part(part, _within(find(part, layer), shard.cuts.get(part.name)), dtype, device)
+        if part.name not in _ROTATED or len(order) == 0:
+            return found
+        return found.rows(torch.arange(found.shape[0]).view(-1, len(order))[:, order].flatten())
 
     def load(weight: Weight, layer: int = -1) -> Stored:
-        first, *more = (
-            load_part(part, _within(find(part, layer), shard.cuts.get(part.name)), dtype, device)
-            for part in weight.parts
-        )
+        first, *more = (load_one(part, layer) for part in weight.parts)
         return first.join(more)
 
     shown_s = time.monotonic()
@@ -131,6 +136,17 @@ def assemble(
         head=Dense.of(F.pad(head.values, (0, 0, 0, missing))) if missing else head,
         layers=layers,
     )
+
+
+def _pairs_in_halves(shapes: Shapes) -> Tensor:
+    """The order of a head's rows in which the pairs of a partial rotation, too, are half a head apart, as
+    the kernels rotate. Scores stay: q and k change alike. Empty if the whole head is rotated."""
+    rotated = 2 * sum(map(math.isfinite, shapes.rope_factors))
+    if rotated == 2 * len(shapes.rope_factors):
+        return torch.empty(0, dtype=torch.long)
+    rows = torch.arange(shapes.head_dim)
+    halves = zip(rows[:rotated].chunk(2), rows[rotated:].chunk(2), strict=True)
+    return torch.cat([part for half in halves for part in half])
 
 
 def _within(part: Stored, cut: Cut | None) -> Stored:

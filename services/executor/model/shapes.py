@@ -5,7 +5,7 @@ A fingerprint has their repr. So a new field keeps KV and digests of older model
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class ExpertShapes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
     """The numbers of a model. `rope_factors` divides each rotation frequency; empty means no scaling.
-    `rope_gain` multiplies what is rotated."""
+    The pairs of a divisor of inf are not rotated. `rope_gain` multiplies what is."""
 
     architecture: str
     layers: int
@@ -37,6 +37,7 @@ class Shapes:
     rope_theta: float
     rope_factors: tuple[float, ...] = ()
     rope_gain: float = field(default=1.0, repr=False)  # fingerprints add it
+    short_rope: tuple[int, tuple[float, ...]] = field(default=(0, ()), repr=False)  # see for_context
     max_context: int = 2048
     sliding_window: int = 0  # 0 = every token sees its whole past
     tied: bool = False  # the head is the embedding
@@ -48,6 +49,12 @@ class Shapes:
     def sparse(self, layer: int) -> bool:
         """Whether one of these layers has a mixture of experts."""
         return self.experts is not None and self.first_layer + layer not in self.experts.dense_layers
+
+    def for_context(self, tokens: int) -> Shapes:
+        """These for a cache of sequences of up to `tokens`: `short_rope` is the longest context with factors
+        of its own, and they. All keys of a cache are rotated alike, so a sequence cannot change to others."""
+        longest, factors = self.short_rope
+        return replace(self, rope_factors=factors) if tokens <= longest else self
 
     def inverse_frequencies(self) -> list[float]:
         """Radians per position of each rotated pair: `theta^(-2i/head_dim) / factor_i`."""

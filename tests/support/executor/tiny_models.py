@@ -23,6 +23,12 @@ _BASE = {
     "tie_word_embeddings": False,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.0, 1.1, 1.2, 1.3, 1.5],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -76,6 +82,15 @@ KINDS = tuple(_MAKE)
 _MAKE |= {  # forms of rotation, for test_model.py alone
     "llama-yarn": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**_BASE, rope_parameters=_YARN)
+    ),
+    "phi3-longrope": lambda: transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(
+            **_BASE,
+            pad_token_id=0,
+            partial_rotary_factor=0.75,
+            original_max_position_embeddings=32,
+            rope_parameters=dict(_LONGROPE),
+        )
     ),
 }
 ROTATIONS = tuple(_MAKE)[len(KINDS) :]

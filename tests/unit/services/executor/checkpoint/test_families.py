@@ -70,19 +70,26 @@ def test_no_engine_knows_a_family() -> None:
     assert [name for name in knows if name.startswith(ENGINES)] == []
 
 
-def test_the_published_configuration_is_taken_and_longrope_refused() -> None:
+def test_the_published_configurations_are_taken() -> None:
     shapes = from_hf(PHI3)
     assert (shapes.max_context, shapes.sliding_window, shapes.kv_heads) == (4096, 2047, 4)
+    rope = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    mini4 = {
+        "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False,
+        "max_position_embeddings": 131072, "partial_rotary_factor": 0.75, "sliding_window": 262144,
+    }  # fmt: skip
     for kind in ("longrope", "su"):
-        rope = {"type": kind, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-        with pytest.raises(SetupError, match=f"rope scaling '{kind}' is not supported"):
-            from_hf({**PHI3, "rope_scaling": rope})
-    with pytest.raises(SetupError, match=r"partial_rotary_factor = 0\.75"):
-        from_hf({**PHI3, "partial_rotary_factor": 0.75})
+        shapes = from_hf({**PHI3, **mini4, "rope_scaling": {**rope, "type": kind}})
+        assert (shapes.max_context, shapes.rope_gain) == (131072, pytest.approx(1.190238, abs=1e-6))
+        assert [len(shapes.rope_factors), shapes.short_rope[0]] == [8, 4096]
+    for change in ({"full_attn_mod": 2}, {"interpolate_factor": 2}, {"lm_head_bias": True}):
+        with pytest.raises(SetupError, match=rf"{min(change)} = .* not supported"):
+            from_hf({**PHI3, **change})
 
 
-def test_ranks_cut_parts_of_one_tensor(tmp_path: Path) -> None:
-    folder = save_tiny("phi3", tmp_path)
+@pytest.mark.parametrize("kind", ["phi3", "phi3-longrope"])
+def test_ranks_cut_parts_of_one_tensor(kind: str, tmp_path: Path) -> None:
+    folder = save_tiny(kind, tmp_path)
     _, weights = load_hf(folder, torch.float32, CPU)
     parts = [load_hf(folder, torch.float32, CPU, functools.partial(shard, rank=i, size=2)) for i in (0, 1)]
     for i, layer in enumerate(weights.layers):

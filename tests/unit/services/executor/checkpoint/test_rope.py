@@ -12,8 +12,9 @@ import pytest
 import torch
 from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import save_tiny
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from services.executor.checkpoint.config import from_hf
 from services.executor.checkpoint.gguf import load_gguf
@@ -50,6 +51,45 @@ def test_yarn_is_that_of_transformers(name: str) -> None:
         shapes = from_hf({**CONFIG, key: value})
         assert shapes.inverse_frequencies() == pytest.approx(theirs.inv_freq.tolist(), rel=1e-6)
         assert shapes.rope_gain == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.1] * 24, "long_factor": [2.0] * 20 + [30] * 4}
+LONGROPES: dict[str, dict[str, Any]] = {
+    "as published": {},
+    "attention_factor": {"attention_factor": 1.5},
+    "factor": {"factor": 4.0},
+    "no longer context": {"original_max_position_embeddings": 32768},  # the one beside them counts
+}
+
+
+@pytest.mark.parametrize("name", LONGROPES)
+def test_longrope_with_a_partial_rotation_is_that_of_transformers(name: str) -> None:
+    rope, beside = {**LONGROPE, **LONGROPES[name]}, {"original_max_position_embeddings": 4096}
+    config = {**CONFIG, **beside, "model_type": "phi3", "partial_rotary_factor": 0.75}
+    theirs = Phi3RotaryEmbedding(Phi3Config(**config, pad_token_id=0, rope_parameters={**rope}))
+    shapes = from_hf({**config, "rope_scaling": rope})
+    assert shapes.rope_gain == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    for context, length in ((4096, 4096), (4097, 4097), (32768, 4097)):
+        theirs(torch.ones(1), torch.arange(length)[None])
+        found = shapes.for_context(context).inverse_frequencies()
+        assert found == pytest.approx([*theirs.inv_freq.tolist(), *[0.0] * 8], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"short_factor": None}, "short_factor of the rope settings is None, and must be a list of 24 pos"),
+        ({"long_factor": [1.0] * 32}, "long_factor of the rope settings is .* must be a list of 24 positive"),
+        ({"long_factor": [1.0] * 23 + [0]}, "long_factor of the rope settings is 0, and must be a positive"),
+        ({"partial_rotary_factor": 0.8}, "partial_rotary_factor of the rope settings is 0.8, and must be"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor of the rope settings is 1.5, and must be"),
+        ({"short_mscale": 1.0}, "short_mscale of the rope settings = 1.0 .* not supported"),
+    ],
+)
+def test_a_longrope_that_no_model_has_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        from_hf({**CONFIG, "model_type": "phi3", "partial_rotary_factor": 0.75,
+                 "rope_scaling": {**LONGROPE, **change}})  # fmt: skip
 
 
 def test_yarn_extends_the_context() -> None:

@@ -60,6 +60,19 @@ def test_logits_equal_transformers_in_prefill_chunks_and_decode(kind: str, tmp_p
     check([Row(0, 56, 5, feeds=(0,))])
 
 
+def test_a_cache_within_the_original_context_has_the_short_longrope(tmp_path: Path) -> None:
+    short, long = (engine("phi3-longrope", tmp_path, max_context=each) for each in (32, 33))
+    tokens = random_tokens(32, 1)
+    wanted = reference_logprobs("phi3-longrope", tokens)[-1:]  # transformers goes by the length
+    found = []
+    for maker in (short, long):
+        maker.open(0, tokens, GREEDY, logprobs=VOCAB + 1)
+        found.append(divergence(wanted, full_logprobs(maker.run([Row(0, 0, 32, feeds=(0,))]))))
+    assert found[0] < LIMIT < found[1]
+    infos = [maker.backend.info for maker in (short, long)]
+    assert len({info.fingerprint for info in infos}) == len({info.model_digest for info in infos}) == 2
+
+
 @pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen3"])
 def test_a_greedy_device_fed_run_equals_transformers(kind: str, tmp_path: Path) -> None:
     maker = engine(kind, tmp_path)
