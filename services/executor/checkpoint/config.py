@@ -24,6 +24,7 @@ _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", 
 SUPPORTED = tuple(FAMILIES)
 # Far above any model's: with a damaged number the description or the rotations would take minutes.
 _MOST_LAYERS, _MOST_DIM = 4096, 65_536
+_BIASES: Mapping[str, Any] = {"qkv_bias": True, "out_bias": True}
 _MODE = "pooling_mode_"
 _IN_GGUF = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
 IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
@@ -82,6 +83,7 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_hf_experts(family, config),
         **family.options,
+        **(_BIASES if config.get("attention_bias") else {}),
     ))  # fmt: skip
 
 
@@ -191,5 +193,6 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
         sliding_window=int(metadata.get(f"{kind}.attention.sliding_window", 0)),
         tied="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
+        out_bias="blk.0.attn_output.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
     ))  # fmt: skip

@@ -38,12 +38,13 @@ class Family:
     interleaved: bool = False  # GGUF files have q and k for a rotation of neighbours
 
 
+_BIAS = frozenset(("attention_bias",))
 _SPARSE = frozenset(("num_experts", "num_local_experts", "num_experts_per_tok"))
 _QWEN: Mapping[str, Any] = {"max_position_embeddings": 32_768, "sliding_window": 4096}
 _QWEN_DENSE: Mapping[str, Any] = {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28}
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(in_gguf=True, interleaved=True),
+    "llama": Family(reads=_BIAS, in_gguf=True, interleaved=True),
     "mistral": Family(
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
         in_gguf=True,
@@ -73,12 +74,14 @@ FAMILIES: Mapping[str, Family] = {
         defaults=_QWEN_DENSE, options={"qkv_bias": True}, window_switch=True, in_gguf=True,
     ),
     "qwen3": Family(
-        defaults={**_QWEN_DENSE, "head_dim": 128}, options={"qk_norm": True}, window_switch=True,
-        in_gguf=True,
+        defaults={**_QWEN_DENSE, "head_dim": 128}, reads=_BIAS, options={"qk_norm": True},
+        window_switch=True, in_gguf=True,
     ),
     "qwen3_moe": Family(
         defaults={**_QWEN, "num_key_value_heads": 4},
-        reads=_SPARSE | {"moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"},
+        reads=_SPARSE | _BIAS | {
+            "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
+        },
         options={"qk_norm": True},
         experts=ExpertNames(
             router="mlp.gate", experts="mlp.experts", matrices=("gate_proj", "up_proj", "down_proj"),

@@ -54,6 +54,7 @@ _LAYER = {
     "q_norm": "attn_q_norm.weight",
     "k_norm": "attn_k_norm.weight",
     "out": "attn_output.weight",
+    "out_bias": "attn_output.bias",
     "mlp_norm": "ffn_norm.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",

@@ -47,6 +47,8 @@ _HARMLESS = frozenset((
     "begin_suppress_tokens",
 ))  # fmt: skip
 _ONE_VALUE: Mapping[str, object] = {
+    "attention_bias": False,
+    "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
     "use_mrope": False,
@@ -97,8 +99,6 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
                 f"{key} in config.json ({shown(given[key])}): folders quantised so are not supported; use "
                 "the unquantised model or a GGUF file of it"
             )
-    if given.get("mlp_bias") or given.get("attention_bias"):
-        raise SetupError("a bias on the attention output or the MLP is not supported; use another model")
     if str(given.get("hidden_act", "silu")) != "silu":
         raise SetupError(f"activation {given['hidden_act']!r} is not supported; use a model with 'silu'")
     plain = kind.replace("_", "")
@@ -116,7 +116,7 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
         if rope[key] is not None:
             raise _unknown(f"{key} of the rope settings", rope[key], "config.json")
     known = _READ | family.reads | _HARMLESS
-    known |= {"architectures", "mlp_bias", "attention_bias", "quantization_config"}
+    known |= {"architectures", "quantization_config"}
     for key, value in given.items():
         if key in _ONE_VALUE and key not in family.reads:
             _only(given, key, _ONE_VALUE[key], "config.json")

@@ -53,6 +53,7 @@ class Shard:
     shapes: Shapes
     head_rows: int  # of the head, the same on every rank; rows after the vocabulary's end are zeros
     cuts: dict[str, Cut]  # by part; parts without a cut are whole
+    first: bool = True  # else its parts of the units ONCE are zeros
 
 
 ShardOf = Callable[[Shapes], Shard]  # which part of a model to load
@@ -125,8 +126,8 @@ def shard(whole: Shapes, rank: int, size: int) -> Shard:
         local = replace(local, experts=replace(whole.experts, first=held[EXPERTS][0]))
     description = describe(whole)
     parts = (*description.head.parts, *(part for part, _ in description.parts()))
-    cuts = {part.name: Cut(part.dim, *held[part.units]) for part in parts if part.units}
-    return Shard(shapes=local, head_rows=rows, cuts=cuts)
+    cuts = {part.name: Cut(part.dim, *held[part.units]) for part in parts if part.units in held}
+    return Shard(shapes=local, head_rows=rows, cuts=cuts, first=rank == 0)
 
 
 def stage_shard(whole: Shapes, stage: Stage) -> Shard:

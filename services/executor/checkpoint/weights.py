@@ -37,7 +37,7 @@ from services.executor.checkpoint.int4 import Int4Format
 from services.executor.checkpoint.partition import Shard, ShardOf, whole_model
 from services.executor.checkpoint.quantised import STORED, InBlocksOfFp8, scale_name, scheme_of, with_scales
 from services.executor.checkpoint.stored import Cut, Dense, Stored
-from services.executor.model.description import Description, Part, Weight, describe, weights_of
+from services.executor.model.description import ONCE, Description, Part, Weight, describe, weights_of
 from services.executor.model.shapes import Shapes
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
@@ -70,6 +70,7 @@ _LAYER = {
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
     "out": "self_attn.o_proj.weight",
+    "out_bias": "self_attn.o_proj.bias",
     "mlp_norm": "post_attention_layernorm.weight",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
@@ -110,6 +111,8 @@ def assemble(
 
     def load_one(part: Part, layer: int) -> Stored:
         found = load_part(part, _within(find(part, layer), shard.cuts.get(part.name)), dtype, device)
+        if part.units == ONCE and not shard.first:
+            return Dense.of(torch.zeros_like(found.values))
         if part.name not in _ROTATED or len(order) == 0:
             return found
         return found.rows(torch.arange(found.shape[0]).view(-1, len(order))[:, order].flatten())

@@ -64,7 +64,8 @@ _LIBRARY_ERRORS = (
 _ATTENTION = (d.Norm, d.Projection, d.Rope, d.Attention, d.Projection, d.Add, d.Norm)
 _COMPUTED = ((*_ATTENTION, d.Projection, d.Gate, d.Projection, d.Add), (*_ATTENTION, d.Experts, d.Add))
 _READ = frozenset({
-    "attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "mlp_norm", "router", "gate_up", "down",
+    "attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "mlp_norm", "router",
+    "gate_up", "down",
 })  # fmt: skip
 
 
@@ -156,7 +157,7 @@ class CudaModel:
         normed: Any = first(residual, layers[0]["attention_norm"], eps, chained=chained)
         for i, layer in enumerate(layers):
             attended = self._attention(i, layer, normed, inputs, step)
-            part = self._product(attended, layer["out"], whole=adding.whole)
+            part = self._product(attended, layer["out"], layer.get("out_bias"), whole=adding.whole)
             normed = yield from adding.add(part, layer["mlp_norm"], turn=0, fp8=in_fp8(layer["gate_up"]))
             end = i + 1 == len(layers)
             norm = self._norm if end else layers[i + 1]["attention_norm"]

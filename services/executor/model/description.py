@@ -24,8 +24,10 @@ from typing import Any, ClassVar, Protocol
 
 from services.executor.model.shapes import Shapes
 
-# What ranks share: each part is divided by one of these, or every rank has all of it.
+# What ranks share: each part is divided by one of these, or every rank has all of it. ONCE: other ranks than
+# the first have zeros, because the ranks' results are added up.
 HEADS, KV_HEADS, WIDTH, EXPERTS, VOCAB = "heads", "KV heads", "MLP width", "experts", "vocabulary"
+ONCE = "once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,8 @@ def _attention(shapes: Shapes) -> Iterator[Operation]:
         yield HeadNorm(query, key, shapes.norm_eps, heads, kv_heads)
     yield Rope(heads, kv_heads)
     yield Attention(heads, kv_heads, dim)
-    yield Projection(_weight("out", shapes.hidden, heads * dim, units=HEADS, dim=1))
+    bias = _weight("out_bias", shapes.hidden, units=ONCE) if shapes.out_bias else None
+    yield Projection(_weight("out", shapes.hidden, heads * dim, units=HEADS, dim=1), bias)
     yield Add()
 
 

@@ -42,6 +42,7 @@ class Shapes:
     sliding_window: int = 0  # 0 = every token sees its whole past
     tied: bool = False  # the head is the embedding
     qkv_bias: bool = False
+    out_bias: bool = field(default=False, repr=False)  # fingerprints have its values
     qk_norm: bool = False
     experts: ExpertShapes | None = field(default=None, repr=False)  # fingerprint() adds its repr
     first_layer: int = field(default=0, repr=False)  # of the whole model, on a stage of a pipeline

@@ -79,7 +79,10 @@ _MAKE = {
     ),
 }
 KINDS = tuple(_MAKE)
-_MAKE |= {  # forms of rotation, for test_model.py alone
+_MAKE |= {  # further forms of rotation and biases, for tests of them
+    "llama-bias": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**_BASE, attention_bias=True)
+    ),
     "llama-yarn": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**_BASE, rope_parameters=_YARN)
     ),
@@ -93,7 +96,7 @@ _MAKE |= {  # forms of rotation, for test_model.py alone
         )
     ),
 }
-ROTATIONS = tuple(_MAKE)[len(KINDS) :]
+MORE_KINDS = tuple(_MAKE)[len(KINDS) :]
 DENSE = tuple(kind for kind in KINDS if kind not in ("mixtral", "qwen3-moe", "qwen3-moe-mixed"))
 
 

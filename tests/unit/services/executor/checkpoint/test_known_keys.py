@@ -136,7 +136,6 @@ CHANGES: dict[str, Any] = {
     "quantization_config": {"quant_method": "gptq", "bits": 4},
     "compression_config": {"format": "pack-quantized"},
     "quantization": {"group_size": 64, "bits": 4},
-    "attention_bias": True,
     "mlp_bias": True,
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu",
@@ -178,8 +177,6 @@ CHANGES: dict[str, Any] = {
 }
 
 SAID = {
-    "mlp_bias": "bias",
-    "attention_bias": "bias",
     "hidden_act": "activation 'gelu_",
     "rope_scaling": "rope scaling 'dynamic'",
     "rope_parameters": "rope scaling 'proportional'",

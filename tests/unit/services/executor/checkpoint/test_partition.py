@@ -160,7 +160,10 @@ def test_the_experts_that_ranks_load_are_those_of_one_rank(
 
 def all_logits(ranks: Ranks, folder: Path) -> dict[str, list[torch.Tensor]]:
     """Of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind of model."""
-    kinds = [*((kind, "") for kind in KINDS), *((kind, "/fp8") for kind in (*DENSE, "qwen3-moe"))]
+    kinds = [
+        *((kind, "") for kind in (*KINDS, "llama-bias")),
+        *((kind, "/fp8") for kind in (*DENSE, "qwen3-moe")),
+    ]
     return {kind + extra: list(logits_of(ranks, folder / kind, extra)) for kind, extra in kinds}
 
 
@@ -185,7 +188,7 @@ def logits_of(ranks: Ranks, folder: Path, extra: str) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_logits_of_ranks_equal_those_of_one(size: int, tmp_path: Path) -> None:
-    for kind in KINDS:
+    for kind in (*KINDS, "llama-bias"):
         save_tiny(kind, tmp_path / kind)
     wanted = all_logits(SOLO, tmp_path)
     answers = on_ranks(size, all_logits, tmp_path)

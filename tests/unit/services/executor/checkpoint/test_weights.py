@@ -53,7 +53,8 @@ def test_the_older_spelling_of_rope_settings_reads_the_same() -> None:
     [
         ({"model_type": "gpt2"}, r"model type 'gpt2' is not supported; supported are .* qwen3"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
-        ({"attention_bias": True}, "a bias on the attention output or the MLP is not supported"),
+        ({"mlp_bias": True}, r"mlp_bias = True in config\.json is not supported, only False"),
+        ({"model_type": "mistral", "attention_bias": True}, r"attention_bias = True in config\.json is not"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic' is not supported"),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5}},

@@ -9,7 +9,7 @@ import torch
 from support.executor.plan_maker import GREEDY, PlanMaker, Row
 from support.executor.tiny_models import (
     KINDS,
-    ROTATIONS,
+    MORE_KINDS,
     VOCAB,
     full_logprobs,
     random_tokens,
@@ -39,7 +39,7 @@ def divergence(reference: torch.Tensor, found: torch.Tensor) -> float:
     return float((reference.exp() * (reference - found)).sum(-1).max())
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *ROTATIONS])
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
 def test_logits_equal_transformers_in_prefill_chunks_and_decode(kind: str, tmp_path: Path) -> None:
     maker = engine(kind, tmp_path)
     texts = {0: random_tokens(61, 1), 7: random_tokens(40, 2)}

@@ -185,7 +185,10 @@ def test_what_the_library_of_4_bits_cannot_do_is_said(monkeypatch: pytest.Monkey
         cuda_model.operand_of(checkpoint_int4.ScaledInt4(matrix, torch.bfloat16))
 
 
-@pytest.mark.parametrize("kind", ["llama-9-3-tied", "qwen2", "qwen3", "phi3", "mixtral", "qwen3-moe-mixed"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama-9-3-tied", "llama-bias", "qwen2", "qwen3", "phi3", "phi3-longrope", "mixtral", "qwen3-moe-mixed"],
+)
 def test_the_order_of_operations(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = TorchOptions(
         model_path=save_tiny(kind, tmp_path), model_name="m", dtype="f32", device="cpu", blocks=4, slots=1
