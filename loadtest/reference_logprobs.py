@@ -4,7 +4,7 @@
     python -m loadtest.reference_logprobs     # writes tests/data/smollm2_logprobs.json; a minute or two
 
 transformers reads the GGUF file itself, independent of Headrace's code. The test that compares
-(tests/e2e/test_logprobs.py) then needs no transformers.
+(tests/e2e/test_real_answers.py) then needs no transformers.
 """
 
 from __future__ import annotations

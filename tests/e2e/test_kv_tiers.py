@@ -1,5 +1,5 @@
-"""KV tiers over real processes: pauses that cost no recompute, executors and hosts that share, values of L2
-that are not what they should be, and what goes over the network."""
+"""KV tiers over real processes: executors and hosts that share, values of L2 that are not what they should
+be, and what goes over the network. For pauses see test_real_answers.py."""
 
 from __future__ import annotations
 
@@ -33,59 +33,10 @@ from support.small_llama import BLOCK_BYTES, write_small_llama
 from loadtest import faults
 from shared.kv_blocks import extend, root_key
 
-CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
 SMOLLM = "smollm2-135m-instruct"
 FULL_BLOCKS = (PROMPT_TOKENS - 1) // 16  # of a prompt; its last token is always computed
 ENGINE = ("--backend", "torch", "--dtype", "f32", "--threads", "1")
-REAL_BLOCKS = 20  # three of the ten requests fit
 ASKS = 20  # until L2 has answered a lookup within its 10 ms
-
-
-# ---- pause and restore --------------------------------------------------------------------------
-
-
-def test_the_real_model_is_paused_and_computes_nothing_twice(tmp_path: Path) -> None:
-    with running_up(tmp_path, *ENGINE, "--kv-blocks", str(REAL_BLOCKS), HEADRACE_L1="64") as up:
-        asyncio.run(crowded(up))
-
-
-async def crowded(up: Up) -> None:
-    """The reference prompts, each twice, all at once, and on beyond their ends."""
-    async with traffic_to(up, SMOLLM) as traffic:
-        answers = await asyncio.gather(*(chat(traffic, i) for i in range(len(CASES)) for _ in range(2)))
-        for answer in answers:
-            expected = CASES[answer.number]["output_ids"]
-            assert (answer.error, answer.ids[: len(expected)]) == ("", expected)
-            assert answer.ids == answers[2 * answer.number].ids, (
-                "both times the same, after the reference's end"
-            )
-        await traffic.settle()
-        measured, services = await traffic.tiers(), await traffic.services()
-    print({name: measured[name] for name in ("preemptions", "loads", "restored_tokens", "recomputed")})
-    assert measured["preemptions"] > 0
-    assert measured["loads"] > 0
-    assert measured["restored_tokens"] >= 16 * measured["loads"] > 0
-    few = 2 * measured["preemptions"] + 16 * measured["loads_declined"]
-    assert measured["recomputed"] <= few, (
-        "tokens whose sample was in flight; tails that are computed in no time"
-    )
-    executor, store = services["executor"], services["kv_offload"]
-    block_bytes = executor["stored_bytes"] // measured["stored_blocks"]
-    assert executor["stored_bytes"] == measured["stored_blocks"] * block_bytes > 0
-    assert (
-        executor["loaded_bytes"] == (measured["l1_hit_blocks"] + measured["l2_hit_blocks"]) * block_bytes > 0
-    )
-    assert store["keys"]["moved"]["stored"] == measured["stored_blocks"]
-
-
-async def chat(traffic: Traffic, case: int) -> Answer:
-    asked = CASES[case]["prompt"]
-    return await traffic.ask(
-        case,
-        prompt=None,
-        messages=[{"role": "user", "content": asked}],
-        max_tokens=64,
-    )
 
 
 # ---- sharing ------------------------------------------------------------------------------------

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import nats
 import pytest
+from support.kv_offload.traffic import prompt
 from support.running_up import SMALL_L1, running_up
+from support.small_llama import write_small_llama
 
 from loadtest.otlp_receiver import Received, Receiver
 
-SUBJECT = "headrace.v1.generate.public.smollm2-135m-instruct"
-PROMPT = [300 + i * 7919 % 40_000 for i in range(400)]
+SUBJECT = "headrace.v1.generate.public.small-llama"
 RANKS = ("--backend", "torch", "--dtype", "f32", "--device", "cpu/tp2", "--threads", "1")
 
 
@@ -26,7 +27,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 async def ask(url: str, request: str) -> str:
-    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "request_id": request}
+    body = {"prompt": prompt(1), "max_tokens": 4, "temperature": 0, "ignore_eos": True, "request_id": request}
     nc = await nats.connect(url)
     answer = json.loads((await nc.request(SUBJECT, json.dumps(body).encode(), timeout=120)).data)
     await nc.close()
@@ -40,7 +41,8 @@ def common_ns(one: Received, other: Received) -> int:
 
 def test_ranks_talk_under_the_compute_of_the_other_half(tmp_path: Path, receiver: Receiver) -> None:
     traced = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "100", **SMALL_L1}
-    with running_up(tmp_path, *RANKS, "--overlap", "auto/two_stream", **traced) as up:
+    ranks = (*RANKS, "--model", str(write_small_llama(tmp_path / "small-llama")))
+    with running_up(tmp_path, *ranks, "--overlap", "auto/two_stream", **traced) as up:
         text = asyncio.run(ask(up.nats_url, "halved"))
         receiver.wait_for(["halved"], 120)
         shown = up.run("trace", "halved", "--overlap")
@@ -63,7 +65,7 @@ def test_ranks_talk_under_the_compute_of_the_other_half(tmp_path: Path, receiver
     assert any(common_ns(talk, compute) > 0 for talk in talks for compute in computed)
 
     (tmp_path / "whole").mkdir()
-    with running_up(tmp_path / "whole", *RANKS, "--overlap", "auto/off", **SMALL_L1) as up:
+    with running_up(tmp_path / "whole", *ranks, "--overlap", "auto/off", **SMALL_L1) as up:
         assert asyncio.run(ask(up.nats_url, "whole")) == text
         found = json.loads(up.run("trace", "whole", "--overlap", "--json").stdout)
     assert found["two_streams"] is None
