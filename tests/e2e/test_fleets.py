@@ -30,12 +30,21 @@ MODEL = "smollm2-135m-instruct"
 REQUESTS, CLIENTS = 72, 24
 STEADY = {"HEADRACE_SIM": "step=5000,token=20", "HEADRACE_HEARTBEAT_INTERVAL_MS": "500"}
 DEADLINE_S = 60
+ALIAS = "gpt-4o"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """A fleet of one model with two names."""
+    names = ("--model-name", f"{MODEL}, {ALIAS}")
+    with running_up(tmp_path_factory.mktemp("one"), *names, HEADRACE_HTTP="127.0.0.1:0", **STEADY) as up:
+        yield up
 
 
 @contextmanager
 def second_scheduler(up: Up) -> Iterator[subprocess.Popen[bytes]]:
     """One that is no child of `up`, so that nothing is started in its place."""
-    env = {**up.env, "HEADRACE_NATS_URL": up.nats_url}
+    env = {**up.env, "HEADRACE_NATS_URL": up.nats_url, "HEADRACE_MODEL_NAME": f"{MODEL},{ALIAS}"}
     process = subprocess.Popen([*HEADRACE, "serve", "scheduler"], env=env, stderr=subprocess.DEVNULL)
     try:
         yield process
@@ -76,12 +85,11 @@ async def through(up: Up, fault: signal.Signals | None) -> Counter[str]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-def test_a_standby_costs_no_request_and_takes_over(start_up: StartUp, fault: signal.Signals) -> None:
-    up = start_up(**STEADY)
-    with second_scheduler(up):
+def test_a_standby_costs_no_request_and_takes_over(one: Up, fault: signal.Signals) -> None:
+    with second_scheduler(one):
         if fault == signal.SIGKILL:  # of the two, the quicker
-            assert asyncio.run(through(up, None)) == {"answer 0": REQUESTS}
-        ends = asyncio.run(through(up, fault))
+            assert asyncio.run(through(one, None)) == {"answer 0": REQUESTS}
+        ends = asyncio.run(through(one, fault))
     assert ends == {"answer 0": REQUESTS + (CLIENTS if fault == signal.SIGSTOP else 0)}
 
 
@@ -133,18 +141,17 @@ def test_two_models_in_one_fleet(start_up: StartUp, both: TwoModels) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_one_model_has_several_names(start_up: StartUp) -> None:
+def test_one_model_has_several_names(one: Up) -> None:
     """A service with one of them for another model does not start."""
-    up = start_up("--model-name", f"{MODEL}, gpt-4o", HEADRACE_HTTP="127.0.0.1:0")
-    assert [line.split()[-1] for line in up.printed if "aliases:" in line] == ["gpt-4o"]
-    with httpx.Client(base_url=up.http_url, timeout=60) as http:
-        texts = {name: ask(http, name).json()["choices"][0]["text"] for name in (MODEL, "gpt-4o")}
-    assert texts["gpt-4o"] == texts[MODEL]
-    assert up.run("chat", "--model-name", "gpt-4o", "-q", "Hi", "--max-tokens", "3").returncode == 0
-    env = {**up.env, "HEADRACE_NATS_URL": up.nats_url, "HEADRACE_MODEL_NAME": "other,gpt-4o"}
+    assert [line.split()[-1] for line in one.printed if "aliases:" in line] == [ALIAS]
+    with httpx.Client(base_url=one.http_url, timeout=60) as http:
+        texts = {name: ask(http, name).json()["choices"][0]["text"] for name in (MODEL, ALIAS)}
+    assert texts[ALIAS] == texts[MODEL]
+    assert one.run("chat", "--model-name", ALIAS, "-q", "Hi", "--max-tokens", "3").returncode == 0
+    env = {**one.env, "HEADRACE_NATS_URL": one.nats_url, "HEADRACE_MODEL_NAME": f"other,{ALIAS}"}
     other = subprocess.run([*HEADRACE, "serve", "tokenizer"], env=env, capture_output=True, timeout=60)
     assert other.returncode != 0
-    assert f"'gpt-4o' is a name of model '{MODEL}' on this server" in other.stderr.decode()
+    assert f"'{ALIAS}' is a name of model '{MODEL}' on this server" in other.stderr.decode()
 
 
 def tokenizer_of(up: Up, model: Path) -> int:

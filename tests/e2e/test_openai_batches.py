@@ -170,7 +170,7 @@ def test_lines_for_responses(client: OpenAI) -> None:
 
 
 def test_a_cancelled_batch_keeps_its_answers(client: OpenAI) -> None:
-    batch = begun(client, [line(i, max_tokens=200) for i in range(1_500)])
+    batch = begun(client, [line(i, max_tokens=100) for i in range(1_500)])
     while (counts := client.batches.retrieve(batch).request_counts) is None or counts.completed < 450:
         time.sleep(0.1)
     assert client.batches.cancel(batch).status == "cancelling"

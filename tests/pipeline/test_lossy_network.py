@@ -21,7 +21,7 @@ from shared.client import Client
 from shared.nats.interface import BusFault, Delivery
 
 KINDS = ("kv_offload", "scheduler", "detokenizer", "executor", "tokenizer")
-REQUESTS = 150  # three at a time
+REQUESTS = 75  # three at a time
 
 
 async def answers(fleet: VirtualFleet, client: Client, timeout_s: float = 60) -> list[str]:

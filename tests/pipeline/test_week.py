@@ -4,7 +4,7 @@ Requests of many tenants and classes, plain and streamed, good and bad; cancels 
 was; an executor, a detokenizer and a kv_offload that die again and again and come back under new names.
 Scheduler, tokenizer, one detokenizer and one kv_offload live for all of it, and are looked into.
 
-    HEADRACE_WEEK=1 pytest tests/pipeline/test_week.py      the whole week; without it an hour
+    HEADRACE_WEEK=1 pytest tests/pipeline/test_week.py      the whole week; without it half an hour
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Span:
 
 
 WEEK = Span(hours=168, beat_s=30, request_s=60, death_s=3_600)
-SHORT = Span(hours=1.0, beat_s=5, request_s=4, death_s=150)
+SHORT = Span(hours=0.5, beat_s=5, request_s=4, death_s=150)
 
 
 def body_of(number: int, dice: random.Random) -> dict[str, Any]:

@@ -39,14 +39,15 @@ class Prometheus:
             {"targets": [address], "labels": {"__meta_dns_name": name}} for name, address in addresses.items()
         ]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        self._address = f"127.0.0.1:{free_port()}"
+        address = f"127.0.0.1:{free_port()}"
+        self._http = httpx.Client(base_url=f"http://{address}/api/v1/", timeout=30)
         self._log = folder / "log"
         self._process = subprocess.Popen(
             [
                 program("prometheus"),
                 f"--config.file={folder / 'prometheus.yml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={self._address}",
+                f"--web.listen-address={address}",
             ],
             stderr=subprocess.PIPE,
             text=True,
@@ -63,12 +64,13 @@ class Prometheus:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._http.close()
         self._process.terminate()
         self._process.communicate(timeout=30)
 
     def get(self, path: str, **query: str) -> Any:
         """The data of an answer of its API."""
-        answer = httpx.get(f"http://{self._address}/api/v1/{path}", params=query, timeout=30).json()
+        answer = self._http.get(path, params=query).json()
         assert answer["status"] == "success", (query, answer)
         return answer["data"]
 
