@@ -46,21 +46,6 @@ def streaming(up: Up, tokens: int) -> subprocess.Popen[str]:
     return asking
 
 
-def test_a_death_during_the_drain_loses_no_answer(start_up: StartUp) -> None:
-    up = start_up(**SLOW)
-    children = up.children()
-    asking = streaming(up, 100)
-    up.process.send_signal(signal.SIGTERM)
-    up.read_until("^draining")
-    os.kill(up.child("executor"), signal.SIGKILL)
-    assert up.stop() == 0
-    frames = [json.loads(line) for line in asking.communicate(timeout=120)[0].splitlines()]
-    assert frames[-1]["type"] == "done"
-    assert frames[-1]["usage"]["completion_tokens"] == 100
-    assert up.printed[-1] == "stopped"
-    wait_until_gone(children)
-
-
 def test_gateways_share_a_port_one_that_dies_takes_nobody_else_along_and_a_hang_up_ends_all(
     start_up: StartUp,
 ) -> None:
@@ -79,8 +64,10 @@ def test_gateways_share_a_port_one_that_dies_takes_nobody_else_along_and_a_hang_
         if len(told) == 2:
             break
     assert len(told) == 2
-    asked = [s["requests"] for s in json.loads(up.run("status", "--json").stdout)["services"] if "url" in s]
-    assert len(asked) == 2
+    asked: list[int] = []
+    while len(asked) < 2:  # on a busy machine an answer may come late
+        services = json.loads(up.run("status", "--json").stdout)["services"]
+        asked = [service["requests"] for service in services if "url" in service]
     assert min(asked) > 0
     other = up.run("up", "--backend", "sim", "--gateways", "2", "--http", root.removeprefix("http://"))
     assert (other.returncode, "the gateway cannot listen on" in other.stderr) == (1, True)
@@ -177,6 +164,7 @@ def test_nobody_who_reads_what_it_prints_is_no_reason_to_cut_a_stream(start_up: 
 
 
 def test_sigterm_drains_and_what_http_refuses_then_nats_refuses_too(start_up: StartUp) -> None:
+    """A death meanwhile loses no answer."""
     up = start_up(HEADRACE_SIM="step=50000", HEADRACE_HTTP="127.0.0.1:0")
     children = up.children()
     assert len(children) == 9  # seven services, the nats-server and the fork server
@@ -197,6 +185,7 @@ def test_sigterm_drains_and_what_http_refuses_then_nats_refuses_too(start_up: St
         assert refused.stderr.startswith("error (unavailable)"), refused.stderr
         with pytest.raises(httpx.ConnectError):
             httpx.post(f"{up.http_url}/completions", json=body)
+        os.kill(up.child("executor"), signal.SIGKILL)
         events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
@@ -234,42 +223,40 @@ def test_ctrl_c_before_it_is_ready(start_up: StartUp) -> None:
     wait_until_gone(children)
 
 
-def test_a_dead_service_comes_back_and_ctrl_c_ends_with_130(start_up: StartUp) -> None:
-    """As nohup starts it: a hang-up does not end what was started to ignore it."""
-    up = start_up(ignored=(signal.SIGHUP, signal.SIGINT))
+def test_what_dies_or_hangs_is_replaced_and_two_of_each_edge_run_by_default(start_up: StartUp) -> None:
+    """As nohup starts it: a hang-up does not end what was started to ignore it. At the end: Ctrl-C."""
+    two = {"HEADRACE_TOKENIZERS": "2", "HEADRACE_DETOKENIZERS": "2"}
+    up = start_up(ignored=(signal.SIGHUP, signal.SIGINT), **two)
     up.process.send_signal(signal.SIGHUP)
-    tokenizer = up.child("tokenizer")
-    os.kill(tokenizer, signal.SIGKILL)
-    wait_until_gone([tokenizer])
-    answered = None
-    while answered is None or answered.returncode:  # the launcher waits half a second, then starts it
-        answered = up.run("request", '{"prompt": "Hello", "max_tokens": 2}')
-        assert not answered.returncode or "(unavailable)" in answered.stderr, answered.stderr
-    assert "was ended by SIGKILL (not by this command: perhaps by the kernel" in up.log.read_text()
-    children = up.children()
-    assert up.stop(signal.SIGINT) == 130
-    assert up.printed[-1] == "stopped"
-    wait_until_gone(children)
-
-
-def test_what_hangs_is_replaced_and_two_of_each_edge_run_by_default(start_up: StartUp) -> None:
-    up = start_up(HEADRACE_TOKENIZERS="2", HEADRACE_DETOKENIZERS="2")
     assert (Settings().tokenizers, Settings().detokenizers) == (2, 2)
     hung = [up.child("scheduler"), up.child("nats-server")]
     for pid in hung:
         os.kill(pid, signal.SIGSTOP)
     wait_until_gone(hung)
+    ask = ("request", '{"prompt": "Hello", "max_tokens": 2}')
+    while up.run(*ask).returncode:
+        pass
+    dead = faults.pids_of(up.process.pid, "tokenizer")
+    for pid in dead:
+        os.kill(pid, signal.SIGKILL)
+    wait_until_gone(dead)
     answered = None
-    while answered is None or answered.returncode:
-        answered = up.run("request", '{"prompt": "Hello", "max_tokens": 2}')
+    while answered is None or answered.returncode:  # the launcher waits half a second, then starts them
+        answered = up.run(*ask)
+        assert not answered.returncode or "(unavailable)" in answered.stderr, answered.stderr
+    while len(faults.pids_of(up.process.pid, "tokenizer")) < 2:
+        pass
     kinds = [len(faults.pids_of(up.process.pid, kind)) for kind in ("tokenizer", "scheduler", "detokenizer")]
     assert kinds == [2, 1, 2]
     said = up.log.read_text()
+    assert "was ended by SIGKILL (not by this command: perhaps by the kernel" in said
     assert re.search(r"scheduler +\| has sent no heartbeat for 1\d s and used no CPU: killed", said)
     assert said.count("used no CPU: killed") == 1
-    up.process.send_signal(signal.SIGTERM)
-    up.read_until("^stopped")
+    children = up.children()
+    assert up.stop(signal.SIGINT) == 130
+    assert up.printed[-1] == "stopped"
     assert any(re.match(r"nats-server has not answered for 1\d s", line) for line in up.printed)
+    wait_until_gone(children)
 
 
 def test_files_of_the_working_directory_are_not_imported_and_those_on_the_path_are(
