@@ -13,10 +13,11 @@ from typing import Any
 
 import nats
 import pytest
-from support.running_up import HEADRACE, StartUp, Up, assert_all_free
+from support.running_up import HEADRACE, StartUp, Up, running_up
 
 from loadtest import faults
 from loadtest.durable import kill_all
+from loadtest.leaks import settle
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
@@ -30,6 +31,7 @@ from shared.replies import text_hash
 MODEL = "smollm2-135m-instruct"
 TOKENS = 200
 SLOW = {"HEADRACE_SIM": "step=20000"}  # 4 s for an answer: a fault in the middle of it
+ALL = {**dict.fromkeys(("tokenizer", "scheduler", "executor", "kv_offload", "keeper"), 1), "detokenizer": 2}
 HUNG_S = 120  # far above what a recovery takes: a guard against hanging
 
 
@@ -103,8 +105,14 @@ async def vanished(up: Up, request_id: str, text: str) -> None:
     await nc.close()
 
 
-async def test_a_killed_reader_is_followed_by_others_without_gap_or_repeat(start_up: StartUp) -> None:
-    up = start_up("--durable", **SLOW)
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    two = {"HEADRACE_DETOKENIZERS": "2"}
+    with running_up(tmp_path_factory.mktemp("attach"), "--durable", **SLOW, **two) as up:
+        yield up
+
+
+async def test_a_killed_reader_is_followed_by_others_without_gap_or_repeat(up: Up) -> None:
     async with connected(up.nats_url) as client:
         await submitted(client, asked("r"))
         first = subprocess.Popen([*HEADRACE, "attach", "r"], env=up.env, stdout=subprocess.PIPE)
@@ -125,9 +133,8 @@ async def test_a_killed_reader_is_followed_by_others_without_gap_or_repeat(start
         assert reader.attempts == [1, 1], "the text has started over"
 
 
-async def test_a_stream_moves_from_a_dead_reader_to_another(start_up: StartUp) -> None:
-    up = start_up(**SLOW)
-    body = {**asked("r", n=2), "model": MODEL, "stream": True, "finish_detached": True}
+async def test_a_stream_moves_from_a_dead_reader_to_another(up: Up) -> None:
+    body = {**asked("moves", n=2), "model": MODEL, "stream": True, "finish_detached": True}
     nc = await nats.connect(up.nats_url, allow_reconnect=False)
     frames = await nc.subscribe(inbox := nc.new_inbox())
     await nc.publish(subjects.generate("public", MODEL), json.dumps(body).encode(), reply=inbox)
@@ -139,24 +146,21 @@ async def test_a_stream_moves_from_a_dead_reader_to_another(start_up: StartUp) -
     nc._transport._io_writer.transport.abort()
     await nc.close()
     async with connected(up.nats_url) as client:
-        expected = asyncio.create_task(whole(client, "r", n=2))
-        await reader.read(client, "r", len(reader.texts[0]) + 200)
-        other = client.follow("r", {**reader.texts})
+        expected = asyncio.create_task(whole(client, "moves", n=2))
+        await reader.read(client, "moves", len(reader.texts[0]) + 200)
+        other = client.follow("moves", {**reader.texts})
         assert (await anext(other))["attempt"] == 1
         third = Reader({**reader.texts})
-        ends = asyncio.create_task(third.read(client, "r"))
+        ends = asyncio.create_task(third.read(client, "moves"))
         with pytest.raises(Moved):
             [frame async for frame in other]
         await ends
         assert (third.texts, third.ended, third.attempts) == (await expected, True, [1])
-        nc = await nats.connect(up.nats_url)
-        await assert_all_free(nc)
-        await nc.close()
+        await settle(client.bus, ALL, HUNG_S)
 
 
-async def test_a_detokenizer_dies_while_its_requests_are_followed(start_up: StartUp) -> None:
+async def test_a_detokenizer_dies_while_its_requests_are_followed(up: Up) -> None:
     """One after the other, so that each reader loses the one it reads from. The text goes on."""
-    up = start_up("--durable", HEADRACE_DETOKENIZERS="2", HEADRACE_SIM="step=30000")
     async with connected(up.nats_url) as client:
         ids = [f"r{number}" for number in range(6)]
         for request_id in ids:

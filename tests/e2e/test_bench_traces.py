@@ -7,11 +7,12 @@ Of two requests that follow each other closely the later may be first there: it 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running_up import StartUp
+from support.running_up import StartUp, Up, running_up
 
 from loadtest.fleet import MODEL
 from services.launcher.cli import main as headrace
@@ -25,11 +26,17 @@ CASES = (
 )
 
 
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with running_up(tmp_path_factory.mktemp("traces"), *SIM.split()) as up:
+        yield up
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_hits_are_what_the_trace_repeats(
-    case: str, start_up: StartUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, up: Up, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    up, out = start_up(*SIM.split()), tmp_path / "run.json"
+    out = tmp_path / "run.json"
     workload, *flags = case.split()
     server = ["--url", up.nats_url, "--model", MODEL]
     assert headrace(["bench", "run", *server, "--workload", workload, *flags, "--json", str(out)]) == 0
