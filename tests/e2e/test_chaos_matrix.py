@@ -15,7 +15,7 @@ from support.small_llama import write_small_llama
 from loadtest.chaos import cells
 from loadtest.chaos.cells import MODEL, Answers, Cell, House, Shape
 
-REQUESTS = 90
+REQUESTS = 72
 CELLS = [
     ("scheduler",), ("executor",), ("detokenizer",), ("tokenizer",), ("nats-server",),
     ("scheduler", "detokenizer"), ("kv_offload",),

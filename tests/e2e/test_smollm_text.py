@@ -52,7 +52,7 @@ def test_answer_text(model: ServedModel) -> None:
     assert model.vocabulary.decode(ids) == "The capital of France is Paris."
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(TEXTS)
 def test_any_text_equals_plain_python(
     model: ServedModel, raw: tuple[list[str], list[tuple[str, str]]], text: str

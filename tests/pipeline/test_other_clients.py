@@ -112,7 +112,12 @@ async def test_anthropic_tools(claude: AsyncAnthropic) -> None:
     result = {"type": "tool_result", "tool_use_id": used.id, "content": "rain, 5 degrees"}
     turns = [{"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
     after = await claude.messages.create(
-        **{**asked, "messages": [*asked["messages"], *turns], "tool_choice": {"type": "none"}}
+        **{
+            **asked,
+            "messages": [*asked["messages"], *turns],
+            "tool_choice": {"type": "none"},
+            "max_tokens": 9,
+        }
     )
     assert [block.type for block in after.content] == ["text"]
 
@@ -202,7 +207,7 @@ async def test_ollama_formats_and_tools(llama: ollama.AsyncClient) -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "rain", "tool_name": "weather"},
     ]
-    after = await llama.chat(model=MODEL, messages=turns, tools=[tool], options=options)
+    after = await llama.chat(model=MODEL, messages=turns, tools=[tool], options={**options, "num_predict": 9})
     assert after.done
 
 

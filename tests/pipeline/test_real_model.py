@@ -1,5 +1,6 @@
 """SmolLM2-135M in f32 through all five services: the reference ids of transformers, whatever the
-window, the chunk budget and the company. Ids are read off the wire, not guessed from text."""
+window, the chunk budget and the company. Ids are read off the wire, not guessed from text. One step at a
+time: test_kv_real_model.py."""
 
 from __future__ import annotations
 
@@ -57,7 +58,6 @@ async def assert_reference(
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "single": {"overlap": "single", "step_tokens": 512},
     "run ahead, small chunks": {"overlap": "run_ahead", "window": 4, "step_tokens": 16},
     "two batches, prompts first": {
         "overlap": "two_batch", "policy": "batching=prefill_first,reservation=reserve"

@@ -21,7 +21,7 @@ from shared.nats import subjects
 from shared.nats.interface import Delivery
 
 KINDS = ("kv_offload", "scheduler", "detokenizer", "detokenizer", "executor", "tokenizer")
-REQUESTS = 24
+REQUESTS = 16
 
 
 async def ask(client: Client, number: int) -> str:
