@@ -128,8 +128,8 @@ def test_in_the_background(client: OpenAI) -> None:
 
 
 def test_a_stream_is_taken_up_by_number_again_and_again(client: OpenAI) -> None:
-    plain = client.responses.create(**{**ASKED, "max_output_tokens": 400})
-    asked = {**ASKED, "max_output_tokens": 400, "background": True}
+    plain = client.responses.create(**{**ASKED, "max_output_tokens": 240})
+    asked = {**ASKED, "max_output_tokens": 240, "background": True}
     with client.responses.create(**asked, stream=True) as stream:
         had = [event for event, _ in zip(stream, range(12), strict=False)]
     assert [e.type.removeprefix("response.") for e in had[:3]] == ["created", "queued", "in_progress"]
@@ -205,7 +205,7 @@ def test_an_event_source_goes_on_by_its_last_id(http: httpx.Client, api: str) ->
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_stream_goes_on_when_a_detokenizer_dies(up: Up, client: OpenAI, background: bool) -> None:
-    asked = {**ASKED, "max_output_tokens": 500}
+    asked = {**ASKED, "max_output_tokens": 300}
     plain = client.responses.create(**asked)
     events = []
     with client.responses.stream(**asked, background=background) as stream:

@@ -152,7 +152,7 @@ def test_any_length_and_any_pauses(model: Path, loop: asyncio.Runner) -> None:
     pipeline = loop.run(up.__aenter__())
     numbers = iter(range(10**6))
 
-    @settings(max_examples=15)
+    @settings(max_examples=8)
     @given(BORDERS, BORDERS, st.lists(st.integers(1, 40), min_size=1, max_size=3))
     def example(prompt_tokens: int, answer_tokens: int, pauses: list[int]) -> None:
         number = next(numbers)
