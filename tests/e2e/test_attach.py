@@ -16,6 +16,7 @@ import pytest
 from support.running_up import HEADRACE, StartUp, Up, running_up
 
 from loadtest import faults
+from loadtest.durable import kill_all
 from loadtest.leaks import settle
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
@@ -205,6 +206,29 @@ async def test_the_nats_server_dies_while_requests_are_followed(
         await ends
         assert kept.texts == await whole(client, "kept")
         assert fast.texts == await whole(client, "fast")
+
+
+async def test_a_durable_request_is_followed_through_the_loss_of_everything(
+    server: NatsServer, start_up: StartUp
+) -> None:
+    up = start_up("--durable", "--nats-url", server.url, **SLOW)
+    async with connected(up.nats_url) as client:
+        await submitted(client, asked("r", n=2))
+        reader = Reader()
+        end = asyncio.create_task(reader.read(client, "r"))
+        while len(reader.texts.get(0, "")) < 40:
+            await asyncio.sleep(0.01)
+        server.process.kill()
+        kill_all(up.process.pid)
+        up.process.wait()
+        server.process.wait()
+        server.restart()
+        start_up("--durable", "--nats-url", server.url, **SLOW)
+        await end
+        record = await client.request(subjects.result("public", "r"))
+        texts = {choice["index"]: choice["text"] for choice in record["answer"]["choices"]}
+        assert (reader.texts, reader.ended) == (texts, True)
+        assert reader.attempts == sorted(set(reader.attempts)), "attempts only grow"
 
 
 async def test_under_credentials_a_tenant_follows_its_own_requests(start_up: StartUp, tmp_path: Path) -> None:
