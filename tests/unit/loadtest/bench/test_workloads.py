@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any
@@ -163,9 +164,10 @@ def test_what_a_trace_repeats_is_what_its_prompts_begin_with_alike(scale: float,
     repeated = []
     for conversation in Asked("mooncake", shape).conversations(0):
         prompt = prompt_of(conversation)
-        prefixes = [hash(tuple(prompt[:end])) for end in range(block_tokens, len(prompt), block_tokens)]
-        found = next((i for i, prefix in enumerate(prefixes) if prefix not in seen), len(prefixes))
-        seen.update([*prefixes, hash(tuple(prompt))])
+        blocks = (tuple(prompt[at : at + block_tokens]) for at in range(0, len(prompt), block_tokens))
+        _, *prefixes = accumulate(blocks, lambda before, block: hash((before, block)), initial=0)
+        found = next((i for i, prefix in enumerate(prefixes[:-1]) if prefix not in seen), len(prefixes) - 1)
+        seen.update(prefixes)
         assert conversation.turns[0].repeated_tokens == found * block_tokens
         repeated.append(found)
     assert sum(repeated) > 50

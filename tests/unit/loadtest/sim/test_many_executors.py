@@ -17,7 +17,7 @@ def test_a_fast_and_a_slow_executor_are_done_as_soon_as_by_the_best_split() -> N
     """Prompts of 4,000 to 12,000 tokens, more than both can do, on speeds of 4 to 1."""
     scenario, found = SCENARIOS["makespan_documents"], {}
     for arm in scenario.arms:
-        world = World(Setup((scenario.machine, *scenario.others), limits_of(arm), 1), overload(1, 20))
+        world = World(Setup((scenario.machine, *scenario.others), limits_of(arm), 1), overload(1, 10))
         world.run()
         assert all(record.served for record in world.readers.records)
         found[arm.name] = of_ideal(world)["of_ideal"]

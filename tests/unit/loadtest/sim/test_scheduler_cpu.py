@@ -158,7 +158,7 @@ def decisions(seed: int, *, each_event_plans: bool) -> tuple[bytes, dict[str, in
 
 def test_no_decision_differs_from_those_of_the_slow_forms() -> None:
     total = dict.fromkeys(ENOUGH, 0)
-    for seed in range(6):
+    for seed in (0, 3, 5):  # on two executors, one, and five
         found = decisions(seed, each_event_plans=False)
         with pytest.MonkeyPatch.context() as patch:
             slow(patch)
@@ -168,7 +168,7 @@ def test_no_decision_differs_from_those_of_the_slow_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    "load", [Load("together", 32, 100, 2), Load("apart", 32, 100, 2, spread=True), Load("long", 600, 100, 2)]
+    "load", [Load("together", 32, 100, 1), Load("apart", 32, 100, 1, spread=True), Load("long", 600, 100, 1)]
 )
 def test_a_step_takes_about_as_many_calls_beside_seven_other_executors(load: Load) -> None:
     """Calls of functions, since times depend on the machine."""

@@ -475,7 +475,7 @@ def test_two_executors_share_the_load() -> None:
     world.assert_idle()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_history_ends_with_the_right_tokens(data: st.DataObject) -> None:
     """Requests, forks, results, cancels, crashes and shard changes in any order: what is not

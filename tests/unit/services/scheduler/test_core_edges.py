@@ -392,7 +392,7 @@ def act(world: World, data: st.DataObject, step: int) -> None:
         world.tick(data.draw(st.sampled_from([10, 1_500])))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_whatever_happens_every_request_ends_and_no_token_is_wrong(data: st.DataObject) -> None:
     world = World(any_limits(data), shards=("d1", "d2"))

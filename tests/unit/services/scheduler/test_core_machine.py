@@ -41,7 +41,7 @@ from services.scheduler.state.state import Executor, State
 from shared.kv_blocks import choice_seed
 from shared.messages import WHOLE_VECTOR, Cancel, Detached, StepResult, StopFound, ints
 
-LEAST_EVENTS = 8_000
+LEAST_EVENTS = 4_500
 ENGINES, SHARDS = ("e1", "e2"), ("d1", "d2")
 CLASSES = requests.parse("interactive=100/10/0,standard=200/20/50,batch=0/50/80")
 TIER_FAULTS = (
@@ -369,7 +369,7 @@ def test_any_history() -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=examples or 80,
+            max_examples=examples or 40,
             stateful_step_count=50,
             deadline=None,
             phases=(Phase.explicit, Phase.generate),  # a failure is shown as found: shrinking takes minutes

@@ -257,7 +257,7 @@ def any_history(world: World, dice: random.Random) -> list[str]:
 
 
 @pytest.mark.parametrize("any_order", [False, True])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_within_one_event_nobody_is_paused_twice(
     seed: int, any_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
