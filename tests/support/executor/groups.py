@@ -25,7 +25,7 @@ from services.executor.group.driver import GroupBackend, build_group
 from shared.errors import EngineError
 from shared.messages import WHOLE_VECTOR, Sampling, ints
 
-FIRST = 24  # tokens of an answer
+FIRST = 8  # tokens of an answer
 DEFAULT: dict[str, Any] = {"blocks": 200, "slots": 20, "max_context": 512, "deterministic": False}
 HOT = Sampling(temperature=1.5)
 PENALISED = Sampling(temperature=1.2, top_k=40, presence_penalty=0.5, repetition_penalty=1.1)

@@ -115,10 +115,9 @@ def test_a_copy_that_fails_on_one_rank_fails(group: GroupBackend) -> None:
         arena.close()
 
 
-def test_a_group_dies_as_one(watched: Watched, folder: Path) -> None:
+def test_a_group_dies_as_one(group: GroupBackend, watched: Watched) -> None:
     """The last test of the module that needs the first group: only one can be in a process."""
-    watched.group.close()
-    dies_as_one(Watched(options(folder)))
+    dies_as_one(watched)
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_group(tmp_path: Path) -> None:

@@ -135,13 +135,14 @@ def test_a_group_chooses_the_same_in_halves(watched: Watched, folder: Path) -> N
     assert not any(each.segments for each in wanted)
 
 
-def test_a_group_may_be_told_not_to(watched: Watched, folder: Path) -> None:
-    """The last test of the module that needs the first group: only one can be in a process."""
-    watched.group.close()
-    made = Watched(options(folder, overlap_comm="off"))
-    assert made.group.info.two_stream_tokens == 0
-    maker = PlanMaker(made.group)
-    maker.open(0, tokens(0, 230), GREEDY)
-    plan = replace(maker.plan([Row(0, 0, 200, feeds=(0,))]), two_stream=True)
-    assert not made.group.sample(made.group.forward(plan)).segments
-    made.group.close()
+def told_not_to(ranks: Ranks, folder: Path) -> tuple[int, tuple[Segment, ...]]:
+    made = options(folder, overlap_comm="off")
+    backend = TorchBackend(made, load(made, ranks))
+    pending = backend.forward(replace(opened(backend).plan(next(steps())), two_stream=True))
+    found = backend.info.two_stream_tokens, pending.segments()
+    backend.close()
+    return found
+
+
+def test_ranks_may_be_told_not_to(folder: Path) -> None:
+    assert on_ranks(2, told_not_to, folder) == [(0, ())] * 2

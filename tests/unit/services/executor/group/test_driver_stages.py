@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,15 +144,16 @@ def test_what_the_last_stage_cannot_sample_fails_on_the_driver(folder: Path) -> 
     assert sent == [DropStep(3)]
 
 
-def test_a_pipeline_dies_as_one(watched: Watched, folder: Path) -> None:
+def test_a_pipeline_dies_as_one(group: GroupBackend, watched: Watched) -> None:
     """The last test of the module that needs the first group: only one can be in a process."""
-    watched.group.close()
-    dies_as_one(Watched(options(folder, **STAGES)))
+    dies_as_one(watched)
 
 
-def test_more_stages_than_layers_are_refused(folder: Path) -> None:
-    with pytest.raises(SetupError, match="4 stages are too many for 3 layers: use fewer"):
-        build_group(options(folder, **STAGES), 4, lambda why: None)
+def test_more_stages_than_layers_are_refused(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SetupError, match="2 stages are too many for 1 layers: use fewer"):
+        build_group(options(tmp_path, dummy=True, **STAGES), 2, lambda why: None)
     assert not torch.distributed.is_initialized()
 
 
