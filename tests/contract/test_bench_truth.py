@@ -78,7 +78,7 @@ def shape(requests: int) -> Asked:
     return Asked(shape=Shape(prompts=requests, input_len=10, output_len=TOKENS))
 
 
-@pytest.mark.parametrize("in_flight", [1, 100, 1_000])
+@pytest.mark.parametrize("in_flight", [1, 300])
 def test_a_closed_loop_reports_what_the_server_did(kind: str, in_flight: int, tmp_path: Path) -> None:
     asked = shape(2 * in_flight + in_flight // 2)
     made, served = measured(kind, tmp_path, Point(max_concurrency=in_flight), SLOW, asked)
@@ -89,7 +89,7 @@ def test_a_closed_loop_reports_what_the_server_did(kind: str, in_flight: int, tm
     assert figures["request_goodput"] * figures["duration"] == pytest.approx(len(served) - len(served[::3]))
 
 
-@pytest.mark.parametrize("in_flight", [1, 100, 1_000])
+@pytest.mark.parametrize("in_flight", [1, 300])
 def test_an_open_loop_reports_what_the_server_did(kind: str, in_flight: int, tmp_path: Path) -> None:
     """So many a second that by Little's law so many are in flight."""
     took_s = (100 + (TOKENS - 1) * 20) / 1_000

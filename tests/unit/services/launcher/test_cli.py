@@ -240,8 +240,7 @@ def test_closed_streams_and_characters_that_a_locale_lacks(closed: str, shown: s
 
 
 @pytest.mark.parametrize(
-    ("words", "unbuffered"),
-    [("completion bash", ""), ("completion bash", "1"), ("--help", ""), ("up --help", "1")],
+    ("words", "unbuffered"), [("completion bash", ""), ("completion bash", "1"), ("up --help", "1")]
 )
 def test_a_full_disk_is_an_error(words: str, unbuffered: str) -> None:
     command = f"{sys.executable} -m services.launcher.cli {words} > /dev/full"

@@ -88,7 +88,7 @@ fate = st.sampled_from(["keep", "lose", "twice", "first"])
 
 
 @given(st.lists(fate, max_size=60), st.integers(0, 40), st.integers(1, 8))
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_once_and_in_order_under_any_drop_duplicate_and_reorder(
     fates: list[str], total: int, burst: int
 ) -> None:
@@ -108,7 +108,7 @@ def test_once_and_in_order_under_any_drop_duplicate_and_reorder(
 
 
 @given(st.lists(st.sampled_from(["keep", "twice", "first"]), max_size=60), st.integers(0, 40), st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_nothing_is_lost_when_resends_arrive(fates: list[str], total: int, data: st.DataObject) -> None:
     gone = data.draw(st.sets(st.integers(0, max(total - 1, 0)), max_size=total))
     wire, sent = Wire([]), [b"%d" % i for i in range(total)]

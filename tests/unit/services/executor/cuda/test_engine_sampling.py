@@ -84,7 +84,7 @@ def test_the_kernel_after_the_reference_draws_what_the_reference_draws() -> None
     torch_alone = Sampler(len(wishes), VOCAB, torch.device(DEVICE), deterministic=False)
     for i, wish in enumerate(wishes):
         torch_alone.open(opened(i, sampling=Sampling(**wish)))
-    for step in range(3):
+    for step in range(2):
         logits, positions = logits_of(len(wishes), step), [len(PROMPT) + step] * len(wishes)
         wanted = torch_alone.propose(logits, rows, positions)
         found = sampling.choose(logits, rows, positions)[0]

@@ -21,7 +21,7 @@ from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 PROMPT = [1, 2, 3]
 PADDED = 49_160  # a vocabulary as wide as an output layer may be
 SLOTS = 100
-DRAWS = 20  # of each slot
+DRAWS = 10  # of each slot
 LETTERS = "abcxyz"
 LOGITS = torch.tensor([1.0, 0.5, -1.0, 2.0, 1.0, 0.0])
 CONTROL = 5  # a token without a text
