@@ -31,6 +31,8 @@ def arm_of(scenario: str, name: str, most: int = 0) -> dict[str, float]:
     if most:
         whole = made.workload
         made = replace(made, workload=lambda options: Workload(whole(options).requests[:most]))
+    if scenario == "fairness":
+        made = replace(made, until_us=15_000_000)
     return run_arm(made, arms[name], Options(minutes=1))
 
 
