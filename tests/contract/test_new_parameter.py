@@ -37,9 +37,8 @@ EDITS = {
 def test_a_parameter_takes_few_files(tmp_path: Path) -> None:
     for name in PRODUCT:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "cpu_jit"))
-    with (tmp_path / "kernels" / "__init__.py").open(
-        "a"
-    ) as package:  # those are compiled once: at their own place
+    # The compiled kernels of a CPU stay in their own place, where their cache is.
+    with (tmp_path / "kernels" / "__init__.py").open("a") as package:
         package.write(f"\n__path__.append({str(ROOT / 'kernels')!r})\n")
     for name, (old, new) in EDITS.items():
         text = (tmp_path / name).read_text()
