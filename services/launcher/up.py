@@ -103,8 +103,7 @@ def up(
     `schedulers`: of each model.
     With `until_idle` it ends by itself (see background.py). Unless it `must_be_durable`, it runs without
     durable requests where their folder cannot be had, or with a server of others."""
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # else the start would leave its folders
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+    noted = _note_signals()
     if join:
         settings = settings.model_copy(update={"nats_url": join, "http": "off", "durable": False})
     elif users is not None and not settings.http_keys:
@@ -151,8 +150,24 @@ def up(
             settings = settings.model_copy(update={"durable": False})
         logins = _Logins(server.url if server else settings.nats_url, users)
         joined = asyncio.run(_look(logins.of("executor"), settings, [*models])) if join else None
+        if noted:
+            raise KeyboardInterrupt
         running = _run(settings, models, server, logins, joined, schedulers, until_idle=until_idle)
         return asyncio.run(running)
+
+
+def _note_signals() -> list[int]:
+    """Signals that have come; each interrupts, too, but an interrupt inside a callback of a fork is lost."""
+    noted: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
+            signal.signal(number, note)
+    return noted
 
 
 @contextlib.contextmanager

@@ -156,6 +156,33 @@ def test_a_signal_during_its_start_leaves_no_folder(number: signal.Signals, tmp_
     assert [*tmp_path.glob("headrace-run-*"), *tmp_path.rglob("*.up")] == []
 
 
+LOST = """
+import os
+import signal
+from unittest import mock
+from services.launcher import cli, nats_server
+
+def start(**more):
+    os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+    if os.fork() == 0:
+        os._exit(0)
+    return mock.Mock(url="nats://127.0.0.1:1")
+
+nats_server.start_by_default = start
+raise SystemExit(cli.main())
+"""
+
+
+def test_a_signal_inside_a_callback_of_a_fork_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    flags = ["--http", "off", "--no-durable", "--model", str(tmp_path / "a.gguf")]
+    env = {**os.environ, "TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", LOST, "up", *flags]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "KeyboardInterrupt" in done.stderr, "it came where it is ignored"
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
