@@ -15,8 +15,9 @@ from services.executor.parallel.ranks import Ranks, join, rendezvous
 T = TypeVar("T")
 
 WITHIN_S = 240.0
-# A rank forks from a server that has imported these: to import them again takes most of its time.
-PRELOADED = ["services.executor.cpu.engine", "transformers.modeling_utils", "gguf", "hypothesis", "pytest"]
+# A rank forks from a server that has imported these: to import them again takes most of its time. No rank
+# makes a model of transformers, whose modules the server would import for seconds.
+PRELOADED = ["services.executor.cpu.engine", "transformers", "gguf", "hypothesis", "pytest"]
 
 
 def on_ranks(size: int, function: Callable[..., T], *arguments: object, ordered: bool = False) -> list[T]:

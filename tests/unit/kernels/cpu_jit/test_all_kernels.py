@@ -177,7 +177,18 @@ def test_kernels_of_cpus_without_bfloat16(more: str) -> None:
         "NUMBA_CPU_FEATURES": f"+sse4.2,+avx,+avx2,+fma,+f16c,{more}".rstrip(","),
     }
     chosen = "rotation or any_length and 9-3-64 or norm_after or test_gate"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        chosen,
+        __file__,
+    ]
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
 

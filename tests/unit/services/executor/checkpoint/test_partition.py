@@ -158,18 +158,18 @@ def test_the_experts_that_ranks_load_are_those_of_one_rank(
             assert torch.equal(router, held[0]["router"].values)
 
 
-def all_logits(ranks: Ranks, folder: Path) -> dict[str, list[torch.Tensor]]:
+Logits = dict[str, list[torch.Tensor]]
+
+
+def all_logits(ranks: Ranks, folder: Path, kinds: tuple[str, ...]) -> Logits:
     """Of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind of model."""
-    kinds = [
-        *((kind, "") for kind in (*KINDS, "llama-bias")),
-        *((kind, "/fp8") for kind in (*DENSE, "qwen3-moe")),
-    ]
-    return {kind + extra: list(logits_of(ranks, folder / kind, extra)) for kind, extra in kinds}
+    split = [(each, *each.partition("/")) for each in kinds]
+    return {each: list(logits_of(ranks, folder / kind, extra)) for each, kind, _, extra in split}
 
 
 def logits_of(ranks: Ranks, folder: Path, extra: str) -> Iterator[torch.Tensor]:
     options = TorchOptions(
-        model_path=folder, model_name="m", device="cpu", dtype="f32", kv_dtype=extra[1:] or "auto", blocks=16,
+        model_path=folder, model_name="m", device="cpu", dtype="f32", kv_dtype=extra or "auto", blocks=16,
         slots=4, threads=1,
     )  # fmt: skip
     backend = TorchBackend(options, load(options, ranks))
@@ -186,12 +186,30 @@ def logits_of(ranks: Ranks, folder: Path, extra: str) -> Iterator[torch.Tensor]:
         yield pending.logits
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_logits_of_ranks_equal_those_of_one(size: int, tmp_path: Path) -> None:
+OF_TWO = (*KINDS, "llama-bias", *(f"{kind}/fp8" for kind in (*DENSE, "qwen3-moe")))
+# What four ranks cut otherwise than two: heads that do not divide, KV heads and their biases that two ranks
+# or all of them hold, five experts, layers with and without experts.
+OF_FOUR = (
+    *("llama", "llama-9-3-tied", "llama-9-3-tied/fp8", "qwen2", "mistral", "phi3", "mixtral"),
+    "qwen3-moe-mixed",
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logits]:
+    """A folder of models, and what one rank computes with them."""
+    folder = tmp_path_factory.mktemp("models")
     for kind in (*KINDS, "llama-bias"):
-        save_tiny(kind, tmp_path / kind)
-    wanted = all_logits(SOLO, tmp_path)
-    answers = on_ranks(size, all_logits, tmp_path)
+        save_tiny(kind, folder / kind)
+    return folder, all_logits(SOLO, folder, OF_TWO)
+
+
+@pytest.mark.parametrize(("size", "kinds"), [(2, OF_TWO), (4, OF_FOUR)], ids=["2", "4"])
+def test_logits_of_ranks_equal_those_of_one(
+    size: int, kinds: tuple[str, ...], alone: tuple[Path, Logits]
+) -> None:
+    folder, wanted = alone[0], {kind: alone[1][kind] for kind in kinds}
+    answers = on_ranks(size, all_logits, folder, kinds)
     for found in answers:
         for kind, steps in wanted.items():
             for logits, expected in zip(found[kind], steps, strict=True):

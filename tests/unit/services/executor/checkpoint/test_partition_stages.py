@@ -107,12 +107,21 @@ def logits_of(ranks: Ranks, folder: Path, extra: str) -> Iterator[torch.Tensor]:
     ranks.exchange("received")  # a stage that is gone takes what it still sends with it
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_logits_of_stages_equal_those_of_one_rank(size: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[torch.Tensor]]]:
+    """A folder of models, and what one rank computes with them."""
+    folder = tmp_path_factory.mktemp("models")
     for kind in KINDS:
-        save_tiny(kind, tmp_path / kind)
-    wanted = all_logits(SOLO, tmp_path)
-    *others, last = on_ranks(size, all_logits, tmp_path)
+        save_tiny(kind, folder / kind)
+    return folder, all_logits(SOLO, folder)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_logits_of_stages_equal_those_of_one_rank(
+    size: int, alone: tuple[Path, dict[str, list[torch.Tensor]]]
+) -> None:
+    folder, wanted = alone
+    *others, last = on_ranks(size, all_logits, folder)
     assert not any(steps for found in others for steps in found.values())
     for kind, steps in wanted.items():
         assert len(steps) == 3
