@@ -6,13 +6,13 @@ import pytest
 
 from loadtest import batch_deaths, batch_valleys
 
-LINES, KILLS = 500, 1
-ROWS = 256  # of the simulated engine: what runs at a death is computed again
+LINES, KILLS = 150, 1
+ROWS = 64  # of the simulated engine: what runs at a death is computed again
 
 
 @pytest.mark.timeout(600)
 async def test_each_line_once_after_the_loss_of_every_process() -> None:
-    result = await batch_deaths.run(LINES, KILLS, LINES)
+    result = await batch_deaths.run(LINES, KILLS, LINES, slots=ROWS)
     assert result.status == "completed", result
     assert result.counts == {"total": LINES, "completed": LINES, "failed": 0}
     assert result.once == LINES, result

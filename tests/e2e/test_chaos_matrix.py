@@ -15,7 +15,7 @@ from support.small_llama import write_small_llama
 from loadtest.chaos import cells
 from loadtest.chaos.cells import MODEL, Answers, Cell, House, Shape
 
-REQUESTS = 72
+REQUESTS = 48
 CELLS = [
     ("scheduler",), ("executor",), ("detokenizer",), ("tokenizer",), ("nats-server",),
     ("scheduler", "detokenizer"), ("kv_offload",),

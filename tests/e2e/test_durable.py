@@ -43,7 +43,7 @@ from shared.errors import DuplicateRequest, UnknownModel
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 
-REQUESTS = 120
+REQUESTS = 72
 LOST_S = 120  # far above the 10 s after which deliveries come again: a guard against hanging
 
 
@@ -88,7 +88,7 @@ def test_every_request_has_one_record_after_the_loss_of_every_process(
 ) -> None:
     state = {"XDG_STATE_HOME": str(tmp_path), "HEADRACE_SIM": "step=4000"}
     first = start_up("--durable", **state)
-    moment = random.Random().randrange(10, 90)
+    moment = random.Random().randrange(10, 55)
     asyncio.run(submitted(first, moment))
     kill(first)
     second = start_up("--durable", **state)
@@ -222,23 +222,23 @@ def test_a_request_that_kills_executors_fails_alone(start_up: StartUp, tmp_path:
         HEADRACE_HEARTBEAT_INTERVAL_MS="1000",  # as by default: a silent executor counts as dead, too
         PYTHONPATH=os.pathsep.join((str(ROOT), str(tmp_path))),
     )  # fmt: skip
-    numbered = [simulated(i) for i in range(39)]
-    numbered.insert(20, ("acme", {"prompt": "Hi", "request_id": "deadly", "logits_processors": ["deadly"]}))
+    numbered = [simulated(i) for i in range(15)]
+    numbered.insert(8, ("acme", {"prompt": "Hi", "request_id": "deadly", "logits_processors": ["deadly"]}))
     records, counts = asyncio.run(all_records(up.nats_url, numbered, {}))
     others = {i: record for i, record in enumerate(records) if record["status"] != "completed"}
-    assert others == {20: {"status": "failed", "code": 500}}
-    assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: 40}
+    assert others == {8: {"status": "failed", "code": 500}}
+    assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: 16}
 
 
 def test_a_disk_that_is_full_for_a_while_loses_nothing(start_up: StartUp) -> None:
     # Beats as by default: on a busy machine an executor is to be silent for less than a death goes unnoticed.
     up = start_up("--durable", HEADRACE_HEARTBEAT_INTERVAL_MS="1000")
-    numbered, replies = [simulated(i) for i in range(60)], dict[int, dict[str, Any]]()
+    numbered, replies = [simulated(i) for i in range(30)], dict[int, dict[str, Any]]()
 
     async def fill() -> None:
         bus = await NatsBus.connect(up.nats_url, timeout_s=20)
         client = await Client.open(bus)
-        await submit_all(client, numbered[:20], replies)
+        await submit_all(client, numbered[:10], replies)
         # As with a full disk, the next write fails. A server that is started again has no such limit.
         resource.prlimit(up.child("nats-server"), resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         await submit_all(client, numbered, replies)
@@ -247,7 +247,7 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(start_up: StartUp) -> Non
     asyncio.run(fill())
     records, counts = asyncio.run(all_records(up.nats_url, numbered, replies))
     assert {record["status"] for record in records} == {"completed"}
-    assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: 60}
+    assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: 30}
     up.stop(signal.SIGTERM)
     assert any("could not write durable requests" in line for line in up.printed)
 
