@@ -157,7 +157,8 @@ def up(
 
 
 def _note_signals() -> list[int]:
-    """Signals that have come; each interrupts, too, but an interrupt inside a callback of a fork is lost."""
+    """The signals that come from now on. Each also interrupts, but Python drops an interrupt that is raised
+    inside a callback of a fork."""
     noted: list[int] = []
 
     def note(number: int, _frame: object) -> None:

@@ -106,8 +106,10 @@ def text_of(vocabulary: Vocabulary, token: int) -> bytes:
 
 
 @pytest.mark.parametrize("case", SCORED, ids=lambda case: case["prompt"])
-def test_they_are_those_of_transformers(case: dict[str, Any], client: OpenAI, vocabulary: Vocabulary) -> None:
-    """Of each token of the answer, and of the likeliest five in its place."""
+def test_log_probabilities_are_those_of_transformers(
+    case: dict[str, Any], client: OpenAI, vocabulary: Vocabulary
+) -> None:
+    """Each token of the answer, and the five likeliest tokens in its place, are compared."""
     answer = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": case["prompt"]}],

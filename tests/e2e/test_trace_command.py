@@ -102,7 +102,7 @@ def test_a_recorded_log_replays(up: Up, tmp_path: Path) -> None:
         env=up.env,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=ignoring(signal.SIGINT),  # by whoever starts it: a script, some CI runners
+        preexec_fn=ignoring(signal.SIGINT),  # as scripts and some CI runners start it
     ) as record:
         assert record.stdout is not None
         assert record.stdout.readline().startswith("recording ")

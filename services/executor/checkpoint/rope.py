@@ -6,7 +6,7 @@
     longrope                   (arXiv:2402.13753) two lists of divisors, for contexts up to the original one
                                and for longer ones; a gain
 
-Of a partial rotation the rest of a head has infinite divisors. known_keys.py has the keys of each form.
+A partial rotation gives the rest of a head infinite divisors. known_keys.py has the keys of each form.
 """
 
 from __future__ import annotations
