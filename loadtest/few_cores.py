@@ -1,12 +1,13 @@
 """Measures tokens a second and the first start with fewer cores than threads: beside busy processes and under
-CPU quotas. Each case runs with the default number of threads and with each fixed one, and `headrace up` is
+CPU quotas: of one answer after the other, and of several clients at once with prompts and answers of unequal
+lengths. Each case runs with the default number of threads and with each fixed one, and `headrace up` is
 started anew every time, so that its start is in the figures, too.
 
     python -m loadtest.few_cores --out few_cores.json           (as root, for the quotas)
 
 Run it on a quiet machine. The last output is the table. `goals` are the conditions: the default reaches 0.9
-of the best fixed number in each case, a third of its speed alone beside one busy process, and starts within
-twice the time of the fastest start of its case.
+of the best fixed number in each case, alone and at once, a third of its speed alone beside one busy process,
+and starts within twice the time of the fastest start of its case.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import asyncio
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +56,12 @@ def figures(case: str, threads: int, asked: argparse.Namespace) -> dict[str, Any
         if leave is not None:
             leave.write_text(str(os.getpid()))  # this program asks from outside
         reads = asyncio.run(answers(url, asked.tokens, asked.repeats))
+        together = asyncio.run(at_once(url, asked.clients, asked.tokens, asked.each)) if asked.clients else {}
     rates = [round(rate, 2) for rate, _ in reads]
     found = {
         "case": case, "threads": threads or "default", "start_s": round(start_s, 2), "tok_s": rates[1:],
         "tok_s_median": statistics.median(rates[1:]), "first_answer_tok_s": rates[0],
-        "ttft_ms": [round(1e3 * first_s, 1) for _, first_s in reads],
+        "ttft_ms": [round(1e3 * first_s, 1) for _, first_s in reads], **together,
     }  # fmt: skip
     print(json.dumps(found), flush=True)
     return found
@@ -69,17 +73,54 @@ async def answers(url: str, tokens: int, repeats: int) -> list[tuple[float, floa
     client = await Client.open(bus)
     found = []
     for i in range(repeats + 1):
-        prompt = [300 + (37 * i + k) % 9_000 for k in range(PROMPT)]
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        sent_s, parts_s, done = time.monotonic(), list[float](), 0
-        async for frame in client.stream(body, timeout_s=600):
-            if frame["type"] == "delta":
-                parts_s.append(time.monotonic())
-            elif frame["type"] == "done":
-                done = frame["usage"]["completion_tokens"]
+        sent_s = time.monotonic()
+        done, parts_s = await _answer(client, 37 * i, PROMPT, tokens)
         found.append(((done - 1) / (parts_s[-1] - parts_s[0]), parts_s[0] - sent_s))
     await bus.drain()
     return found
+
+
+async def at_once(url: str, clients: int, tokens: int, each: int) -> dict[str, float]:
+    """Tokens a second of so many clients, and the 99th percentiles of the times to a first token and between
+    two messages, ms. A client asks for `each` answers, one after the other; lengths are between a tenth of
+    `tokens` and twice as many, the same at each call."""
+    bus = await NatsBus.connect(url, name="few-cores")
+    client = await Client.open(bus)
+    firsts_s, gaps_s, total = list[float](), list[float](), 0
+
+    async def ask(number: int) -> None:
+        nonlocal total
+        draw = random.Random(number)
+        for _ in range(each):
+            prompt, answer = (draw.randint(tokens // 10, 2 * tokens) for _ in range(2))
+            sent_s = time.monotonic()
+            done, parts_s = await _answer(client, draw.randrange(9_000), prompt, answer)
+            total += done
+            firsts_s.append(parts_s[0] - sent_s)
+            gaps_s.extend(later - earlier for earlier, later in pairwise(parts_s))
+
+    began_s = time.monotonic()
+    await asyncio.gather(*(ask(number) for number in range(clients)))
+    took_s = time.monotonic() - began_s
+    await bus.drain()
+    p99_ms = [round(1e3 * statistics.quantiles(times, n=100)[-1], 1) for times in (firsts_s, gaps_s)]
+    return {
+        "at_once_tok_s": round(total / took_s, 1), "at_once_ttft_p99_ms": p99_ms[0],
+        "at_once_itl_p99_ms": p99_ms[1],
+    }  # fmt: skip
+
+
+async def _answer(client: Client, first: int, prompt: int, tokens: int) -> tuple[int, list[float]]:
+    """(Tokens of an answer, when its parts came)."""
+    ids = [300 + (first + k) % 9_000 for k in range(prompt)]
+    body = {"model": MODEL, "prompt": ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    parts_s, done = list[float](), 0
+    async for frame in client.stream(body, timeout_s=600):
+        if frame["type"] == "delta":
+            parts_s.append(time.monotonic())
+        elif frame["type"] == "done":
+            done = frame["usage"]["completion_tokens"]
+    return done, parts_s
 
 
 @contextmanager
@@ -132,10 +173,16 @@ def goals(found: list[dict[str, Any]]) -> dict[str, Any]:
                 "of_best_fixed": round(
                     default[0]["tok_s_median"] / max(one["tok_s_median"] for one in fixed), 3
                 ),
+                **_of_best_at_once(default[0], fixed),
                 "of_alone": round(default[0]["tok_s_median"] / alone, 3) if alone else None,
                 "start_of_quickest": round(default[0]["start_s"] / min(one["start_s"] for one in here), 2),
             }
     return told
+
+
+def _of_best_at_once(default: dict[str, Any], fixed: list[dict[str, Any]]) -> dict[str, float]:
+    key = "at_once_tok_s"
+    return {"at_once": round(default[key] / max(one[key] for one in fixed), 3)} if key in default else {}
 
 
 def main() -> None:
@@ -145,6 +192,8 @@ def main() -> None:
     parser.add_argument("--threads", default="", help="fixed counts; empty: each up to the cores")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3, help="answers that count, behind a first one")
+    parser.add_argument("--clients", type=int, default=16, help="at once; 0: only one after the other")
+    parser.add_argument("--each", type=int, default=4, help="answers of a client")
     parser.add_argument("--flags", default="--dtype f32", help="further flags of `up`")
     parser.add_argument("--log", default=os.devnull, help="what the services say")
     parser.add_argument("--out", type=Path)

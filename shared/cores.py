@@ -1,7 +1,8 @@
-"""`usable_cores` is the CPU affinity of this process, limited by the CPU quota of its cgroups.
+"""How many cores this process may use, and how long its threads wait for one.
 
-A container with `--cpus 1.5` sees all cores of its host. With more threads than its quota the kernel stops
-them for the rest of each period, and all threads that wait for them.
+`usable_cores` is the CPU affinity of this process, limited by the CPU quota of its cgroups. A container with
+`--cpus 1.5` sees all cores of its host. With more threads than its quota the kernel stops them for the rest
+of each period, and all threads that wait for them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 _GROUPS = "sys/fs/cgroup"
@@ -45,6 +47,38 @@ def cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, boo
         inside = PurePosixPath(path.lstrip("/"))
         for mount in mounted:
             yield from ((mount / group, not controllers) for group in (inside, *inside.parents))
+
+
+class CoreWaits:
+    """How much of the time that threads of this process could run they waited for a core, by Linux's
+    scheduler statistics."""
+
+    def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
+        self._tasks = tasks
+        self._before = self._read()
+
+    def share(self) -> float:
+        """The largest share, 0 to 1, of any thread that could run half as long as the busiest one or longer,
+        since the last call. 1 where Linux counts no waits."""
+        before, self._before = self._before, self._read()
+        spent = [
+            (ran + waited - sum(before.get(task, (0, 0))), waited - before.get(task, (0, 0))[1])
+            for task, (ran, waited) in self._before.items()
+        ]
+        most = max((could for could, _ in spent), default=0)
+        return max((waited / could for could, waited in spent if 2 * could >= most > 0), default=1.0)
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        """By thread: how long it ran and how long it waited for a core, ns."""
+        found = {}
+        try:
+            for task in os.listdir(self._tasks):
+                with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                    ran, waited, _ = (self._tasks / task / "schedstat").read_text().split()
+                    found[task] = int(ran), int(waited)
+        except (OSError, ValueError):
+            return {}
+        return found
 
 
 def _quotas(root: Path) -> Iterator[float]:

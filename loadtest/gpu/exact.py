@@ -1,6 +1,6 @@
 """Compares the engine's logits in bf16 with those of transformers.
 
-Random small models of three kinds; every position of a sequence, through the decode path (one token at a
+Random small models of six kinds; every position of a sequence, through the decode path (one token at a
 time) and the prefill path (chunks). The reference is transformers in float32, beside transformers' own bf16.
 """
 
@@ -15,6 +15,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -34,21 +36,37 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True}
+_FACTORS = {"short_factor": [1.0] * 48, "long_factor": [1 + i * i / 72 for i in range(48)]}
 _MAKE = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **_EXPERTS)),
-}
+    "llama_bias": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, attention_bias=True)),
+    "llama_yarn": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, rope_parameters=_rope("yarn", factor=32.0))),
+    "phi3_longrope": lambda: Phi3ForCausalLM(
+        Phi3Config(
+            **_SIZES, pad_token_id=0, eos_token_id=0, partial_rotary_factor=0.75,
+            original_max_position_embeddings=_ORIGINAL, rope_parameters=_rope("longrope", **_FACTORS),
+        )
+    ),
+}  # fmt: skip
 TOKENS, CHUNK = 300, 64
+_ORIGINAL = 128  # positions before a rotation is stretched: TOKENS go beyond them
+
+
+def _rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {
+        "rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": _ORIGINAL, **options,
+    }  # fmt: skip
 
 
 def exact() -> list[dict[str, Any]]:
     """KL divergence and agreement of the likeliest token, by model and path."""
-    return [found for kind in ("llama", "qwen3", "qwen3_moe") for found in compare(kind)]
+    return [found for kind in _MAKE for found in compare(kind)]
 
 
 def small_model(kind: str) -> PreTrainedModel:
-    """A random model of 8 layers in float32: kind `llama`, `qwen3` or `qwen3_moe`."""
+    """A random model of 8 layers in float32: a kind of `_MAKE`."""
     torch.manual_seed(3)
     model = _MAKE[kind]().eval()
     with torch.no_grad():

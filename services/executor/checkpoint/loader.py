@@ -52,11 +52,13 @@ from shared.cores import usable_threads
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
 from shared.vocab.files import ModelFiles
+from shared.vocab.files import size_bytes as file_bytes
 from shared.vocab.vocabulary import load_vocabulary
 
 log = logging.getLogger("headrace.executor")
 
 _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
+SMALL_BYTES = 256 << 20
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -110,14 +112,16 @@ class Loaded:
     fingerprint: str
     ranks: Ranks = SOLO
     stage: Stage = WHOLE
+    threads: int  # of torch, to begin with
     kept_in: str = ""  # the weights of products, if not in the model's dtype: one of _KEPT
 
 
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     """Load this rank's weights and allocate its cache; takes seconds. Raises SetupError for options that
     cannot work."""
-    torch.set_num_threads(options.threads or options.first_threads or usable_threads(ranks.size))
     device = device_of(options.device, ranks.rank)
+    threads = options.threads or options.first_threads or usable_threads(ranks.size)
+    torch.set_num_threads(1 if _is_small(options) and device.type == "cpu" else threads)
     name = _dtype_name(options, device)
     dtype = {**_DTYPES, **_KEPT}[name]
     in_int4 = dummy_in_int4 if options.dummy else part_in_int4
@@ -169,8 +173,14 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     digest = fingerprint(options.model_name + how, shapes, weights, cache.block_tokens, kept, ranks)
     return Loaded(
         shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,
-        stage=stage, kept_in=kept_in,
+        stage=stage, threads=threads, kept_in=kept_in,
     )  # fmt: skip
+
+
+def _is_small(options: TorchOptions) -> bool:
+    """Whether one thread lays out the weights. Two gain nothing with matrices of a megabyte, and beside
+    another busy process they wait for each other after each."""
+    return not options.dummy and file_bytes(ModelFiles("", options.model_path)) < SMALL_BYTES
 
 
 def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:

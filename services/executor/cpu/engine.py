@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from statistics import median
@@ -34,7 +35,7 @@ from services.executor.parallel.step_split import NEVER, MicroBatches, split
 from services.executor.sampling.host_sampling import HostRows
 from services.executor.sampling.sampler import Sampler
 from services.executor.sampling.slot_tokens import append_sampled, end_slots, take
-from shared.cores import usable_cores, usable_threads
+from shared.cores import CoreWaits, usable_cores, usable_threads
 from shared.errors import EngineError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
@@ -45,6 +46,7 @@ SOONEST, LATEST = 8, 256  # steps between two trials: doubled after each trial t
 LATEST_AT_MOST = 1024  # with the most threads: that fewer are faster shows in slow steps, too
 BETTER = 0.93  # a tried count is taken if it needs at most so much of the time
 SLOWER = 1.3  # steps that take so many times as long as before: trials are due again
+CONTENDED = 0.3  # of their time threads wait for a core where fewer threads may be faster; alone 0.08 to 0.16
 HOPELESS = 1.5  # a trial ends at once if a step takes so many times as long
 _RISE = 1.002  # growth of a class's least time with each of its steps: machines and contexts change
 
@@ -76,6 +78,7 @@ class TorchBackend:
         self._cache = cache
         kinds = operators_for(cache, deterministic=exact)
         self._model = Model(loaded, kinds, deterministic=exact)
+        torch.set_num_threads(loaded.threads)  # they compute; fewer may have laid out the weights
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact, sequences=kinds.sequences)
@@ -192,6 +195,7 @@ class TorchBackend:
         if loaded.fingerprint != self.info.fingerprint:
             raise EngineError(f"the weights of {self.info.model} have changed while it was asleep")
         self._model = Model(loaded, operators_for(self._cache, deterministic=exact), deterministic=exact)
+        torch.set_num_threads(loaded.threads if self._threads is None else self._threads.now)
         self._model.compile_products(min(WARM_ROWS, self.info.max_step_tokens))
 
     def close(self) -> None:
@@ -210,13 +214,16 @@ class ThreadCount:
     A step has some hundred calls, each of which ends with its slowest piece of work. A thread that shares its
     core with another process is often inside of one when it loses the core: next to one busy process on two
     cores, one thread may be faster than two. Such processes start and end at any time. So a few steps are
-    tried with more or fewer threads: soon after steps have become slow, and rarely otherwise.
+    tried with more or fewer threads: soon after steps have become slow, and rarely otherwise; with fewer only
+    if threads have waited for a core, or steps of many sizes would be tried again and again.
 
         steps with the chosen count ... │ trial: TRIAL_STEPS with the next count │ the faster count ...
     """
 
-    def __init__(self, most: int, first: int = 0) -> None:
-        """`first`: the count to begin with; 0: `most`."""
+    def __init__(self, most: int, first: int = 0, waits: Callable[[], float] = lambda: 1.0) -> None:
+        """`first`: the count to begin with; 0: `most`. `waits`: the share of the time since its last call
+        that a thread waited for a core."""
+        self._waits = waits
         self._ladder = sorted({*_ladder(most), first or most})
         self._at = self._ladder.index(first or most)  # index of the chosen count
         self._tried: int | None = None  # index of the count in a trial
@@ -258,15 +265,19 @@ class ThreadCount:
             self._wait, self._failed = SOONEST, 0
         if self._steps >= self._wait:
             self._tried, self._trial, self._starts, self._steps = self._next(), [], True, 0
+            if self._tried is None:
+                self._wait = min(2 * self._wait, LATEST)
 
-    def _next(self) -> int:
+    def _next(self) -> int | None:
         """The nearest index not tried yet, the lower of two. Every other time the next higher index: only a
-        trial shows that another process has ended."""
+        trial shows that another process has ended. None: there are only lower ones, and no thread lacks a
+        core."""
+        lowest = 0 if self._waits() >= CONTENDED else self._at + 1
         if self._failed % 2 and self._at + 1 < len(self._ladder):
             return self._at + 1
-        others = [at for at in range(len(self._ladder)) if at != self._at]
+        others = [at for at in range(lowest, len(self._ladder)) if at != self._at]
         others.sort(key=lambda at: abs(at - self._at))
-        return others[self._failed // 2 % len(others)]
+        return others[self._failed // 2 % len(others)] if others else None
 
     def _judge(self) -> None:
         """Take the tried count, or keep the chosen one and try another later."""
@@ -293,7 +304,8 @@ def _thread_count() -> ThreadCount:
     threads for a part of each 100 ms, which few of the steps show: trials would take more than autotune.py
     chose."""
     first = torch.get_num_threads()
-    return ThreadCount(first if usable_cores() % 1 else max(first, usable_threads()), first)
+    most = first if usable_cores() % 1 else max(first, usable_threads())
+    return ThreadCount(most, first, CoreWaits().share)
 
 
 def _ladder(most: int) -> list[int]:

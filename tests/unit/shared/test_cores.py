@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from shared.cores import usable_cores, usable_threads
+from shared.cores import CoreWaits, usable_cores, usable_threads
 from shared.processes import available_bytes, oom_kills
 
 V2, V1 = "0::{}\n", "5:cpuset:/\n4:cpu,cpuacct:{}\n1:name=systemd:/\n0::/\n"
@@ -114,3 +117,48 @@ def test_threads_fill_the_cores_and_are_at_least_one(
 ) -> None:
     monkeypatch.setattr("shared.cores.usable_cores", lambda: cores)
     assert usable_threads(processes) == threads
+
+
+def test_the_share_is_that_of_the_busy_thread_that_waited_longest(tmp_path: Path) -> None:
+    def write(**threads: tuple[int, int]) -> None:
+        for name, (ran, waited) in threads.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "schedstat").write_text(f"{ran} {waited} 7\n")
+
+    write(t1=(1_000, 500), t2=(1_000, 0), t3=(50, 0))
+    waits = CoreWaits(tmp_path)
+    write(t1=(1_900, 600), t2=(1_700, 300), t3=(60, 90))  # t3 could run for 100 alone
+    assert waits.share() == 0.3
+    write(t1=(2_900, 600), t4=(600, 400))  # a new one, and t2 and t3 slept
+    assert waits.share() == 0.4
+    (tmp_path / "t4" / "schedstat").unlink()  # it has ended
+    write(t1=(3_000, 600))
+    assert waits.share() == 0
+
+
+@pytest.mark.parametrize("text", [None, "0 0 0\n"])
+def test_without_statistics_all_of_the_time_may_have_been_waited(tmp_path: Path, text: str | None) -> None:
+    (tmp_path / "t").mkdir()
+    if text:
+        (tmp_path / "t" / "schedstat").write_text(text)
+    assert CoreWaits(tmp_path).share() == 1
+    assert CoreWaits(tmp_path / "none").share() == 1
+
+
+def test_a_thread_of_this_process_waits_where_two_share_a_core() -> None:
+    waits, core = CoreWaits(), min(os.sched_getaffinity(0))
+
+    def compute() -> None:
+        os.sched_setaffinity(0, {core})
+        until = time.monotonic() + 0.2
+        while time.monotonic() < until:
+            hashlib.sha256(bytes(1_000_000))  # without the GIL
+
+    threads = [threading.Thread(target=compute) for _ in range(2)]
+    for each in threads:
+        each.start()
+    time.sleep(0.15)
+    share = waits.share()
+    for each in threads:
+        each.join()
+    assert share > 0.3

@@ -109,3 +109,29 @@ def test_prompts_of_other_lengths_do_not_look_like_a_faster_count() -> None:
         used.append(count.now)
         count.observe(tokens, took(tokens))
     assert used.count(1) <= 40
+
+
+def test_fewer_threads_are_tried_only_if_one_waits_for_a_core() -> None:
+    """Steps of a noisy kind, which look slow again and again."""
+    rng, waits = random.Random(3), [0.1]
+    count = ThreadCount(2, waits=lambda: waits[0])
+
+    def used(steps: int) -> list[int]:
+        found = []
+        for _ in range(steps):
+            found.append(count.now)
+            count.observe(40, round(10_000 / count.now * rng.uniform(1, 4)))
+        return found
+
+    assert used(600) == [2] * 600
+    waits[0] = 0.5
+    assert 1 in used(LATEST + 1)
+
+
+def test_more_threads_are_tried_though_none_waits_for_a_core() -> None:
+    waits = [0.5]
+    count = ThreadCount(2, waits=lambda: waits[0])
+    steps_on(count, beside(0, 2), 100)
+    assert [threads for threads, _ in steps_on(count, beside(1, 2), 200)][-1] == 1
+    waits[0] = 0.0
+    assert [threads for threads, _ in steps_on(count, beside(0, 2), 2 * LATEST)][-1] == 2

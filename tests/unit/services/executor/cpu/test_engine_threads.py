@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,8 @@ KIND = "llama"
 class Counted:
     """One thread less with each step."""
 
-    def __init__(self, most: int, first: int) -> None:
+    def __init__(self, most: int, first: int, waits: Callable[[], float]) -> None:
+        assert 0 <= waits() <= 1
         self.most, self.now = most, first
         self.seen: list[tuple[int, int]] = []
 
