@@ -10,10 +10,10 @@ Each filter is a least logit. The k-th largest group maximum is at most the k-th
 its top-p lie in the few groups with a maximum of at least that; top-p alone tries the 96 best groups. Their
 logits from that bound on are the candidates, and bisection of a key finds the least kept one: exact, without
 a sort, in a bounded number of rounds. A key is a float32's bits as an integer of the same order. If a filter
-keeps more than CANDIDATES logits (a flat distribution, a large top-k), the same program bisects over all
+keeps more than _CANDIDATES logits (a flat distribution, a large top-k), the same program bisects over all
 logits of the row: exact, but slower.
 
-Parameters are columns of the slot table (COLUMN). The reference runs the stages that are not TAKEN before.
+Parameters are columns of the slot table (COLUMN). Torch first runs the stages that are not in TAKEN.
 A row without a finite largest logit (the first pass stores infinity for NaN) has no token: it is INVALID, and
 its slot is done. The kernel treats it like a greedy row, which always ends.
 """

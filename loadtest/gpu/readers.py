@@ -53,7 +53,7 @@ async def read_all(fleet: Served, bodies: Sequence[Body], in_flight: int) -> lis
     return seen
 
 
-def figures(reads: Sequence[Read], took_s: float, answer: int = ANSWER) -> dict[str, Any]:
+def figures(reads: Sequence[Read], took_s: float, answer: float = ANSWER) -> dict[str, Any]:
     """Tokens a second, the quantiles of the times that readers feel, and of the longest gaps ms, part behind
     it and tokens in that part."""
     gaps = sorted(1e3 * (b - a) for seen in reads for a, b in itertools.pairwise(seen.parts_s))
@@ -92,6 +92,13 @@ def bodies(name: str, rows: int, tokens: int, **more: Any) -> list[Body]:
     """Requests with prompts of their own; the same ones for the same name."""
     rng = random.Random(name)
     return [body_of(f"{name}-{i}", some_tokens(rng, PROMPT), tokens, **more) for i in range(rows)]
+
+
+def unequal(name: str, rows: int) -> list[Body]:
+    """The same with prompts of 1 to 2 * PROMPT - 1 tokens and answers of 1 to 2 * ANSWER - 1, evenly."""
+    rng = random.Random(name)
+    sizes = [(rng.randrange(1, 2 * PROMPT), rng.randrange(1, 2 * ANSWER)) for _ in range(rows)]
+    return [body_of(f"{name}-{i}", some_tokens(rng, size), tokens) for i, (size, tokens) in enumerate(sizes)]
 
 
 async def executor_status(fleet: Served) -> dict[str, Any]:

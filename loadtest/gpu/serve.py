@@ -12,8 +12,9 @@ import gc
 import itertools
 import json
 import random
+import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,9 +27,19 @@ from tokenizers.pre_tokenizers import ByteLevel
 from loadtest.fleet import MODEL
 from loadtest.gpu.modes import by_mode
 from loadtest.gpu.multi_turn import multi_turn, pinned, restores
-from loadtest.gpu.readers import ANSWER, Read, bodies, executor_status, figures, judging, read, read_all
+from loadtest.gpu.readers import (
+    ANSWER,
+    Read,
+    bodies,
+    executor_status,
+    figures,
+    judging,
+    read,
+    read_all,
+    unequal,
+)
 from loadtest.gpu.shape import LLAMA_8B
-from loadtest.real.served import Served, env_of, served
+from loadtest.real.served import Body, Served, env_of, served
 from loadtest.real.steady import steady
 from loadtest.recompute_overhead.protocol import arms_of
 from services.scheduler.state.requests import DEFAULT_CLASSES
@@ -40,9 +51,17 @@ CLOSED, REQUESTS = 64, 192
 LONGER = 320  # ten seconds of 32 a second, as the peer's figures were taken
 KV_BLOCKS, L1_MIB = 8192, 32_768  # of the runs that lack memory: 131,072 tokens
 CHATS_L1_MIB = 49_152  # 96 conversations are 46 GB at the end
-PARTS = "decode,short,loops,defaults,overload,multi_turn,modes"  # and `overhead`, by name only
+PARTS = "decode,short,loops,defaults,unequal,overload,multi_turn,modes"  # and `overhead`, by name only
 OVERHEAD_ROUNDS = 2
 SHORT = 80  # answers of one token: as from classifiers and probes
+
+
+Make = Callable[[str, int], list[Body]]  # name, requests
+
+
+def equal(name: str, rows: int) -> list[Body]:
+    """Requests with prompts and answers of the usual lengths."""
+    return bodies(name, rows, ANSWER)
 
 
 async def decode(fleet: Served, short: int = 0) -> list[dict[str, Any]]:
@@ -59,21 +78,28 @@ async def decode(fleet: Served, short: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-async def closed_loop(fleet: Served) -> dict[str, Any]:
+async def closed_loop(fleet: Served, make: Make = equal) -> dict[str, Any]:
     """So many requests in flight until all are answered, as their readers see it."""
     loop = asyncio.get_running_loop()
+    asked = make("closed", REQUESTS)
     began_s = loop.time()
-    reads = await read_all(fleet, bodies("closed", REQUESTS, ANSWER), CLOSED)
-    return {"in_flight": CLOSED, "requests": REQUESTS, **figures(reads, loop.time() - began_s)}
+    reads = await read_all(fleet, asked, CLOSED)
+    prompts = sum(len(body["prompt"]) for body in asked)
+    return {
+        "in_flight": CLOSED, "requests": REQUESTS, "prompt_tokens": prompts,
+        **figures(reads, loop.time() - began_s, _mean(asked)),
+    }  # fmt: skip
 
 
-async def open_loop(fleet: Served, rate: float, requests: int = REQUESTS) -> dict[str, Any]:
+async def open_loop(
+    fleet: Served, rate: float, requests: int = REQUESTS, make: Make = equal
+) -> dict[str, Any]:
     """Poisson arrivals at `rate` a second, scaled so that the last is due at requests / rate, as `vllm bench
     serve` does: 192 draws alone are off by 7 % (one standard deviation)."""
     rng = random.Random(17)
     at_s = list(itertools.accumulate(rng.expovariate(rate) for _ in range(requests)))
     scale = requests / rate / at_s[-1]
-    asked = bodies(f"open-{rate:g}", requests, ANSWER)
+    asked = make(f"open-{rate:g}", requests)
     loop = asyncio.get_running_loop()
     gc.collect()
     gc.freeze()  # the collector of this process would pass over all prompts: 100 ms that no server has cost
@@ -84,7 +110,11 @@ async def open_loop(fleet: Served, rate: float, requests: int = REQUESTS) -> dic
         return await read(fleet, body)
 
     reads = await asyncio.gather(*(one(due, body) for due, body in zip(at_s, asked, strict=True)))
-    return {"rate": rate, "requests": requests, **figures(reads, loop.time() - began_s)}
+    return {"rate": rate, "requests": requests, **figures(reads, loop.time() - began_s, _mean(asked))}
+
+
+def _mean(asked: Sequence[Body]) -> float:
+    return statistics.mean(int(body["max_tokens"]) for body in asked)
 
 
 async def overload(fleet: Served) -> dict[str, Any]:
@@ -145,8 +175,8 @@ class Bench:
             return {name: found}
         if name == "loops":
             return {f"step_tokens_{size}": await self._loops(size) for size in sizes}
-        if name == "defaults":
-            return {name: await self._loops()}
+        if name in ("defaults", "unequal"):
+            return {name: await self._loops(make=unequal if name == "unequal" else equal)}
         if name == "overload":
             return {name: {kv: await self._overload(kv, sizes[0]) for kv in ("on_demand", "foreseen")}}
         if name == "overhead":
@@ -176,14 +206,14 @@ class Bench:
                 found[arm.name] = _told(await overload(fleet))
         return found
 
-    async def _loops(self, step_tokens: int | None = None) -> dict[str, Any]:
+    async def _loops(self, step_tokens: int | None = None, make: Make = equal) -> dict[str, Any]:
         """With steps of so many tokens, or by the settings that a user gets: budget and promises follow."""
         settings = {"step_tokens": step_tokens} if step_tokens else {"slo": DEFAULT_CLASSES}
         async with self.start(**settings) as fleet:
             await fleet.all(bodies(f"warm-{step_tokens}", 8, 16))
-            found = {"closed": _told(await closed_loop(fleet))}
+            found = {"closed": _told(await closed_loop(fleet, make))}
             for rate, requests in ((16.0, REQUESTS), (32.0, REQUESTS if step_tokens else LONGER)):
-                found[f"open_{rate:g}"] = _told(await open_loop(fleet, rate, requests))
+                found[f"open_{rate:g}"] = _told(await open_loop(fleet, rate, requests, make))
             return found
 
     async def _chats(self, mode: str, step_tokens: int) -> dict[str, Any]:

@@ -255,7 +255,7 @@ class Endpoints:
     # ---- internals ------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, *, chat: bool | None = None, api: Api = OPENAI) -> Response:
-        """`chat` None: a chat, if the API makes one of the request."""
+        """`chat` None: it is a chat if the API translates the request to one, with `messages`."""
         exchange = exchange_of(request)
         exchange.error_body = api.error
         self._enter(request)

@@ -11,8 +11,8 @@ once for each L2 command, unless it was abandoned; `Ticked()`. With `peers` also
 messages of other kv_offloads, `PeersChanged`, `PeerSummed`, `PeerReadEnded`.
 
 Commands: `Send(to, message, trace)`; the L2 calls `L2Has`, `L2Get`, `L2Put`, `L2Delete` and `L2Probe`, which
-the caller runs at once on threads (at most 8 in flight, without canaries; the queues are in the core), as it
-does `PeerSum` and `PeerRead`;
+the caller runs at once on threads (at most 8 in flight; canaries are not counted; the queues are in the
+core), as it does `PeerSum` and `PeerRead`;
 `Abandon(call)`; `Fill(call, slot)`: copy the bytes of L2Get `call` to this slot of the arena before the next
 command. The core does not access KV bytes.
 

@@ -170,14 +170,14 @@ def value_arrived(state: State, name: Name, entry: Entry | None) -> None:
     """A get has ended, with an entry or without (None): pin it for waiting loads, and answer complete
     ones."""
     for lease, load in list(state.loads.items()):
-        if (range_ := load.waiting.pop(name, None)) is None:
+        if (at := load.waiting.pop(name, None)) is None:
             continue
-        if entry is not None and range_ < len(load.entries):
+        if entry is not None and at < len(load.entries):
             _pin(state, entry)
-            load.entries[range_] = entry
+            load.entries[at] = entry
             load.from_l2 += 1
         elif entry is None:
-            _cut(state, load, range_)
+            _cut(state, load, at)
         if not load.waiting:
             finish_load(state, lease)
 
@@ -225,7 +225,7 @@ def _cut(state: State, load: Load, at: int) -> None:
     """Block `at` is missing: unpin the blocks after it, which are of no use."""
     state.l1.unpin([entry for entry in load.entries[at:] if entry is not None])
     del load.entries[at:]
-    load.waiting = {name: range_ for name, range_ in load.waiting.items() if range_ < at}
+    load.waiting = {name: index for name, index in load.waiting.items() if index < at}
 
 
 def _ready(

@@ -107,7 +107,7 @@ class L1:
     # ---- reading --------------------------------------------------------------------------------
 
     def touch(self, entries: Sequence[Entry]) -> None:
-        """Count a lookup of these entries, in the order of their request."""
+        """Move these entries, in the order of their request, to the end that is evicted last."""
         for entry in reversed(entries):
             if not entry.pins:
                 self._unpinned.move_to_end(entry.name)

@@ -25,7 +25,7 @@ Due = tuple[str, LeaseId]  # the first is lookup, load, lease or quarantine
 
 # ---- L2 -------------------------------------------------------------------------------------------
 
-WAITING = 4_096  # names in each queue; beyond it the oldest is dropped
+WAITING = 4_096  # names in `early`; beyond it the oldest is dropped
 
 Queue = OrderedDict[Name, None]
 
@@ -397,7 +397,7 @@ class State:
             self.l2.get(name, urgent=True)
 
     def use(self, entry: Entry) -> None:
-        """Count a use of a value. From the second use on L2 should have it."""
+        """Count a use of a value, after its store, which was the first: L2 should have it now."""
         entry.uses += 1
         if self.l2.usable and entry.name not in self.l2.presence:
             self.l2.puts[entry.name] = None

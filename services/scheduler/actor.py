@@ -93,7 +93,7 @@ class SchedulerActor(Actor):
         await mailbox.bus.subscribe(subjects.policy(mailbox.actor), mailbox.guarded(self._on_policy))
         await mailbox.bus.subscribe(subjects.sleep(mailbox.actor), mailbox.guarded(self._on_sleep))
         await mailbox.bus.subscribe(
-            subjects.TRACE_ALL, lambda tokenized: answer_trace(mailbox, self._core.state, tokenized)
+            subjects.TRACE_ALL, lambda asked: answer_trace(mailbox, self._core.state, asked)
         )
 
     def receive(self, source: str, message: Message, trace: str) -> None:
@@ -282,17 +282,17 @@ def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:
             tracer.export(step_trace(step), "", step_spans(step))
 
 
-def answer_trace(mailbox: Mailbox, state: State, tokenized: Delivery) -> None:
+def answer_trace(mailbox: Mailbox, state: State, asked: Delivery) -> None:
     """Reply to `headrace.v1.trace.<request>`; with the body `subjects.TRACE_STEPS` the reply has the
     steps."""
     try:
-        request = subjects.name_at(tokenized.subject, 3)
+        request = subjects.name_at(asked.subject, 3)
     except ValueError:
         request = ""  # the answer is "unknown"
-    if access.answerable(mailbox.bus, tokenized):
+    if access.answerable(mailbox.bus, asked):
         offset_us = mailbox.clock.wall_us() - mailbox.clock.now_us()
-        body = status.trace(state, request, offset_us, steps=tokenized.data == subjects.TRACE_STEPS)
-        mailbox.bus.publish(tokenized.reply, to_json(body))
+        body = status.trace(state, request, offset_us, steps=asked.data == subjects.TRACE_STEPS)
+        mailbox.bus.publish(asked.reply, to_json(body))
 
 
 def build(settings: Settings) -> SchedulerActor:

@@ -7,11 +7,12 @@ for. If the first group must wait, preemption.py may preempt sequences for it, a
 requests that arrive together start together.
 
 A request that ran on executors when they died is a suspect: it may be the cause. After the second death it is
-on trial until it has generated PROVEN_TOKENS past the last death. An executor tries one request at a time,
-with at most MAX_UNPROVEN other sequences that are not proven harmless. If the executor dies, the request on
-trial is to blame and the others are not (core.py). So a poisonous request fails after MOST_DEATHS, and no
-other request fails with it. An executor on a busy machine may be silent for so long that it counts as dead:
-if it comes back, its requests are acquitted. One such silence during a trial convicts no request.
+on trial until it has generated more than PROVEN_TOKENS past the last death. An executor tries one request at
+a time, with at most MAX_UNPROVEN other sequences that are not proven harmless. If the executor dies, the
+request on trial is to blame and the others are not (core.py). So a poisonous request fails after
+MOST_DEATHS, and no other request fails with it. An executor on a busy machine may be silent for so long that
+it counts as dead: if it comes back, its requests are acquitted. A single silence during a trial does not fail
+the request.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from shared.messages import SlotOpen
 OVERTAKEN, OVERTAKEN_US = 8, 5_000_000  # times, and time: after both no other group goes first
 MAX_TOGETHER = 32  # groups after the first that are given room: each arrival looks at all of them
 MAX_VICTIMS = 8  # for them in one event: each takes half a millisecond at 256 rows, and the next plan waits
-SUSPECT, MOST_DEATHS = 2, 4  # deaths
-MAX_UNPROVEN = 4  # sequences on an executor with a trial that have generated less than PROVEN_TOKENS
+TRIAL_DEATHS, MOST_DEATHS = 2, 4  # under which a request is tried apart, and ends
+MAX_UNPROVEN = 4  # sequences on an executor with a trial that have at most PROVEN_TOKENS
 PROVEN_TOKENS = 8  # per choice since admission, or since the death: results of some were in flight then
 
 
@@ -297,18 +298,19 @@ def _suits(state: State, executor: Executor, group: SequenceGroup) -> bool:
 def on_trial(request: Request) -> bool:
     """Whether the request may be what kills executors. One that passed a trial and ran at the next death
     stays on trial to its end."""
-    if request.executor_deaths < SUSPECT:
+    if request.executor_deaths < TRIAL_DEATHS:
         return False
     generated = sum(s.generated for s in request.sequences)
-    return request.executor_deaths > SUSPECT or generated <= request.tokens_at_death + PROVEN_TOKENS * len(
-        request.sequences
+    return (
+        request.executor_deaths > TRIAL_DEATHS
+        or generated <= request.tokens_at_death + PROVEN_TOKENS * len(request.sequences)
     )
 
 
 def request_on_trial(executor: Executor) -> Request | None:
     """The request that is on trial on this executor."""
-    suspects = (s.request for s in executor.running if s.request.executor_deaths >= SUSPECT)
-    return next((request for request in suspects if on_trial(request)), None)
+    there = (s.request for s in executor.running if s.request.executor_deaths >= TRIAL_DEATHS)
+    return next((request for request in there if on_trial(request)), None)
 
 
 def _safe(executor: Executor, group: SequenceGroup) -> bool:

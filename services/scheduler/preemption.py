@@ -62,12 +62,12 @@ def preempt_for(state: State, group: SequenceGroup, open_to: Iterable[Executor])
     were preempted: where no step is in flight their blocks are free at once.
     """
     tenant, one = group.client[0], group.first_choice()
-    lower_runs, comes = victims_by(state, group)
-    if not (lower_runs or comes):
+    lower_runs, tenant_is_new = victims_by(state, group)
+    if not (lower_runs or tenant_is_new):
         return False
     able = [e for e in open_to if headroom.fits_alone(e, one)]
     ways = [
-        (e, _of_lower_class(state, e, group), _of_tenants_over_share(state, e, one) if comes else [])
+        (e, _of_lower_class(state, e, group), _of_tenants_over_share(state, e, one) if tenant_is_new else [])
         for e in able
     ]
     ways = [way for way in ways if way[1] or way[2]]
@@ -86,7 +86,8 @@ def preempt_for(state: State, group: SequenceGroup, open_to: Iterable[Executor])
 
 
 def victims_by(state: State, group: SequenceGroup) -> tuple[bool, bool]:
-    """Whether the group may have victims by their lower class, and by its tenant, of which nothing runs."""
+    """Whether a lower class runs, and whether nothing of the group's tenant does, so that it may preempt
+    other tenants' sequences."""
     tenant, served = group.client[0], state.by_model.get(group.request.tokenized.model)
     comes = not group.resumes and group.level + 1 < len(CLASS_NAMES)
     if comes and served is not None and tenant in served.running_by_tenant:

@@ -26,7 +26,7 @@ SUPPORTED = tuple(FAMILIES)
 _MOST_LAYERS, _MOST_DIM = 4096, 65_536
 _BIASES: Mapping[str, Any] = {"qkv_bias": True, "out_bias": True}
 _MODE = "pooling_mode_"
-_IN_GGUF = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
+_GGUF_POOLING = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
 IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
 
 
@@ -94,7 +94,7 @@ def pooling_of(path: Path) -> str:
     if path.suffix == ".gguf":
         data = read_metadata(path)
         kind = int(data.get(f"{data.get('general.architecture')}.pooling_type", 0))
-        return _IN_GGUF.get(kind, f"pooling of type {kind}")
+        return _GGUF_POOLING.get(kind, f"pooling of type {kind}")
     file = path / "modules.json"
     if not file.is_file():
         return LAST_TOKEN

@@ -25,8 +25,9 @@ class ExpertNames:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """`defaults`: what transformers assumes for absent keys of config.json, where it is not what Llama has.
-    `reads`: keys that only this family has, read or harmless. `options`: fields of Shapes. `tensors`: names
-    in a layer that Llama does not have, by part; or by weight, whose parts are then one tensor."""
+    `reads`: keys, read or harmless, that this family has and some others do not. `options`: fields of Shapes.
+    `tensors`: names in a layer that Llama does not have, by part; or by weight, whose parts are then one
+    tensor."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()

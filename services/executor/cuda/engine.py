@@ -3,8 +3,8 @@
     forward: device-state updates, forward graph, sample graph, copy of the ids ──▶ returns at once
     sample:  waits for the ids                                         (the next step is queued already)
 
-Rows with penalties, bias, processors, grammars or log probabilities are sampled outside the graph: torch does
-what the kernel does not take, then the kernel chooses, and the next step waits for it.
+A step that has a row with penalties, bias, processors, a grammar or log probabilities is sampled outside the
+graph, all its rows: torch does what the kernel does not take, the kernel chooses, and the next step waits.
 services/executor/actor.py builds it for one rank, group/ for several.
 """
 
@@ -288,7 +288,8 @@ class CudaBackend:
 
 class DeviceSampling:
     """Samples the rows of a step outside its graph: torch does what the kernel does not take, then the kernel
-    chooses. A row whose logits nothing changes is read in the model's dtype: it gets the token of the graph.
+    chooses. A row whose logits are unchanged is read in the model's dtype: it gets the token that the graph
+    would draw.
 
     It has its own scratch memory, since a graph may sample another step at the same time. One thread samples;
     another opens and closes slots."""

@@ -1,4 +1,4 @@
-"""L2 on LMCache (==0.5.6): its native clients for Redis and for folders.
+"""Opens any L2 by its URL, on LMCache (==0.5.6): its native clients for Redis and for folders.
 
 L1 is our own: of LMCache's StorageManager it would use the segment alone. A call of its allocator takes 30 to
 350 µs a range on the event loop, its eviction is a loop of 1 s, and its import and start take 2 to 5 s.

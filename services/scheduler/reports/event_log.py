@@ -135,11 +135,11 @@ async def attach(core: Scheduler, mailbox: Mailbox, event_log: str, model: str) 
     sink = BusSink(mailbox.bus, subjects.events(mailbox.actor))
     recorder = Recorder(core, sink, facts)
 
-    def on_asked(tokenized: Delivery) -> None:
+    def on_asked(asked: Delivery) -> None:
         recorder.begin(mailbox.clock.now_us())
         sink.push()  # now: an idle scheduler has no later event to flush it
-        if access.answerable(mailbox.bus, tokenized):
-            mailbox.bus.publish(tokenized.reply, b"")
+        if access.answerable(mailbox.bus, asked):
+            mailbox.bus.publish(asked.reply, b"")
 
     await mailbox.bus.subscribe(subjects.events_snapshot(mailbox.actor), on_asked)
     return recorder

@@ -20,7 +20,7 @@ batching     (view: BatchingView) -> StepShare
 reservation  (tokens: int, max_length: int, block_tokens: int) -> int, blocks; `tokens` are known now,
              `max_length` is the most there may ever be
 victim       (candidates: list[Sequence]) -> list[Sequence], the first victim first
-routing      (options: list[RoutingOption]) -> RoutingOption; there is at least one option
+routing      (options: list[RoutingOption]) -> RoutingOption, one of them; there are two or more
 tier         (view: OffloadView) -> str: copy, drop or keep a block
 roles        (view: RolesView) -> int
 

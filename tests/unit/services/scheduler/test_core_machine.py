@@ -23,7 +23,7 @@ from support.scheduler.world import World, any_limits
 from support.scheduler.world_checks import ALL, Turns
 
 from services.scheduler import preemption
-from services.scheduler.admission import SUSPECT
+from services.scheduler.admission import TRIAL_DEATHS
 from services.scheduler.fleet import roles, sleep
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
@@ -349,7 +349,7 @@ class Machine(RuleBasedStateMachine):
         assert closed is not None
         assert closed.final <= len(reader.tokens)
         if closed.reason == "error":
-            late = {408, 429} | ({500} if self.failures or self.deaths[request] > SUSPECT else set())
+            late = {408, 429} | ({500} if self.failures or self.deaths[request] > TRIAL_DEATHS else set())
             assert closed.code in self.excused.get(request, set()) | late
             assert closed.code != 429 or (closed.retry_after_ms >= 1_000 and closed.final == 0)
         elif (request, choice) not in self.cut or len(reader.tokens) == closed.final == len(want):
