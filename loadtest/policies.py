@@ -28,13 +28,13 @@ def static(view: BatchingView) -> StepShare:
 
 @with_traits("greedy")
 def greedy(tokens: int, max_length: int, block_tokens: int) -> int:
-    """What a sequence needs for its next token, and nothing is kept free for growth: pauses are many."""
+    """What a sequence needs for its next token, and nothing is kept free for growth: preemptions are many."""
     return on_demand(tokens, max_length, block_tokens)
 
 
 @with_traits("greedy")
 def by_chunk(tokens: int, max_length: int, block_tokens: int) -> int:
-    """What its first chunk needs, and else as `greedy`: as vLLM V1 admits. Want of a block may pause a
+    """What its first chunk needs, and else as `greedy`: as vLLM V1 admits. Want of a block may preempt a
     sequence within its prompt."""
     return blocks_for(min(tokens + 1, max_length, CHUNK_TOKENS), block_tokens)
 
@@ -51,7 +51,7 @@ def least_computed(candidates: list[Sequence]) -> list[Sequence]:
 
 @with_traits("leaves")
 def swap(view: OffloadView) -> str:
-    """Whatever it costs, the blocks of a paused sequence are copied at once and leave the device."""
+    """Whatever it costs, the blocks of a preempted sequence are copied at once and leave the device."""
     if view.preempted:
         return "copy"
     return "drop" if view.pressed else "keep"
@@ -59,13 +59,13 @@ def swap(view: OffloadView) -> str:
 
 @with_traits("no_tiers")
 def recompute(view: OffloadView) -> str:
-    """Nothing is copied or asked for; the blocks of a paused sequence stay cached until others need them."""
+    """Nothing is copied or asked for; blocks of a preempted sequence stay cached until others need them."""
     return "drop"
 
 
 @with_traits("no_tiers", "forgets")
 def forget(view: OffloadView) -> str:
-    """Nothing is copied, and nothing of a paused sequence stays cached: all of it is computed again, as in
+    """Nothing is copied, and nothing of a preempted sequence stays cached: all of it is computed again, as in
     vLLM without prefix caching."""
     return "drop"
 

@@ -36,6 +36,7 @@ MOVED = 410  # code of a Rejected or Cancel: another detokenizer answers the cli
 
 EMBEDDING, EMBEDDING_BASE64 = "embedding", "embedding_base64"  # formats of a request without an answer
 WHOLE_VECTOR = -1  # of `pooling`
+NO_ROOM, PRESENT = -1, -2  # in `KvReserved.offsets`; PRESENT: in L1 already, no copy needed
 
 ROW_REFUSED = "refused: "  # prefix of a row error that is the client's fault: a 400, not a 500
 SEGMENT_LANES = ("compute A", "compute B", "comm A", "comm B")  # of the micro-batches A and B of a step
@@ -631,7 +632,7 @@ class KvReserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvReserved:
-    """kv_offload -> scheduler: arena offset of each key; -1: no room; -2: in L1 already, no copy needed."""
+    """kv_offload -> scheduler: arena offset of each key, or NO_ROOM or PRESENT."""
 
     job: int
     arena_generation: int

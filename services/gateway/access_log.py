@@ -1,7 +1,8 @@
 """`AccessLog` writes a line of JSON for each HTTP request: client, result, times, tokens.
 
-`Edge` calls it after the last byte of an answer. Prompts and answers are left out; a setting adds the body of
-the request. Invariant: a file that cannot be written costs lines of the log, never a request.
+`ExchangeMiddleware` calls it after the last byte of an answer. Prompts and answers are left out; a setting
+adds the body of the request. Invariant: a file that cannot be written costs lines of the log, never a
+request.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The HTTP application: the paths of the gateway, and `Edge`, the middleware around every request.
+"""The HTTP application: the paths of the gateway, and `ExchangeMiddleware` around every request.
 
 `build_app` has the paths. `Endpoints` serves them and holds their shared state. An endpoint of models finds
 the tenant of the request's key, then uses that tenant's connection. The endpoints that describe this gateway
-need no key, except for /metrics, which needs the operator's. `Keys` maps API keys to tenants. The edge gives
-each request its id and trace, counts it, and exports its spans after the last byte. Exception handlers turn
-typed errors into responses.
+need no key, except for /metrics, which needs the operator's. `Keys` maps API keys to tenants. The middleware
+gives each request its id and trace, counts it, and exports its spans after the last byte. Exception handlers
+turn typed errors into responses.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
         CORSMiddleware, origins, ["*"], ["*"], expose_headers=[exchanges.ID_HEADER, "Retry-After", "Location"]
     )
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=[cors] if origins else [])  # type: ignore[arg-type]  # its handlers are typed for Exception alone
-    return Edge(app, endpoints)
+    return ExchangeMiddleware(app, endpoints)
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ class Endpoints:
     async def ollama_show(self, request: Request) -> Response:
         """`POST /api/show`."""
         exchange_of(request).error_body = ollama.error_body
-        fields, client = await self._asked(request, ollama.SHOW)
+        fields, client = await self._read_request(request, ollama.SHOW)
         return answer(ollama.shown(await _model(client, fields["model"])))
 
     async def models(self, request: Request) -> Response:
@@ -221,7 +221,7 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: the native answer in vLLM's shape."""
-        fields, client = await self._asked(request)
+        fields, client = await self._read_request(request)
         found = await self._request_native(
             client, subjects.detokenize(client.tenant, fields["model"]), fields
         )
@@ -259,7 +259,7 @@ class Endpoints:
         exchange = exchange_of(request)
         exchange.error_body = api.error
         self._enter(request)
-        fields, client = await self._asked(request, api)
+        fields, client = await self._read_request(request, api)
         if self.access_log is not None and self.access_log.prompts:
             exchange.body = {name: value for name, value in fields.items() if name != "keep"}
         if (at_once := api.at_once(fields, self.clock.wall_us() // 1_000_000)) is not None:
@@ -328,7 +328,7 @@ class Endpoints:
         """The native client of the request's tenant. Raises NotAuthorized, Unavailable."""
         return await self.connections.of(self._admit(request))
 
-    async def _asked(self, request: Request, api: Api = OPENAI) -> tuple[dict[str, Any], Client]:
+    async def _read_request(self, request: Request, api: Api = OPENAI) -> tuple[dict[str, Any], Client]:
         """The fields of a request, with its model, and the client of its tenant. Raises BadRequest."""
         client = await self._client(request)
         fields = api.read(fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES)))
@@ -339,7 +339,7 @@ class Endpoints:
     async def _tokenized(self, request: Request, api: Api = OPENAI) -> dict[str, Any]:
         """The native answer with the token ids of a prompt."""
         exchange_of(request).error_body = api.error
-        fields, client = await self._asked(request, api)
+        fields, client = await self._read_request(request, api)
         return await self._request_native(client, subjects.tokenize(client.tenant, fields["model"]), fields)
 
     async def _request_native(self, client: Client, subject: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -425,7 +425,7 @@ async def _failed(request: Request, _: Exception) -> Response:
     return await _refused(request, EngineError("the gateway failed on this request: see its log"))
 
 
-class Edge:
+class ExchangeMiddleware:
     """The middleware around every request: id, trace, counters."""
 
     def __init__(self, app: ASGIApp, endpoints: Endpoints) -> None:

@@ -37,6 +37,8 @@ from services.kv_offload.state import (
     names_of,
 )
 from shared.messages import (
+    NO_ROOM,
+    PRESENT,
     ArenaReleased,
     KvCommit,
     KvFound,
@@ -52,7 +54,6 @@ from shared.messages import (
 )
 
 NOT_HERE = -1
-NO_ROOM, PRESENT = -1, -2
 LOOKUP_US, MOST_LOOKUP_US = 10_000, 50_000  # for the answer of L2, while the request is in a queue
 REPEATED_COMMITS = 256  # last commits, to answer a repeated message
 QUARANTINE_US = 60_000_000

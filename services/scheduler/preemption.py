@@ -191,8 +191,8 @@ def in_order(state: State, executor: Executor, candidates: list[Sequence]) -> li
 
 
 def _price(executor: Executor, s: Sequence, costs: RecomputeCost) -> int:
-    """What a pause costs for each block that it frees, in ns: to compute the tokens again, or to copy the
-    blocks down that are not below yet and all of them up, after the copies that wait."""
+    """What a preemption costs for each block that it frees, in ns: to compute the tokens again, or to copy
+    the blocks down that are not below yet and all of them up, after the copies that wait."""
     pool, size = executor.pool, executor.hello.bytes_per_block
     price_us = costs.tokens_us(0, min(s.computed, len(s.tokens)))
     if pool.write_back:

@@ -26,6 +26,7 @@ from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.transfers import ANSWER_US, LONG_COPY_US, Job, JobPhase, Tier
 from shared.messages import (
+    PRESENT,
     KvCommit,
     KvCopied,
     KvCopy,
@@ -253,7 +254,7 @@ def reserved(state: State, source: str, message: KvReserved) -> None:
     fits = len(message.offsets) == len(job.blocks) and message.arena_generation == tier.generation
     job.written = [int(offset >= 0) for offset in message.offsets] if fits else []
     if executor is None or not any(job.written):
-        _end(state, job, list(message.offsets) if fits else [])
+        _end(state, job, [fits and offset == PRESENT for offset in message.offsets])
         return
     offsets = [(b, offset) for b, offset in zip(job.blocks, message.offsets, strict=True) if offset >= 0]
     job.phase = JobPhase.COPYING
@@ -293,13 +294,12 @@ def stored(state: State, source: str, message: KvStored) -> None:
     """The tier reports which blocks can be read from it now."""
     job = state.tiers.jobs.get(message.job)
     if job is not None and job.phase is JobPhase.STORING and source == f"kv_offload.{job.tier}":
-        tiers = list(message.tiers)
-        offsets = [-2 if tier > 0 else -1 for tier in tiers] if len(tiers) == len(job.blocks) else []
+        held = [tier > 0 for tier in message.tiers]
         if (sender := state.tiers.named(source)) is not None:
             sender.stores += 1
         if (executor := executor_of(state, job)) is not None:
             executor.down.observe_store(state.now_us - job.began_us)
-        _end(state, job, offsets, release=False)
+        _end(state, job, held, release=False)
 
 
 def expire(state: State, job: Job) -> None:
@@ -307,17 +307,20 @@ def expire(state: State, job: Job) -> None:
     _end(state, job, [])
 
 
-def _end(state: State, job: Job, offsets: list[int], *, release: bool = True) -> None:
-    """A store has ended. Blocks with offset -2 are in a tier; the others are given up."""
+def _end(state: State, job: Job, held: list[bool], *, release: bool = True) -> None:
+    """A store has ended. `held`: which of its blocks are in a tier, none if it has another length; the others
+    are given up."""
     finish(state, job, release=release)
     executor = executor_of(state, job)
     if executor is None:
         return
     pool = executor.pool
-    if job.after_step and -2 not in offsets:
+    if len(held) != len(job.blocks):
+        held = [False] * len(job.blocks)
+    if job.after_step and not any(held):
         executor.next_ahead_us = state.now_us + EAGER_US
-    for at, (block, key) in enumerate(zip(job.blocks, job.keys, strict=True)):
-        if offsets and offsets[at] == -2:
+    for block, key, there in zip(job.blocks, job.keys, held, strict=True):
+        if there:
             pool.mark_clean(block, key)
             if job.leaves:
                 pool.forget(block)

@@ -240,8 +240,8 @@ def latest(candidates: list[Sequence]) -> list[Sequence]:
 
 @with_traits("priced")
 def cheapest(candidates: list[Sequence]) -> list[Sequence]:
-    """The sequence of the lowest class whose pause costs least for each block that it frees; if equal, the
-    latest arrival: see `_price` in ../preemption.py."""
+    """The sequence of the lowest class whose preemption costs least for each block that it frees; if equal,
+    the latest arrival: see `_price` in ../preemption.py."""
     return sorted(candidates, key=lambda s: (-s.level, s.pause_price, -s.request.arrival_us, -s.seq))
 
 

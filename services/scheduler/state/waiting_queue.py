@@ -369,7 +369,7 @@ class WaitingQueue:
             if len(queue.promotions) > 64 + 2 * queue.groups:  # most groups in it have left
                 queue.promotions = deque(entry for entry in queue.promotions if entry[1].queue is queue)
         if group.resumes:
-            insort(queue.preempted, group, key=lambda paused: paused.order)
+            insort(queue.preempted, group, key=lambda other: other.order)
             return
         client = group.client
         if client not in queue.clients:
@@ -403,10 +403,10 @@ class WaitingQueue:
         fresh = self._head(queue, queue.heads)
         if fresh is not None and fresh.client[0] in running:
             fresh = self._idle_head(queue, running)
-        paused = [group for group in queue.preempted if group.client[0] not in running]
-        if not paused:
+        preempted = [group for group in queue.preempted if group.client[0] not in running]
+        if not preempted:
             return fresh
-        oldest = min(paused, key=lambda group: (group.queued_us, *group.order))
+        oldest = min(preempted, key=lambda group: (group.queued_us, *group.order))
         return fresh if fresh is not None and fresh.queued_us <= oldest.queued_us else oldest
 
     def _idle_head(self, queue: ClassQueue, running: Container[str]) -> SequenceGroup | None:

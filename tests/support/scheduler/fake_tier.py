@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shared.messages import (
+    NO_ROOM,
+    PRESENT,
     KvCommit,
     KvFound,
     KvGone,
@@ -36,7 +38,7 @@ from shared.messages import (
 )
 
 KEY_BYTES, MOST_KEYS = 32, 1_024
-NO_ROOM, PRESENT, WRONG = -1, -2, -9
+WRONG = -9
 QUARANTINE_US = 60_000_000
 
 
