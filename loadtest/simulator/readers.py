@@ -25,7 +25,7 @@ class Record:
     retry_after_ms: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    pauses: int = 0
+    preemptions: int = 0
 
     @property
     def served(self) -> bool:
@@ -83,7 +83,7 @@ class Readers:
             record.ended_us, record.reason, record.code = now_us, close.reason, close.code
             record.retry_after_ms = close.retry_after_ms
             record.cached_tokens = close.usage.cached_tokens
-            record.pauses = sum(decision.what == "preempt" for decision in close.decisions)
+            record.preemptions = sum(decision.what == "preempt" for decision in close.decisions)
             self.records.append(record)
         return record
 

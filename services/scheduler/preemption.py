@@ -186,7 +186,7 @@ def in_order(state: State, executor: Executor, candidates: list[Sequence]) -> li
     if state.limits.policy.priced and len(candidates) > 1:
         costs = RecomputeCost.of(executor)
         for s in candidates:
-            s.pause_price = _price(executor, s, costs)
+            s.preempt_price = _price(executor, s, costs)
     return state.limits.policy.function("victim")(candidates)  # type: ignore[no-any-return]  # as declared there
 
 
@@ -275,7 +275,7 @@ def preempt(state: State, executor: Executor, victim: Sequence, why: str, candid
             reload_us=_reload_us(executor, sequence),
             recompute_us=costs.tokens_us(0, min(sequence.computed, len(sequence.tokens))),
             computed=min(sequence.computed, len(sequence.tokens)),
-            pauses=sequence.preemptions,
+            preemptions=sequence.preemptions,
             free=executor.pool.free_blocks,
             fenced=executor.pool.fenced_blocks,
         )

@@ -115,7 +115,7 @@ def _column(readers: Readers, recomputed_tokens: int, classes: Classes) -> Figur
         "rejected": sum(record.reason == "rejected" for record in records),
         **{name: row[name] for row in (ttft, tpot) for name in row if name.endswith(("p50", "p99"))},
         **{name: stall[name] for name in ("stall_ms_p99", "stall_ms_max")},
-        "pauses": sum(record.pauses for record in records),
+        "preemptions": sum(record.preemptions for record in records),
         "recomputed_tokens": recomputed_tokens,
         "output_tok_s": round(sum(record.tokens for record in served) / seconds, 1),
         "goodput_req_s": round(sum(_is_good(record, classes) for record in served) / seconds, 3),

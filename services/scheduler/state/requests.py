@@ -197,7 +197,7 @@ class Sequence(StepFields):
     load_job: int = 0  # the job that loads blocks of its table; no row of it is planned before
     compiles_grammar: bool = False  # its executor compiles its grammar, which the next token needs
     protected_until_us: int = 0  # it has just resumed: others are preempted before it
-    pause_price: int = 0  # when it was last a candidate: see ../preemption.py
+    preempt_price: int = 0  # when it was last a candidate: see ../preemption.py
     recompute_debt_us: int = 0  # predicted time to recompute what it had lost
     recompute_paid_us: int = 0  # measured time of that so far
     parent: Sequence | None = None  # computes the prompt for this sequence, until the fork

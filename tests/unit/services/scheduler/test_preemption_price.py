@@ -67,5 +67,5 @@ def test_blocks_that_a_tier_holds_need_no_copy_down() -> None:
 def test_a_lower_class_is_first_whatever_it_costs() -> None:
     _, executor = two_jobs("cheapest")
     short, long = executor.running
-    short.level, short.pause_price, long.pause_price = 0, 1, 1_000
+    short.level, short.preempt_price, long.preempt_price = 0, 1, 1_000
     assert policies.cheapest([short, long]) == [long, short]

@@ -201,7 +201,7 @@ def test_a_pause_is_a_span_with_its_reason() -> None:
     """Paused within the prompt, from 1460 to 1560, and again in decode until the end at 4300."""
     decisions = (
         Decision(at_us=100, what="admit", why="room"),
-        Decision(at_us=300, what="preempt", why="1 row needs a block", numbers=(("pauses", 1),)),
+        Decision(at_us=300, what="preempt", why="1 row needs a block", numbers=(("preemptions", 1),)),
         Decision(at_us=400, what="resume", why="room", numbers=(("recompute_tokens", 12),)),
         Decision(at_us=2_000, what="requeue", why="the executor is gone"),
     )
@@ -216,7 +216,7 @@ def test_a_pause_is_a_span_with_its_reason() -> None:
         ("prefill wait", 1_560, 1_610, 5),
     ]
     (pause,) = [span for span in spans if span.name == "preempt"]
-    assert pause.attributes["pauses"] == 1
+    assert pause.attributes["preemptions"] == 1
     assert pause.attributes["why"] == "1 row needs a block"
 
 
