@@ -58,7 +58,7 @@ from shared.vocab.vocabulary import load_vocabulary
 log = logging.getLogger("headrace.executor")
 
 _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
-SMALL_BYTES = 256 << 20
+SMALL_BYTES = 256 << 20  # of weights in files, see _is_small
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -178,8 +178,8 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
 
 
 def _is_small(options: TorchOptions) -> bool:
-    """Whether one thread lays out the weights. Two gain nothing with matrices of a megabyte, and beside
-    another busy process they wait for each other after each."""
+    """Whether one thread lays out the weights. Several gain nothing with matrices of a megabyte, and beside
+    another busy process they wait for each other after every copy of one."""
     return not options.dummy and file_bytes(ModelFiles("", options.model_path)) < SMALL_BYTES
 
 

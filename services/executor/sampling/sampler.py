@@ -22,7 +22,7 @@ from kernels.sampling.ref import COLUMN, FILTERS, INVALID, LOGITS, PARAMETERS, S
 from services.executor.engine import StepOutput
 from shared.messages import ROW_REFUSED, WHOLE_VECTOR, Sampling, SlotOpen, floats, ints
 
-# The id of a row without a token is its reason; the done column has the number without the sign.
+# Ids of a row without a token, by the reason; the done column has the same number without the sign.
 BY_MODEL, BY_REQUEST = -INVALID, -INVALID - 1
 ROW_ERRORS = {
     BY_MODEL: "the logits of this sequence are not finite: NaN, infinity, or no token may follow",
