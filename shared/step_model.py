@@ -48,9 +48,12 @@ class StepShape:
         return StepShape(rows, tokens, kv_tokens, attention)
 
 
+NO_ROWS = StepShape(0, 0, 0, 0)
+
+
 def shape_of_rows(rows: Iterable[tuple[int, int]]) -> StepShape:
     """The shape of forward rows given as (start, count)."""
-    return StepShape(0, 0, 0, 0).with_chunks(rows)
+    return NO_ROWS.with_chunks(rows)
 
 
 def shape_of(plan: StepPlan) -> StepShape:

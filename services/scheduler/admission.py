@@ -335,16 +335,14 @@ def _route(state: State, offers: list[Offer], group: SequenceGroup) -> Offer:
         return offers[0]
     options, forecasts = [], state.limits.policy.forecasts
     for offer in offers:
-        executor, held_blocks, ttft_us, harm_us = offer.executor, len(offer.hits), 0, 0
+        executor, held_blocks, forecast = offer.executor, len(offer.hits), (0, 0, 0)
         if forecasts:
             below = load.predicted(state, executor, group, held_blocks)
-            ttft_us, harm_us = routing_forecast.forecast(executor, group, held_blocks, below)
+            forecast = routing_forecast.forecast(state, executor, group, held_blocks, below)
         held = held_blocks * executor.hello.block_tokens
         empty = executor.pool.free_blocks - executor.pool.cached_blocks
         running = len(executor.running)
-        options.append(
-            RoutingOption(executor.source, held, offer.room_blocks, running, empty, ttft_us, harm_us)
-        )
+        options.append(RoutingOption(executor.source, held, offer.room_blocks, running, empty, *forecast))
     return offers[options.index(state.limits.policy.function("routing")(options))]
 
 

@@ -73,9 +73,21 @@ class RecomputeCost:
             start += count
         return total
 
-    def beside_us(self, tokens: int) -> int:
-        """Time of the present decodes in the steps that compute `tokens` tokens."""
-        return -(-tokens // self.chunk_tokens) * self.base_us
+    def steps_us(self, prompts: StepShape, step_tokens: int) -> tuple[int, int]:
+        """Time of the equal steps, of at most `step_tokens` prompt tokens, that compute these prompts beside
+        the present decodes, and how much longer they take than the decodes alone; (0, 0) without prompts."""
+        if not prompts.tokens:
+            return 0, 0
+        base, steps = self.base, -(-prompts.tokens // step_tokens)
+        tokens = prompts.tokens // steps
+        shape = StepShape(
+            base.rows + prompts.rows,
+            base.tokens + tokens,
+            base.kv_tokens + prompts.kv_tokens - (prompts.tokens - tokens) // 2,  # on average
+            base.attention + prompts.attention // steps,
+        )
+        us = steps * self.costs.predict_us(shape)
+        return us, max(us - steps * self.base_us, 0)
 
     def block_us(self, at: int) -> int:
         """Time to compute the `at`-th block of a sequence, as part of a larger chunk."""

@@ -29,7 +29,7 @@ from services.scheduler.state.requests import ChunkRecord, Sequence
 from services.scheduler.state.state import PREFILL, Executor, InFlight, Row, State
 from shared.kv_blocks import blocks_for
 from shared.messages import StepPlan, ints
-from shared.step_model import StepShape
+from shared.step_model import NO_ROWS, StepShape
 
 COLD_TOKENS = 256  # the chunk budget until the cost model has seen enough steps
 STRETCH_PM = (
@@ -52,7 +52,6 @@ OVERDUE = 2  # a copy that takes so many times its predicted time has no foresee
 MOST_VECTORS = 256  # in one step: with hidden states of 8,192 numbers 8 MiB of a result's 15
 MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 KiB; a longer table needs a plan without others
 EMPTY = partial(array, "i")  # as `ints()`, in a third of the time
-NO_ROWS = StepShape(0, 0, 0, 0)
 ROW_NUMBERS = ints(range(65_536))  # slicing it is fast
 
 

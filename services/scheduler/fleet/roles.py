@@ -21,8 +21,8 @@ from services.scheduler.overlap import MIN_SEEN
 from services.scheduler.state.cost_model import chunk_tokens
 from services.scheduler.state.policies import RolesOption, RolesView
 from services.scheduler.state.state import DECODE, PREFILL, Executor, Roles, State
-from services.scheduler.step_planner import GRAIN_TOKENS, NO_ROWS, step_bound_us
-from shared.step_model import StepShape
+from services.scheduler.step_planner import GRAIN_TOKENS, step_bound_us
+from shared.step_model import NO_ROWS, StepShape
 
 PERIOD_US = 5_000_000
 CHANGE_PERIODS = 2

@@ -58,7 +58,7 @@ MOVED = {  # to BASELINES; accepted without the module in 0.1
     "routing": ("prefix",),
 }  # fmt: skip
 STALL_US = 1_000_000  # how long decodes wait for prompts: see prefill_first
-HARM_PM = 100  # a delay of another request's token counts as a tenth of one of the first token, per mille
+HARM_PM = 2_000  # what the delay of another's token counts: see ttft
 HYSTERESIS_PM = 200  # of the costs of two splits: see adaptive
 LONGER_PM = 100  # what half of a tail may cost: see adaptive
 EAGER_COPY_PM = 250  # least chance of reuse for an eager copy: less likely ones would evict better blocks
@@ -255,18 +255,22 @@ class RoutingOption(NamedTuple):
     empty_blocks: int = 0  # free blocks without content
     ttft_us: int = 0  # predicted, 0 while unknown: only for a policy with the trait `forecasts`
     harm_us: int = 0  # likewise: see ../routing_forecast.py
+    tbt_pm: int = 0  # likewise
 
 
 @with_traits("forecasts")
 def ttft(options: list[RoutingOption]) -> RoutingOption:
-    """The least predicted time to the first token and HARM_PM of the delay of the rows that decode there; if
-    equal, the most blocks without content: cached prefixes of others stay. While an executor has no
+    """The least predicted time to the first token and part of the delay of the rows that decode there. Rows
+    that are far faster than they must be can wait: their delay counts HARM_PM times the square of `tbt_pm`.
+    If equal, the most blocks without content: cached prefixes of others stay. While an executor has no
     prediction, the fewest running sequences, then the most cached tokens."""
     if not all(option.ttft_us for option in options):
         return min(options, key=lambda o: (o.running, -o.hit_tokens, -o.room_blocks, o.source))
-    return min(
-        options, key=lambda o: (o.ttft_us + o.harm_us * HARM_PM // 1000, -o.empty_blocks, o.running, o.source)
-    )
+    return min(options, key=lambda o: (_cost_us(o), -o.empty_blocks, o.running, o.source))
+
+
+def _cost_us(option: RoutingOption) -> int:
+    return option.ttft_us + option.harm_us * HARM_PM * option.tbt_pm**2 // 1_000_000_000
 
 
 def room(options: list[RoutingOption]) -> RoutingOption:

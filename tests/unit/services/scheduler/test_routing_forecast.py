@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.scheduler.known_costs import Known
 from support.scheduler.world import World
@@ -39,7 +41,8 @@ def homes(world: World) -> list[str]:
 
 
 def test_the_forecast_by_hand() -> None:
-    """A chunk of 16 tokens beside one decode takes 1,700 us, 300 of them for the decode alone."""
+    """A prompt beside one decode takes 100 us a token; 300 us of the step are those of the decode alone,
+    0.3 % of the 100 ms that class standard may take between tokens."""
     world = fleet(1, slots=1)
     world.ask("runs", [5] * 4, 40)
     world.ask("waits", [6] * 32, 8)
@@ -47,18 +50,24 @@ def test_the_forecast_by_hand() -> None:
     group = state.waiting.first(executor.hello.model)
     assert group is not None
     loop_us = executor.cost_model.loop_us
+
+    def forecast(held_blocks: int = 0, load: tuple[int, int] = NOTHING) -> tuple[int, int, int]:
+        return routing_forecast.forecast(state, executor, group, held_blocks, load)
+
     in_flight_us = 400
-    found = routing_forecast.forecast(executor, group, 0, NOTHING)
-    assert found == (in_flight_us + 2 * 1_700 + loop_us, 2 * 1_400)
+    assert forecast() == (in_flight_us + 3_300 + loop_us, 3_000, 3)
     world.deliver()
     before_us = 300 + executor.cost_model.loop_us
-    assert routing_forecast.forecast(executor, group, 0, NOTHING) == (before_us + 2 * 1_700, 2 * 1_400)
-    assert routing_forecast.forecast(executor, group, 4, NOTHING) == (before_us + 1_700, 1_400)
-    slow, fast = (4, 9_000), (4, 1_000)  # half of the prompt, from a tier
-    assert routing_forecast.forecast(executor, group, 0, slow) == (before_us + 2 * 1_700, 2 * 1_400)
-    assert routing_forecast.forecast(executor, group, 0, fast) == (executor.cost_model.loop_us + 2_700, 1_400)
+    assert forecast() == (before_us + 3_300, 3_000, 3)
+    assert forecast(4) == (before_us + 1_700, 1_400, 3)
+    state.limits = replace(state.limits, step_tokens=16)
+    assert forecast() == (before_us + 2 * 1_700, 2 * 1_400, 3)
+    slow, fast, faster = (4, 9_000), (4, 1_000), (4, 100)  # half of the prompt, from a tier
+    assert forecast(load=slow) == (before_us + 2 * 1_700, 2 * 1_400, 3)
+    assert forecast(load=fast) == (executor.cost_model.loop_us + 1_000 + 1_700, 1_400, 3)
+    assert forecast(load=faster) == (before_us + 1_700, 1_400, 3)  # the step in flight ends later
     executor.cost_model.seen = 0
-    assert routing_forecast.forecast(executor, group, 0, NOTHING) == (0, 0)
+    assert forecast() == (0, 0, 0)
 
 
 def test_prompts_that_are_already_there_come_first() -> None:
@@ -119,17 +128,20 @@ def option(source: str, **more: int) -> RoutingOption:
     return RoutingOption(source, 0, 9, 1)._replace(**more)
 
 
-def test_the_delay_of_others_counts_a_part() -> None:
-    fast = option("fast", ttft_us=1_000, harm_us=10_000)
-    kind = option("kind", ttft_us=1_000 + 10 * HARM_PM - 1)
-    slow = option("slow", ttft_us=1_000 + 10 * HARM_PM + 1)
-    assert policies.ttft([fast, kind]) is kind
-    assert policies.ttft([fast, slow]) is fast
+def test_the_delay_of_others_counts_by_the_square_of_their_pace() -> None:
+    for tbt_pm, part_us in ((1_000, 10 * HARM_PM), (500, 10 * HARM_PM // 4), (100, HARM_PM // 10)):
+        fast = option("fast", ttft_us=1_000, harm_us=10_000, tbt_pm=tbt_pm)
+        kind = option("kind", ttft_us=1_000 + part_us - 1)
+        slow = option("slow", ttft_us=1_000 + part_us + 1)
+        assert policies.ttft([fast, kind]) is kind
+        assert policies.ttft([fast, slow]) is fast
 
 
 def test_only_a_policy_that_wants_forecasts_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(admission.routing_forecast, "forecast", lambda *given: seen.append(given) or (1, 1))
+    monkeypatch.setattr(
+        admission.routing_forecast, "forecast", lambda *given: seen.append(given) or (1, 1, 1)
+    )
     for name, count in (("room", 0), ("ttft", 2)):
         world = World(Limits(policy=policies.parse(f"routing={name}")))
         world.add_engine("e1")
