@@ -3,8 +3,8 @@
     python -m loadtest.many_executors --out many_executors.json
 
 Each executor has 64 rows and steps of 10 ms. Clients over NATS, as many as there are rows, send plain
-requests of 200 tokens in a closed loop. `of_ideal`: of what steps of exactly 10 ms would give. Needs a quiet
-machine with more cores than executors.
+requests of 200 tokens in a closed loop, which end at different times. `of_ideal`: of what steps of exactly
+10 ms would give. Needs a quiet machine with more cores than executors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import asyncio
 import json
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +31,50 @@ from shared.nats.bus import NatsBus
 EXECUTORS = (1, 2, 4, 8, 16)
 ROWS, STEP_US, TOKENS = 64, 10_000, 200
 KINDS = ("tokenizer", "scheduler", "executor", "detokenizer", "nats-server")
-WARM_S, PROCESSES = 4.0, 4  # connections of the clients: one would be late with many frames
+IMPORT_S, WARM_S, PROCESSES = 2.0, 4.0, 4  # of the clients: one would be late with many frames
 
 
-async def load(
+def load(
     url: str, clients: int, seconds: float, pids: dict[str, list[int]]
 ) -> tuple[float, dict[str, float]]:
     """Tokens a second of a closed loop after WARM_S, and the cores that services used, by kind."""
-    buses = [await NatsBus.connect(url, timeout_s=10) for _ in range(PROCESSES)]
-    opened = [await Client.open(bus) for bus in buses]
-    tokens, counts = 0, False
+    begins_s = time.time() + IMPORT_S + WARM_S
+    with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
+        shares = [range(part, clients, PROCESSES) for part in range(PROCESSES)]
+        found = [pool.submit(run_clients, url, share, begins_s, seconds) for share in shares]
+        time.sleep(begins_s - time.time())
+        before = cpu_of(pids)
+        time.sleep(seconds)
+        after = cpu_of(pids)
+        tokens = sum(each.result() for each in found)
+    return tokens / seconds, {kind: round((after[kind] - before[kind]) / 1e6 / seconds, 3) for kind in pids}
+
+
+def run_clients(url: str, numbers: range, begins_s: float, seconds: float) -> int:
+    """Run these clients in this process: the tokens of the answers that ended in the interval."""
+    return asyncio.run(_clients(url, numbers, begins_s, seconds))
+
+
+async def _clients(url: str, numbers: range, begins_s: float, seconds: float) -> int:
+    bus = await NatsBus.connect(url, timeout_s=10)
+    client, tokens = await Client.open(bus), 0
 
     async def one(number: int) -> None:
         nonlocal tokens
-        body = {"model": MODEL, "prompt": f"client {number}", "max_tokens": TOKENS, "ignore_eos": True}
+        asked = 1 + 37 * number % TOKENS  # at first: so the clients' answers end at different times
         while True:
-            await opened[number % PROCESSES].complete(body, timeout_s=60)
-            tokens += TOKENS * counts
+            body = {"model": MODEL, "prompt": f"client {number}", "max_tokens": asked, "ignore_eos": True}
+            await client.complete(body, timeout_s=60)
+            tokens += asked * (begins_s <= time.time() < begins_s + seconds)
+            asked = TOKENS
 
-    running = [asyncio.create_task(one(number)) for number in range(clients)]
-    await asyncio.sleep(WARM_S)
-    counts, began_s, before = True, time.monotonic(), cpu_of(pids)
-    await asyncio.sleep(seconds)
-    took_s, after = time.monotonic() - began_s, cpu_of(pids)
+    running = [asyncio.create_task(one(number)) for number in numbers]
+    await asyncio.sleep(begins_s + seconds - time.time())
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    for bus in buses:
-        await bus.drain()
-    return tokens / took_s, {kind: round((after[kind] - before[kind]) / 1e6 / took_s, 3) for kind in pids}
+    await bus.drain()
+    return tokens
 
 
 def cpu_of(pids: dict[str, list[int]]) -> dict[str, int]:
@@ -72,7 +89,7 @@ def measure(executors: int, seconds: float) -> dict[str, Any]:
     with running_up((*flags, "--sim", f"step={STEP_US}"), {}) as (pid, url):
         time.sleep(SETTLE_S)
         pids = {kind: faults.pids_of(pid, kind) for kind in KINDS}
-        tokens_s, cores = asyncio.run(load(url, executors * ROWS, seconds, pids))
+        tokens_s, cores = load(url, executors * ROWS, seconds, pids)
     ideal = executors * ROWS * 1e6 / STEP_US
     figures = {"tokens_s": round(tokens_s), "of_ideal": round(tokens_s / ideal, 3), "cores": cores}
     return {"executors": executors, **figures}

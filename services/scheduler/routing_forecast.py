@@ -1,6 +1,6 @@
 """Predicts what it costs to start a group on an executor: the input of the routing policies.
 
-    ttft_us   the steps in flight
+    ttft_us   the rest of the steps in flight
               + the steps that compute its prompt and those already there, beside the decodes; part of its
               prompt comes from the prefix cache, or from a tier if that is faster
               + one loop between scheduler and executor
@@ -13,6 +13,7 @@ Every term is learned from the executor's own steps and copies, so executors may
 from __future__ import annotations
 
 from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.state import late_plans
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.step_model import NO_ROWS, StepShape
@@ -32,7 +33,7 @@ def forecast(
     before = _before(executor)
     _, before_us = costs.steps_us(before, step_tokens)
     us, added_us = costs.steps_us(before.with_chunk(held, max(length - held, 1)), step_tokens)
-    in_flight_us = sum(flight.predicted_us for flight in executor.in_flight)
+    in_flight_us = late_plans.in_flight_us(state, executor)
     ready_us = in_flight_us + us
     blocks, load_us = load
     if blocks:

@@ -54,6 +54,14 @@ def lead_us(state: State, executor: Executor) -> int:
     return max(_end_us(executor) - state.now_us, 0)
 
 
+def in_flight_us(state: State, executor: Executor) -> int:
+    """How long the steps in flight will still take."""
+    if not executor.in_flight:
+        return 0
+    later_us = sum(flight.predicted_us for flight in executor.in_flight) - executor.in_flight[0].predicted_us
+    return max(_end_us(executor) - state.now_us, 0) + later_us
+
+
 def learn(executor: Executor, flight: InFlight, result: StepResult) -> None:
     """Update the lead with a step that was planned while another one ran."""
     if not flight.lead_us:

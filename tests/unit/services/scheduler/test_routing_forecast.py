@@ -54,18 +54,31 @@ def test_the_forecast_by_hand() -> None:
     def forecast(held_blocks: int = 0, load: tuple[int, int] = NOTHING) -> tuple[int, int, int]:
         return routing_forecast.forecast(state, executor, group, held_blocks, load)
 
-    in_flight_us = 400
-    assert forecast() == (in_flight_us + 3_300 + loop_us, 3_000, 3)
+    def left_us(predicted_us: int) -> int:
+        """Of the step that runs."""
+        began_us = max(executor.in_flight[0].planned_us, executor.pace.last_us)
+        return began_us + predicted_us - state.now_us
+
+    assert forecast() == (left_us(400) + 3_300 + loop_us, 3_000, 3)
     world.deliver()
-    before_us = 300 + executor.cost_model.loop_us
-    assert forecast() == (before_us + 3_300, 3_000, 3)
-    assert forecast(4) == (before_us + 1_700, 1_400, 3)
+    loop_us = executor.cost_model.loop_us
+    assert forecast() == (left_us(300) + 3_300 + loop_us, 3_000, 3)
+    assert forecast(4) == (left_us(300) + 1_700 + loop_us, 1_400, 3)
     state.limits = replace(state.limits, step_tokens=16)
-    assert forecast() == (before_us + 2 * 1_700, 2 * 1_400, 3)
+    assert forecast() == (left_us(300) + 2 * 1_700 + loop_us, 2 * 1_400, 3)
     slow, fast, faster = (4, 9_000), (4, 1_000), (4, 100)  # half of the prompt, from a tier
-    assert forecast(load=slow) == (before_us + 2 * 1_700, 2 * 1_400, 3)
-    assert forecast(load=fast) == (executor.cost_model.loop_us + 1_000 + 1_700, 1_400, 3)
-    assert forecast(load=faster) == (before_us + 1_700, 1_400, 3)  # the step in flight ends later
+    assert forecast(load=slow) == (left_us(300) + 2 * 1_700 + loop_us, 2 * 1_400, 3)
+    assert forecast(load=fast) == (1_000 + 1_700 + loop_us, 1_400, 3)
+    assert forecast(load=faster) == (
+        left_us(300) + 1_700 + loop_us,
+        1_400,
+        3,
+    )  # the step in flight ends later
+    state.now_us += 200
+    assert left_us(300) <= 100
+    assert forecast(4) == (left_us(300) + 1_700 + loop_us, 1_400, 3)
+    state.now_us += 10_000  # late: it may end at any time
+    assert forecast(4) == (1_700 + loop_us, 1_400, 3)
     executor.cost_model.seen = 0
     assert forecast() == (0, 0, 0)
 
