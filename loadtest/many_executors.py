@@ -13,6 +13,8 @@ import argparse
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -43,11 +45,23 @@ def load(
         shares = [range(part, clients, PROCESSES) for part in range(PROCESSES)]
         found = [pool.submit(run_clients, url, share, begins_s, seconds) for share in shares]
         time.sleep(begins_s - time.time())
-        before = cpu_of(pids)
-        time.sleep(seconds)
-        after = cpu_of(pids)
+        before, idle_before, steps_before = cpu_of(pids), *idle_of(url)
+        time.sleep(max(begins_s + seconds - time.time(), 0))
+        after, idle_us, steps = cpu_of(pids), *idle_of(url)
         tokens = sum(each.result() for each in found)
-    return tokens / seconds, {kind: round((after[kind] - before[kind]) / 1e6 / seconds, 3) for kind in pids}
+    return {
+        "tokens_s": round(tokens / seconds),
+        "idle_us_a_step": round((idle_us - idle_before) / (steps - steps_before), 1),
+        "cores": {kind: round((after[kind] - before[kind]) / 1e6 / seconds, 3) for kind in pids},
+    }
+
+
+def idle_of(url: str) -> tuple[int, int]:
+    """Idle time of all executors' devices so far, in us, and their steps."""
+    command = [sys.executable, "-m", "services.launcher.cli", "status", "--json", "--nats-url", url]
+    services = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["services"]
+    executors = [each for each in services if "device_idle_us" in each]
+    return sum(e["device_idle_us"] for e in executors), sum(e["steps"] for e in executors)
 
 
 def run_clients(url: str, numbers: range, begins_s: float, seconds: float) -> int:
@@ -89,10 +103,9 @@ def measure(executors: int, seconds: float) -> dict[str, Any]:
     with running_up((*flags, "--sim", f"step={STEP_US}"), {}) as (pid, url):
         time.sleep(SETTLE_S)
         pids = {kind: faults.pids_of(pid, kind) for kind in KINDS}
-        tokens_s, cores = load(url, executors * ROWS, seconds, pids)
+        figures = load(url, executors * ROWS, seconds, pids)
     ideal = executors * ROWS * 1e6 / STEP_US
-    figures = {"tokens_s": round(tokens_s), "of_ideal": round(tokens_s / ideal, 3), "cores": cores}
-    return {"executors": executors, **figures}
+    return {"executors": executors, "of_ideal": round(figures["tokens_s"] / ideal, 3), **figures}
 
 
 def main() -> None:
