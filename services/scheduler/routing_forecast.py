@@ -44,7 +44,8 @@ def forecast(
         if later_us < ready_us:
             ready_us, added_us = later_us, rest_added_us
     harm_us = max(added_us - before_us, 0) * costs.base.rows
-    return ready_us + executor.cost_model.loop_us, harm_us, costs.base_us * 1_000 // _tbt_us(state, executor)
+    tbt_us, _ = state.limits.strictest(executor.running_by_class)
+    return ready_us + executor.cost_model.loop_us, harm_us, costs.base_us * 1_000 // tbt_us
 
 
 def _before(executor: Executor) -> StepShape:
@@ -53,10 +54,3 @@ def _before(executor: Executor) -> StepShape:
     tokens, prompts = sums.backlog_tokens, sums.backlog_prompts
     half = tokens // prompts // 2 if prompts else 0
     return StepShape(prompts, tokens, tokens, tokens * half)
-
-
-def _tbt_us(state: State, executor: Executor) -> int:
-    """The shortest target time between tokens of the classes that run there, or of all if none do."""
-    classes = state.limits.classes
-    running = (slo for slo, count in zip(classes, executor.running_by_class, strict=True) if count)
-    return min((slo.tbt_us for slo in running), default=min(slo.tbt_us for slo in classes))

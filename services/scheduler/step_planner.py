@@ -398,8 +398,7 @@ def _bound_us(
     """
     if not columns.sampled:
         return ALONE_US
-    running = zip(state.limits.classes, executor.running_by_class, strict=True)
-    tbt_us, level = min((slo.tbt_us, level) for level, (slo, count) in enumerate(running) if count)
+    tbt_us, level = state.limits.strictest(executor.running_by_class)
     tbt_us = tbt_us if columns.micro_batch is None else tbt_us // 2
     predict_us, shape = executor.cost_model.predict_us, columns.shape
     alone_us = predict_us(shape)

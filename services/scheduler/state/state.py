@@ -61,6 +61,12 @@ class Limits:
         3_000_000  # from then on the sequences of a draining executor move: ../fleet/moves.py
     )
 
+    def strictest(self, running_by_class: list[int]) -> tuple[int, int]:
+        """The shortest target time between tokens of the classes that run, or of all if none does, in us; and
+        its class."""
+        times = [(slo.tbt_us, level) for level, slo in enumerate(self.classes)]
+        return min((of for of in times if running_by_class[of[1]]), default=min(times))
+
 
 @dataclass(slots=True)
 class InFlight:

@@ -55,7 +55,7 @@ def test_the_forecast_by_hand() -> None:
         return routing_forecast.forecast(state, executor, group, held_blocks, load)
 
     def left_us(predicted_us: int) -> int:
-        """Of the step that runs."""
+        """How long the step that runs still takes."""
         began_us = max(executor.in_flight[0].planned_us, executor.pace.last_us)
         return began_us + predicted_us - state.now_us
 
@@ -69,11 +69,8 @@ def test_the_forecast_by_hand() -> None:
     slow, fast, faster = (4, 9_000), (4, 1_000), (4, 100)  # half of the prompt, from a tier
     assert forecast(load=slow) == (left_us(300) + 2 * 1_700 + loop_us, 2 * 1_400, 3)
     assert forecast(load=fast) == (1_000 + 1_700 + loop_us, 1_400, 3)
-    assert forecast(load=faster) == (
-        left_us(300) + 1_700 + loop_us,
-        1_400,
-        3,
-    )  # the step in flight ends later
+    until_us = left_us(300)  # later than the load
+    assert forecast(load=faster) == (until_us + 1_700 + loop_us, 1_400, 3)
     state.now_us += 200
     assert left_us(300) <= 100
     assert forecast(4) == (left_us(300) + 1_700 + loop_us, 1_400, 3)
