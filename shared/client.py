@@ -24,6 +24,7 @@ from pydantic_core import from_json
 
 from shared.errors import (
     NO_TEMPLATE,
+    NO_TEXT,
     BadRequest,
     Cancelled,
     DeadlineExceeded,
@@ -403,15 +404,22 @@ class FrameOrder:
 
 async def probe(client: Client, model: str) -> None:
     """Send a request like a user's, a chat without `max_tokens`, and cancel it at the first text; a model
-    without a chat template gets a completion. Returns when an answer has started. Its tenant is PROBE_TENANT.
-    Raises like `Client.stream`."""
+    without a chat template gets a completion, an encoder a text for a vector. Returns when an answer has
+    started. Its tenant is PROBE_TENANT. Raises like `Client.stream`."""
     client = client.as_tenant(subjects.PROBE_TENANT)
     try:
         await _begun(client, {"model": model, **PROBE, "temperature": 0})
     except BadRequest as error:
         if error.message != NO_TEMPLATE:
             raise
+    else:
+        return
+    try:
         await _begun(client, {"model": model, "prompt": "Hello", "temperature": 0})
+    except BadRequest as error:
+        if not error.message.endswith(NO_TEXT):
+            raise
+        await client.embed({"model": model, "input": "Hello"}, timeout_s=PROBE_TIMEOUT_S)
 
 
 async def _begun(client: Client, body: Body) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-NO_TEMPLATE = "this model has no chat template; send `prompt`"  # `client.probe` tests for this message
+# `client.probe` tests for these messages.
+NO_TEMPLATE = "this model has no chat template; send `prompt`"
+NO_TEXT = "is an encoder, which gives vectors of texts and generates nothing; send `input`"
 
 
 class HeadraceError(Exception):

@@ -408,9 +408,13 @@ def _sim(settings: Settings) -> Backend:
         timing=settings.sim,
         processors=processors,
     )
-    engine = SimBackend(options)
-    if _wanted_digest(settings) not in ("", digest := engine.info.model_digest):
-        raise SetupError(f"the simulated engine has the model digest {digest}, not that of model_digest")
+    return _of_digest(SimBackend(options), _wanted_digest(settings))
+
+
+def _of_digest(engine: Backend, wanted: str) -> Backend:
+    """The engine. Raises SetupError if the executors that serve its model have another digest."""
+    if wanted not in ("", digest := engine.info.model_digest):
+        raise SetupError(f"the engine of {engine.info.model} has the model digest {digest}, not {wanted}")
     return engine
 
 
@@ -422,9 +426,15 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
     device, ranks = settings.device_and_ranks
     try:
         from services.executor.checkpoint.loader import TorchOptions, best_dtype, check_digest, device_of
+        from services.executor.encoder.model import is_encoder
 
         build: Callable[[TorchOptions], Backend]
-        if on_gpu := device_of(device).type == "cuda":
+        if not (on_gpu := device_of(device).type == "cuda"):
+            _check_threads(settings.threads)
+        files = resolve(settings.model, settings.cache_dir)
+        if encodes := is_encoder(files.path):
+            from services.executor.encoder.engine import build
+        elif on_gpu:
             from services.executor.cuda.engine import build
         else:
             from services.executor.cpu.engine import build
@@ -433,13 +443,11 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
             f"the torch engine needs {error.name}: pip install 'headrace[executor]', "
             "or run without weights: --backend sim"
         ) from error
-    if not on_gpu and settings.threads > (most := THREADS_A_CORE * (os.cpu_count() or 1)):
+    if encodes and ranks > 1:
         raise SetupError(
-            f"--threads {settings.threads}: all threads wait for each other, and this machine has cores for "
-            f"{most} at most; take fewer, or 0 for what is fastest"
+            f"{files.name} is an encoder, which {ranks} ranks cannot share: start more executors"
         )
     processors = load_processors(settings.logits_processors)
-    files = resolve(settings.model, settings.cache_dir)
     log.info("loading %s …", files.name)
     slots = settings.slots or (CUDA_SLOTS if on_gpu else TORCH_SLOTS)
     dtype, _, kv_dtype = settings.dtype.partition("/")
@@ -447,7 +455,7 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         dtype, why = best_dtype(files.path, device, ranks)
         log.info("dtype %s: %s", dtype, why)
     first_threads = 0
-    if not on_gpu:
+    if not on_gpu and not encodes:
         first_threads = _timed_threads(settings, files.path, dtype)
     options = TorchOptions(
         model_path=files.path,
@@ -470,13 +478,25 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         processors=processors,
         report_grammar=lambda of_grammar: news.report(of_grammar),
     )
-    if wanted := _wanted_digest(settings):
+    wanted = _wanted_digest(settings)
+    if encodes:
+        return _of_digest(build(options), wanted)
+    if wanted:
         check_digest(options, wanted)
     if ranks == 1:
         return build(options)
     from services.executor.group.driver import build_group
 
     return build_group(options, ranks, alarm.ring, settings.to_env())
+
+
+def _check_threads(asked: int) -> None:
+    """Raise SetupError for more threads than this machine has cores for."""
+    if asked > (most := THREADS_A_CORE * (os.cpu_count() or 1)):
+        raise SetupError(
+            f"--threads {asked}: all threads wait for each other, and this machine has cores for {most} at "
+            "most; take fewer, or 0 for what is fastest"
+        )
 
 
 def _timed_threads(settings: Settings, path: Path, dtype: str) -> int:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.executor.arena import Arena
+from shared.errors import NO_TEXT
 from shared.kv_blocks import blocks_for
 from shared.messages import (
     Floats,
@@ -76,7 +77,8 @@ class BackendInfo:
     memory_bytes: int = 0  # that `sleep` frees: weights and KV cache
     only_tier: bool = False  # the KV cache is in DRAM, with the memory that L1 would have
     hidden: int = 0  # numbers of a vector; 0: the engine gives none
-    pooling: str = LAST_TOKEN  # of the model; vectors are those of the last token alone
+    pooling: str = LAST_TOKEN  # of the model; any other is one that this engine lacks
+    generates: bool = True  # else it gives vectors alone
 
     @property
     def context(self) -> int:
@@ -280,6 +282,8 @@ def sequence_error(opened: SlotOpen, info: BackendInfo) -> str:
         return f"stop_token_ids: {len(opened.stop_ids)} with the model's own, over {info.max_stop_ids}"
     if opened.pooling and (error := _pooling_error(opened.pooling, info)):
         return error
+    if not opened.pooling and not info.generates:
+        return f"model: {info.model} {NO_TEXT}"
     values = [getattr(opened.sampling, each.name) for each in fields(opened.sampling)]
     numbers = [n for value in values for n in (value if isinstance(value, array) else (value,))]
     return "" if all(abs(number) <= MOST_FLOAT32 for number in numbers) else "its sampling is not finite"

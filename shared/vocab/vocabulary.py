@@ -58,12 +58,13 @@ _WORDS = (
 class VocabularyParts:
     """The parts of a vocabulary. `tokens[i]` is the stored form of token i: byte-level BPE writes each byte
     as one printable character (GPT-2's table), SentencePiece a space as U+2581 and a lone byte as
-    `<0xAB>`."""
+    `<0xAB>`, WordPiece `##` where a word goes on."""
 
     tokens: list[str]  # "" for an id without a token
     special: frozenset[int]  # control tokens: they have no text
     added: frozenset[int]  # matched whole in a text before BPE; includes the special ones
-    byte_level: bool  # else SentencePiece with byte fallback
+    byte_level: bool  # else SentencePiece, or
+    word_pieces: bool = False  # of encoders
     space_before: bool  # a space precedes the first word, which decoding removes (most of SentencePiece)
     # Builds a new one (0.1 s), which a detokenizer does not need. The tokens of the argument get other names
     # and match only these, neither their old names nor merges; all ids stay.
@@ -139,8 +140,8 @@ class Vocabulary:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; empty for special tokens."""
-        table = _byte_level_table if self._parts.byte_level else _sentencepiece_table
-        found = table(self._parts.tokens)
+        words = _word_piece_table if self._parts.word_pieces else _sentencepiece_table
+        found = (_byte_level_table if self._parts.byte_level else words)(self._parts.tokens)
         for i in self.special_ids:
             found[i] = b""
         return found
@@ -244,6 +245,10 @@ def _sentencepiece_table(tokens: list[str]) -> list[bytes]:
     return [to_bytes(token) for token in tokens]
 
 
+def _word_piece_table(tokens: list[str]) -> list[bytes]:
+    return [(t[2:] if t.startswith("##") else f" {t}").encode() for t in tokens]
+
+
 def hf_parts(folder: Path) -> VocabularyParts:
     """Read the vocabulary of a model folder (tokenizer.json, tokenizer_config.json, ...). Raises SetupError
     if tokenizer.json is missing or of a family that cannot be decoded token by token."""
@@ -282,7 +287,8 @@ def hf_parts(folder: Path) -> VocabularyParts:
         tokens[i] = token
     added = tokenizer.get_added_tokens_decoder()
     bos = vocab.get(_text_of(config.get("bos_token")))
-    byte_level = _is_byte_level(json.loads(source), file)
+    kinds = _decoders(json.loads(source), file)
+    byte_level, word_pieces = "ByteLevel" in kinds, "WordPiece" in kinds
     named = {name: _text_of(config[name]) for name in _NAMED if config.get(name)}
     context = _json(folder / "config.json").get("max_position_embeddings")
     return VocabularyParts(
@@ -290,7 +296,8 @@ def hf_parts(folder: Path) -> VocabularyParts:
         special=frozenset(i for i, each in added.items() if each.special or each.content in named.values()),
         added=frozenset(added),
         byte_level=byte_level,
-        space_before=not byte_level and tokenizer.decoder.decode(["▁a"]) == "a",
+        word_pieces=word_pieces,
+        space_before=word_pieces or (not byte_level and tokenizer.decoder.decode(["▁a"]) == "a"),
         build=lambda names: _renamed(read(), names),
         prefix_ids=_prefix_ids(tokenizer, config, bos),
         suffix_ids=_suffix_ids(tokenizer, config, vocab),
@@ -325,15 +332,16 @@ def _added(token: object, special: bool) -> AddedToken:
     return AddedToken(_text_of(token), **{"normalized": not flags["special"], **flags})
 
 
-def _is_byte_level(source: dict[str, Any], file: Path) -> bool:
+def _decoders(source: dict[str, Any], file: Path) -> set[str]:
+    """The types of a tokenizer's decoders. Raises SetupError if none of them is known."""
     decoder = source.get("decoder") or {}
     kinds = {step.get("type") for step in [decoder, *decoder.get("decoders", [])]}
-    if not kinds & {"ByteLevel", "ByteFallback"}:
+    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "WordPiece"}:
         raise SetupError(
-            f"{file} decodes with {sorted(map(str, kinds))}; Headrace streams byte-level BPE and "
-            "SentencePiece with byte fallback only"
+            f"{file} decodes with {sorted(map(str, kinds))}; Headrace reads byte-level BPE, SentencePiece "
+            "and WordPiece only"
         )
-    return "ByteLevel" in kinds
+    return kinds
 
 
 def _eos_ids(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from openai import AsyncOpenAI
 from support import virtual_loop
 from support.chat_families import write_folder
 from support.executor import paged_engine
+from support.executor.tiny_encoders import CONTEXT, KINDS, encoder_folder, tokenizer_of, wanted_vector
 from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, healthy, remove_gateway
@@ -88,6 +89,31 @@ async def test_a_vector_is_that_of_transformers_also_beside_chats(tmp_path: Path
     most = len(vectors[0])
     with pytest.raises(BadRequest, match=f"dimensions: vectors of model m have {most} numbers, and not"):
         await pipeline.client.embed({"model": "m", "input": "x", "dimensions": most + 1})
+    await pipeline.assert_idle()
+    await pipeline.stop()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_encoder_gives_vectors_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    folder = encoder_folder(kind, tmp_path / "m")
+    broker = MemoryBroker()
+
+    async def connect() -> Any:
+        return broker.connect()
+
+    flags = {"backend": "torch", "dtype": "f32", "model": str(folder), "model_name": "m", "step_tokens": 32}
+    pipeline = await Pipeline.start(connect, "encoder", **flags)
+    texts = ["The quick brown fox", "naïve 日本語 1234", "jumps over " * 12, "The quick brown fox"] * 5
+    vectors = await asyncio.gather(*(pipeline.client.embed({"model": "m", "input": each}) for each in texts))
+    for text, vector in zip(texts, vectors, strict=True):
+        ids = tokenizer_of(kind).encode(text).ids
+        assert float(wanted_vector(kind, ids) @ torch.tensor(vector).double()) > 0.999999
+    again = await pipeline.client.embed({"model": "m", "input": texts[2]})  # a hit in the prefix cache
+    assert again == pytest.approx(list(vectors[2]), abs=1e-6)
+    with pytest.raises(BadRequest, match="m is an encoder"):
+        await pipeline.client.complete({"model": "m", "prompt": "The", "max_tokens": 2})
+    with pytest.raises(BadRequest, match="context"):
+        await pipeline.client.embed({"model": "m", "input": [7] * CONTEXT})
     await pipeline.assert_idle()
     await pipeline.stop()
 

@@ -87,23 +87,23 @@ def from_hf(config: Mapping[str, Any]) -> Shapes:
     ))  # fmt: skip
 
 
-def pooling_of(path: Path) -> str:
-    """How the model's authors make a vector of a text: LAST_TOKEN, or what the engine lacks for it. A folder
-    of sentence-transformers names it; without a name it is LAST_TOKEN. Raises SetupError for a damaged
-    file."""
+def pooling_of(path: Path, usual: str = LAST_TOKEN) -> str:
+    """How the model's authors make a vector of a text: LAST_TOKEN, or what an engine may lack for it. A
+    folder of sentence-transformers names it; without a name it is the `usual`. Raises SetupError for a
+    damaged file."""
     if path.suffix == ".gguf":
         data = read_metadata(path)
         kind = int(data.get(f"{data.get('general.architecture')}.pooling_type", 0))
         return _GGUF_POOLING.get(kind, f"pooling of type {kind}")
     file = path / "modules.json"
     if not file.is_file():
-        return LAST_TOKEN
+        return usual
     try:
         modules = {str(each["type"]).rpartition(".")[2]: each for each in json.loads(file.read_text("utf-8"))}
         if more := modules.keys() - {"Transformer", "Pooling", "Normalize"}:
             return f"a module {min(more)}"
         if "Pooling" not in modules:
-            return LAST_TOKEN
+            return usual
         file = path / str(modules["Pooling"]["path"]) / "config.json"
         given = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

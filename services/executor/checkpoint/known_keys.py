@@ -21,7 +21,7 @@ _READ = frozenset((
     "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
 ))  # fmt: skip
-_HARMLESS = frozenset((
+HARMLESS = frozenset((
     # names and versions
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "transformers.js_config",
     "tokenizer_class", "is_llama_config", "unsloth_fixed", "unsloth_version", "finetuning_task",
@@ -115,7 +115,7 @@ def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
     for key in sorted(rope.keys() - known_rope):
         if rope[key] is not None:
             raise _unknown(f"{key} of the rope settings", rope[key], "config.json")
-    known = _READ | family.reads | _HARMLESS
+    known = _READ | family.reads | HARMLESS
     known |= {"architectures", "quantization_config"}
     for key, value in given.items():
         if key in _ONE_VALUE and key not in family.reads:

@@ -197,13 +197,18 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
     else:
         shapes, stored = stored_gguf(options.model_path)
     shapes = shapes.for_context(_context_tokens(shapes, options.max_context))
-    digest = hashlib.sha256()
     modes = f"dummy {options.dummy} deterministic {options.deterministic}"
     facts = [_DIGEST, repr(shapes), repr(shapes.experts), dtype, kv_dtype, modes]
     if shapes.rope_gain != 1.0:
         facts.append(f"rope gain {shapes.rope_gain!r}")
     if isinstance(scheme := scheme_in(options.model_path), Int4Format):
         facts.append(repr(scheme))  # the same bytes are other numbers in another format
+    return sampled_digest(facts, stored)
+
+
+def sampled_digest(facts: Iterable[str], stored: Iterable[StoredTensor]) -> str:
+    """Hex digest of `facts` and of samples of the tensors' bytes, see model_digest."""
+    digest = hashlib.sha256()
     for fact in facts:
         digest.update(fact.encode() + b"\0")
     tensors = list(stored)
@@ -251,7 +256,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         model=options.model_name,
         dtype=computed if computed == kept and not loaded.kept_in else f"{computed}/{kept}",
         fingerprint=loaded.fingerprint,
-        vocab_digest=_vocab_digest(options),
+        vocab_digest=vocab_digest(options),
         vocab=loaded.shapes.vocab,
         blocks=cache.blocks,
         block_tokens=cache.block_tokens,
@@ -420,7 +425,8 @@ def _context_tokens(shapes: Shapes, asked: int) -> int:
     return asked or most
 
 
-def _vocab_digest(options: TorchOptions) -> str:
+def vocab_digest(options: TorchOptions) -> str:
+    """The digest of the tokenizer beside the weights, or "none"."""
     path = options.model_path
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         return "none"  # weights without a tokenizer

@@ -283,7 +283,7 @@ class _Tensors:
         self._scheme = scheme_of(json.loads((folder / "config.json").read_text("utf-8")))
         self._open = functools.cache(_opened)
         self._files: dict[str, Path] = {}
-        for file in _weight_files(folder):
+        for file in weight_files(folder):
             names = self._open(file).keys()
             twice = sorted(self._files.keys() & names)
             if twice:
@@ -400,7 +400,7 @@ def _opened(file: Path) -> Any:
 def stored_hf(folder: Path) -> Iterator[StoredTensor]:
     """Every tensor of a folder, in order of names. Raises SetupError as `load_hf`."""
     found: list[StoredTensor] = []
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         _opened(file)  # it checks the header and the size
         data = np.memmap(file, mode="r", dtype=np.uint8)
         size = int.from_bytes(data[:8].tobytes(), "little")
@@ -411,7 +411,7 @@ def stored_hf(folder: Path) -> Iterator[StoredTensor]:
     return iter(sorted(found, key=lambda tensor: tensor[0]))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files with a folder's weights, chosen like transformers: model.safetensors, or the files in the
     index of a sharded model; else all files but Mistral's second copy (consolidated*)."""
     if (folder / "adapter_config.json").is_file():

@@ -10,7 +10,7 @@ It does not affect other rows: batched computations read zeros in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -107,12 +107,7 @@ class Sampler:
         if not self.pools(slots) or hidden is None:
             return output
         asked = [(row, self._pooling[slot]) for row, slot in enumerate(slots) if slot in self._pooling]
-        rows = torch.tensor([row for row, _ in asked], device=hidden.device)
-        vectors = []
-        for (row, numbers), vector in zip(asked, hidden[rows].double().cpu(), strict=True):
-            cut = vector if numbers == WHOLE_VECTOR else vector[:numbers]
-            vectors.append((row, (cut / cut.norm()).float().numpy().tobytes()))
-        return replace(output, vectors=tuple(vectors))
+        return replace(output, vectors=vectors_of(hidden, asked))
 
     def changes_logits(self, slot: int) -> bool:
         """Whether `prepare` changes a slot's logits: penalties, bias, a least length, a filter left to it."""
@@ -291,3 +286,14 @@ def row_errors(done: list[int]) -> dict[int, str]:
     for row in flaws:
         done[row] = 2
     return flaws
+
+
+def vectors_of(hidden: Tensor, asked: Sequence[tuple[int, int]]) -> tuple[tuple[int, bytes], ...]:
+    """The `vectors` of a StepOutput: of rows of `hidden`, each with how many leading numbers are `asked` or
+    WHOLE_VECTOR, made of length 1."""
+    rows = torch.tensor([row for row, _ in asked], device=hidden.device, dtype=torch.int64)
+    vectors = []
+    for (row, numbers), vector in zip(asked, hidden[rows].double().cpu(), strict=True):
+        cut = vector if numbers == WHOLE_VECTOR else vector[:numbers]
+        vectors.append((row, (cut / cut.norm()).float().numpy().tobytes()))
+    return tuple(vectors)

@@ -279,9 +279,12 @@ def test_unreadable_vocabularies_are_setup_errors(tmp_path: Path) -> None:
         load_vocabulary(ModelFiles("m", folder))
     (folder / "tokenizer_config.json").unlink()
     source = (folder / "tokenizer.json").read_text()
-    body = {**json.loads(source), "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
+    body = {
+        **json.loads(source),
+        "decoder": {"type": "CTC", "pad_token": "x", "word_delimiter_token": "|", "cleanup": True},
+    }
     (folder / "tokenizer.json").write_text(json.dumps(body))
-    with pytest.raises(SetupError, match="WordPiece"):
+    with pytest.raises(SetupError, match="CTC"):
         load_vocabulary(ModelFiles("m", folder))
     (folder / "tokenizer.json").write_text(source[:100])
     with pytest.raises(SetupError, match="is not a tokenizer"):

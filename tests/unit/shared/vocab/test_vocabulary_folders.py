@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.executor.tiny_encoders import KINDS, encoder_folder, tokenizer_of
 from support.text_models import CONTROLS, trained, write_hf_folder
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 
@@ -164,3 +165,19 @@ def test_a_space_before_the_first_word_goes_only_where_the_tokenizer_removes_it(
 def test_a_normaliser_hides_no_token_of_the_template(tmp_path: Path) -> None:
     ids = prompt(sentencepiece(tmp_path))
     assert NEXT + 1 in ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_vocabularies_of_encoders(kind: str, tmp_path: Path) -> None:
+    vocabulary = load_vocabulary(ModelFiles("m", encoder_folder(kind, tmp_path)))
+    library = tokenizer_of(kind)
+    begin, end = (library.token_to_id(name) for name in KINDS[kind])
+    assert (vocabulary.prefix_ids, vocabulary.suffix_ids) == ((begin,), (end,))
+    for text in ("The quick brown fox", "Naïve prices,  12.5%!", "jumps 日本語 over", " x"):
+        ids = vocabulary.encode(text)
+        assert [begin, *ids, end] == library.encode(text).ids
+    plain = "the quick brown fox jumps over"
+    assert vocabulary.decode(vocabulary.encode(plain)) == plain
+    control = vocabulary.encode(f"a {KINDS[kind][1]} b", special=True)
+    assert end in control
+    assert end not in vocabulary.encode(f"a {KINDS[kind][1]} b")

@@ -1,0 +1,1 @@
+"""An engine for encoders, which give vectors of texts."""

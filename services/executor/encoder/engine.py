@@ -1,0 +1,144 @@
+"""The engine of encoders implements Backend, on a CPU or a GPU. The scheduler plans its texts like prompts.
+
+A slot has its whole text when it is opened. The step that samples it computes it whole; the steps with chunks
+before do nothing. So there are no KV blocks to read, to copy or to lose, and a hit in the prefix cache saves
+nothing and harms nothing: block numbers are the scheduler's, without memory here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from services.executor.arena import Arena, ArenaError
+from services.executor.checkpoint.config import pooling_of
+from services.executor.checkpoint.loader import TorchOptions, device_of, sampled_digest, vocab_digest
+from services.executor.checkpoint.weights import stored_hf
+from services.executor.encoder.model import Encoder
+from services.executor.engine import WARM_ROWS, BackendInfo, Pending, StepOutput, YieldDevice, no_yield
+from services.executor.sampling.sampler import vectors_of
+from shared.cores import usable_threads
+from shared.errors import SetupError
+from shared.kv_blocks import blocks_for
+from shared.messages import SlotOpen, StepPlan, ints
+
+log = logging.getLogger("headrace.executor")
+
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
+_NOT_FINITE = "the model computed a vector that is not finite"
+
+
+class NoCopier:
+    """See services.executor.engine.Copier: there are no blocks to copy."""
+
+    piece_bytes = 1 << 20
+
+    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
+        return
+
+    def detach(self) -> None:
+        return
+
+    def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        raise ArenaError("an encoder has no KV blocks")
+
+    load = store
+
+    def finish(self) -> int:
+        return 0
+
+
+def build(options: TorchOptions) -> EncoderBackend:
+    """Load the model; takes seconds. Raises SetupError for options that cannot work."""
+    return EncoderBackend(options)
+
+
+class EncoderBackend:
+    """See services.executor.engine.Backend. Made by `build`."""
+
+    def __init__(self, options: TorchOptions) -> None:
+        device = device_of(options.device)
+        name = options.dtype if options.dtype != "auto" else "f32" if device.type == "cpu" else "bf16"
+        if name not in _DTYPES or (name == "int8" and device.type != "cpu"):
+            raise SetupError(f"dtype {name} is not for encoders on a {device.type}; use f32 or bf16")
+        if options.kv_dtype != "auto" or options.dummy:
+            raise SetupError("an encoder has no KV cache and no random weights: give the dtype alone")
+        torch.set_num_threads(options.threads or usable_threads(1))
+        self._model = Encoder(
+            options.model_path,
+            pooling_of(options.model_path, usual="pooling mean"),
+            torch.empty(0, dtype=_DTYPES[name], device=device),
+            kept_in="int8" if name == "int8" else "",
+            deterministic=options.deterministic,
+        )
+        shapes = self._model.shapes
+        if options.max_context > shapes.positions:
+            raise SetupError(f"max_context {options.max_context} is over the model's {shapes.positions}")
+        context = options.max_context or shapes.positions
+        blocks = options.slots * blocks_for(context, options.block_tokens)
+        facts = ("headrace-encoder-1", repr(shapes), name, str(options.deterministic))
+        digest = sampled_digest(facts, stored_hf(options.model_path))
+        self.info = BackendInfo(
+            backend="torch",
+            model=options.model_name,
+            dtype=name,
+            fingerprint=digest,
+            vocab_digest=vocab_digest(options),
+            vocab=shapes.vocab,
+            blocks=options.blocks or blocks,
+            block_tokens=options.block_tokens,
+            bytes_per_block=0,
+            slots=options.slots,
+            max_step_tokens=options.max_step_tokens,
+            max_context=context,
+            model_digest=digest,
+            weights=digest,
+            memory_bytes=self._model.size_bytes,
+            only_tier=True,
+            hidden=shapes.hidden,
+            generates=False,
+        )
+        self._texts: dict[int, SlotOpen] = {}  # by slot
+        self.copier = NoCopier()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        self._model.compile_products(min(WARM_ROWS, self.info.max_step_tokens))
+        self._model.vectors([[0] * min(WARM_ROWS, self.info.max_context)])
+
+    def open_slot(self, opened: SlotOpen) -> None:
+        self._texts[opened.slot] = opened
+
+    def close_slot(self, slot: int) -> None:
+        self._texts.pop(slot, None)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Pending:
+        opened = [self._texts[slot] for slot in plan.sample_slots]
+        if not opened:
+            return Pending(plan=plan)
+        return Pending(plan=plan, hidden=self._model.vectors([each.tokens for each in opened]))
+
+    def sample(self, pending: Pending) -> StepOutput:
+        slots, hidden = pending.plan.sample_slots, pending.hidden
+        output = StepOutput(ids=ints([0] * len(slots)), done=ints([1] * len(slots)))
+        if hidden is None:
+            return output
+        finite = hidden.isfinite().all(1).tolist()
+        for row, right in enumerate(finite):
+            if not right:
+                output.ids[row], output.done[row] = -1, 2
+        asked = [(row, self._texts[slot].pooling) for row, slot in enumerate(slots)]
+        wanted = [(row, numbers) for row, numbers in asked if numbers and finite[row]]
+        errors = tuple((row, _NOT_FINITE) for row, right in enumerate(finite) if not right)
+        return replace(output, vectors=vectors_of(hidden, wanted), row_errors=errors)
+
+    def reset(self) -> None:
+        self._texts.clear()
+
+    def close(self) -> None:
+        self.reset()
+        self.__dict__.pop("_model", None)  # frees the memory
