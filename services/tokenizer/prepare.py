@@ -330,9 +330,10 @@ def _for_vector(
 ) -> Tokenized:
     """A prompt whose vector is wanted: to the scheduler a greedy request for one token."""
     prompt = encode_input(request, model)
-    if len(prompt) >= model.max_context:
-        why = f"the input has {len(prompt)} tokens, and a vector takes one more; shorten the input"
-        raise _over_context(model.max_context, why, "input")
+    if len(prompt) > model.max_context:  # if equal, only an encoder has room: the scheduler refuses others
+        raise _over_context(
+            model.max_context, f"the input has {len(prompt)} tokens; shorten the input", "input"
+        )
     return Tokenized(
         **_common(submission, request, model, timeout_us, prompt),
         max_tokens=1,

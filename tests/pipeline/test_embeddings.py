@@ -113,7 +113,12 @@ async def test_an_encoder_gives_vectors_and_nothing_else(kind: str, tmp_path: Pa
     with pytest.raises(BadRequest, match="m is an encoder"):
         await pipeline.client.complete({"model": "m", "prompt": "The", "max_tokens": 2})
     with pytest.raises(BadRequest, match="context"):
-        await pipeline.client.embed({"model": "m", "input": [7] * CONTEXT})
+        await pipeline.client.embed({"model": "m", "input": [7] * (CONTEXT + 1)})
+    most = CONTEXT if kind == "bert" else CONTEXT - 2  # others begin after the id of padding
+    longest = await pipeline.client.embed({"model": "m", "input": [7] * most})
+    assert float(wanted_vector(kind, [7] * most) @ torch.tensor(longest).double()) > 0.999999
+    with pytest.raises(BadRequest, match="context"):
+        await pipeline.client.embed({"model": "m", "input": [7] * (most + 1)})
     await pipeline.assert_idle()
     await pipeline.stop()
 
@@ -202,7 +207,7 @@ async def test_the_clients_of_openai_and_ollama(http: httpx.AsyncClient) -> None
         ({"input": ["Hello", 5]}, "input", "one text or one list of token ids"),
         ({"input": [10**7]}, "input", "is not a token id"),
         ({"input": ["x"] * 2_049}, "input", "2049 inputs are over 2048"),
-        ({"input": [[5] * 8_192]}, "input", "context_length_exceeded: This model's maximum context length"),
+        ({"input": [[5] * 8_193]}, "input", "context_length_exceeded: This model's maximum context length"),
         ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "x", "dimensions": 65}, None, "have 64 numbers, and not 65"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),

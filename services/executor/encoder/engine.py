@@ -77,7 +77,7 @@ class EncoderBackend:
         shapes = self._model.shapes
         if options.max_context > shapes.positions:
             raise SetupError(f"max_context {options.max_context} is over the model's {shapes.positions}")
-        context = options.max_context or shapes.positions
+        context = (options.max_context or shapes.positions) + 1  # the token that none generates has a place
         blocks = options.slots * blocks_for(context, options.block_tokens)
         facts = ("headrace-encoder-1", repr(shapes), name, str(options.deterministic))
         digest = sampled_digest(facts, stored_hf(options.model_path))
@@ -107,7 +107,7 @@ class EncoderBackend:
     @torch.inference_mode()
     def warm_up(self) -> None:
         self._model.compile_products(min(WARM_ROWS, self.info.max_step_tokens))
-        self._model.vectors([[0] * min(WARM_ROWS, self.info.max_context)])
+        self._model.vectors([[0] * min(WARM_ROWS, self.info.max_context - 1)])
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._texts[opened.slot] = opened
