@@ -17,12 +17,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from services.executor.cpu.layers import TorchOperators, table
 from services.executor.cpu.linear import Products
 from services.executor.model.description import Add, Layer, Part, Projection, Weight, weights_of
 from services.executor.model.program import Placed, Table, steps_of
-from services.executor.model.reference import REFERENCE, split_heads
+from services.executor.model.reference import REFERENCE
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 
@@ -116,17 +117,26 @@ class SelfAttention:
     reads all tokens of its text."""
 
     heads: int
+    dim: int
+
+
+class _Padded(NamedTuple):
+    """Texts of similar lengths, each padded to the longest."""
+
+    texts: int
+    rows: Tensor | None  # [texts * longest] of the step; None: all of them in order, without padding
+    real: Tensor | None  # [texts, 1, 1, longest], false for padding; None: there is none
 
 
 @dataclass(slots=True)
 class _Values:
-    """See services.executor.model.program.Values. `groups`: the rows of texts of similar lengths
-    `[texts, longest]`, the last row again after a shorter one's end; and which of them are rows of the text
-    `[texts, 1, 1, longest]`, or None for all."""
+    """See services.executor.model.program.Values. `back`: where each row of the step is in the groups, one
+    after another; None: they are the step."""
 
     x: Tensor
     residual: Tensor
-    groups: Sequence[tuple[Tensor, Tensor | None]]
+    groups: Sequence[_Padded]
+    back: Tensor | None
 
 
 def is_encoder(path: Path) -> bool:
@@ -204,7 +214,7 @@ def describe(shapes: EncoderShapes) -> Layer:
 
     return (
         projection("qkv", *(matrix(name, hidden, hidden) for name in "qkv")),
-        SelfAttention(shapes.heads),
+        SelfAttention(shapes.heads, hidden // shapes.heads),
         projection("out", matrix("out", hidden, hidden)),
         Add(),
         norm("attention_norm"),
@@ -277,7 +287,9 @@ class Encoder:
         )
         self._type = types[0].clone()
         self._products = Products(like.dtype, like.device, deterministic=deterministic, kept_in=kept_in)
-        takes = table(self._products, TorchOperators(), deterministic=deterministic)
+        takes = REFERENCE  # a GPU's products are torch's, with the bias in the same kernel
+        if like.device.type == "cpu":
+            takes = table(self._products, TorchOperators(), deterministic=deterministic)
         self._steps = steps_of(_placed(shapes, tensors, like), {**takes, **_OWN}, REFERENCE)
 
     def compile_products(self, most_rows: int) -> None:
@@ -300,20 +312,24 @@ class Encoder:
 
     def _vectors(self, texts: Sequence[Sequence[int]]) -> Tensor:
         lengths, device, shapes = [len(text) for text in texts], self._words.device, self.shapes
-        ids = torch.tensor([token for text in texts for token in text], device=device)
         first = shapes.first_position
-        places = torch.cat([torch.arange(first, first + length) for length in lengths]).to(device)
+        ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
+        places = np.concatenate([np.arange(first, first + length) for length in lengths])
+        ids, places = torch.from_numpy(np.stack((ids, places))).to(device)
         x = self._words[ids] + self._positions[places] + self._type
         x = F.layer_norm(x, (shapes.hidden,), self._norm, self._norm_bias, shapes.norm_eps)
-        values = _Values(x, x, _groups(lengths, device))
+        values = _Values(x, x, *_padded(lengths, device))
         for step, _ in self._steps:
             step(values)
-        if self._pooling == "mean":
-            rows = torch.split(values.x, lengths)
-            return torch.stack([each.float().mean(0) for each in rows])
-        ends = [*accumulate(lengths)]
-        chosen = [end - (1 if self._pooling == "last" else n) for end, n in zip(ends, lengths, strict=True)]
-        return values.x[torch.tensor(chosen, device=device)]
+        return self._pooled(values.x, np.array(lengths))
+
+    def _pooled(self, x: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+        """`[texts, hidden]` of the rows of all texts."""
+        ends = np.cumsum(lengths)
+        if self._pooling != "mean":
+            chosen = ends - (1 if self._pooling == "last" else lengths)
+            return x[torch.from_numpy(chosen).to(x.device)]
+        return torch.segment_reduce(x.float(), "mean", lengths=torch.from_numpy(lengths).to(x.device))
 
 
 def _placed(shapes: EncoderShapes, tensors: _Tensors, like: Tensor) -> Iterator[Placed]:
@@ -326,19 +342,23 @@ def _placed(shapes: EncoderShapes, tensors: _Tensors, like: Tensor) -> Iterator[
             yield Placed(op, i, {name: Dense.of(values) for name, values in read.items()})
 
 
-def _groups(lengths: Sequence[int], device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
+def _padded(lengths: Sequence[int], device: torch.device) -> tuple[list[_Padded], Tensor | None]:
     """See _Values. Lengths up to each power of two are one group: no text is padded to twice its length."""
-    starts, by_size = [0, *accumulate(lengths)], dict[int, list[int]]()
-    for text, length in enumerate(lengths):
-        by_size.setdefault((length - 1).bit_length(), []).append(text)
-    groups = []
-    for chosen in by_size.values():
-        sizes = torch.tensor([lengths[text] for text in chosen])[:, None]
-        begins = torch.tensor([starts[text] for text in chosen])[:, None]
-        places = torch.arange(int(sizes.max()))[None]
-        rows, real = begins + places.minimum(sizes - 1), places < sizes
-        groups.append((rows.to(device), None if real.all() else real[:, None, None].to(device)))
-    return groups
+    if min(lengths) == max(lengths):
+        return [_Padded(len(lengths), None, None)], None
+    size, begin = np.array(lengths), np.cumsum(lengths) - lengths
+    classes = np.array([(length - 1).bit_length() for length in lengths])
+    groups, back, before = [], np.empty(size.sum(), np.int64), 0
+    for each in np.unique(classes):
+        chosen = np.flatnonzero(classes == each)
+        places, longest = np.arange(size[chosen].max()), size[chosen].max()
+        real = places < size[chosen, None]
+        rows = begin[chosen, None] + np.minimum(places, size[chosen, None] - 1)
+        back[rows[real]] = before + np.flatnonzero(real)
+        before += real.size
+        mask = None if real.all() else torch.from_numpy(real).view(-1, 1, 1, longest).to(device)
+        groups.append(_Padded(len(chosen), torch.from_numpy(rows.ravel()).to(device), mask))
+    return groups, torch.from_numpy(back).to(device)
 
 
 def _layer_norm(placed: Placed, values: _Values) -> None:
@@ -351,14 +371,15 @@ def _gelu(placed: Placed, values: _Values) -> None:
 
 
 def _self_attention(placed: Placed, values: _Values) -> None:
-    heads = placed.op.heads
-    each = split_heads(values.x, heads, heads)
-    found = torch.empty_like(each[0])
-    for rows, real in values.groups:
-        query, key, value = (one[rows].transpose(1, 2) for one in each)  # [texts, heads, longest, dim]
+    heads, x = placed.op.heads, values.x
+    found = []
+    for texts, rows, real in values.groups:
+        each = (x if rows is None else x.index_select(0, rows)).view(texts, -1, 3 * heads, placed.op.dim)
+        query, key, value = each.transpose(1, 2).chunk(3, 1)  # [texts, heads, longest, dim]
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=real)
-        found[rows] = attended.transpose(1, 2)  # a row that stands twice has one value
-    values.x = found.view(len(found), -1)
+        found.append(attended.transpose(1, 2).reshape(-1, heads * placed.op.dim))
+    joined = found[0] if len(found) == 1 else torch.cat(found)
+    values.x = joined if values.back is None else joined.index_select(0, values.back)
 
 
 _OWN: Table = {

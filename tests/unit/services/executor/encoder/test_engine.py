@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.executor.gpu_side import DEVICE
 from support.executor.plan_maker import GREEDY, PlanMaker, Row
 from support.executor.tiny_encoders import CONTEXT, KINDS, encoder_folder, wanted_vector
 
@@ -28,7 +29,7 @@ def texts() -> list[list[int]]:
 
 
 def engine(folder: Path, **options: Any) -> PlanMaker:
-    usual = {"dtype": "f32", "device": "cpu", "slots": 20, "threads": 1}
+    usual = {"dtype": "f32", "device": DEVICE, "slots": 20, "threads": 1}
     return PlanMaker(build(TorchOptions(model_path=folder, model_name="e", **{**usual, **options})))
 
 
@@ -48,7 +49,7 @@ def vectors(maker: PlanMaker, given: list[list[int]]) -> list[torch.Tensor]:
         ("bert", {}, "cls_token", 0.999999),
         ("xlm-roberta", {}, "lasttoken", 0.999999),
         ("bert", {"dtype": "bf16"}, "mean_tokens", 0.999),
-        ("bert", {"dtype": "int8"}, "mean_tokens", 0.998),
+        ("bert", {"dtype": "int8", "device": "cpu"}, "mean_tokens", 0.998),
     ],
 )
 def test_vectors_are_those_of_transformers(
