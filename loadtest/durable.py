@@ -41,6 +41,7 @@ TENANTS = ("public", "acme", "bob")
 SIM = ("--backend", "sim")
 OPEN = 64  # submits at a time
 LOST_S = 600  # far above what any request takes: a guard against hanging
+REFUSED_S = 120  # likewise, for a submit: clusters elect leaders, and an `up` starts, in some ten seconds
 ACKED_S = 60  # likewise, for acks: a delivery without one comes again after 10 s
 NOT_ENDED = ("queued", "running", "away")
 ROWS = {
@@ -91,17 +92,22 @@ async def record_of(client: Client, tenant: str, request_id: str) -> Body:
 
 
 async def submit_all(client: Client, numbered: Numbered, replies: dict[int, Body]) -> None:
-    """Submit what has no reply yet."""
+    """Submit what has no reply yet. Raises a refusal that cannot be retried, or that still comes after
+    REFUSED_S."""
     left = iter([number for number in range(len(numbered)) if number not in replies])
 
     async def one_by_one() -> None:
         for number in left:
             tenant, body = numbered[number]
+            until = time.monotonic() + REFUSED_S
             while number not in replies:
                 try:
                     replies[number] = await client.request(subjects.submit(tenant, MODEL), body)
                 except HeadraceError as error:
-                    if not error.retryable:
+                    if not error.retryable or time.monotonic() > until:
+                        error.add_note(
+                            f"{len(replies)} of {len(numbered)} requests were stored, not {number}"
+                        )
                         raise
                     await asyncio.sleep(0.2)
 
@@ -130,7 +136,9 @@ async def until_records(
     client = await Client.open(bus)
     submitting = asyncio.create_task(submit_all(client, numbered, replies))
     async with asyncio.timeout(LOST_S):
-        while (await messages(bus))[subjects.RECORD_STREAM] < ended:  # noqa: ASYNC110 - the server has no event for it
+        while (await messages(bus))[subjects.RECORD_STREAM] < ended:
+            if submitting.done():
+                submitting.result()  # raises
             await asyncio.sleep(0.02)
     submitting.cancel()
     await asyncio.gather(submitting, return_exceptions=True)

@@ -223,8 +223,6 @@ class Verbs:
         for left in reversed(range(SUBMIT_TRIES)):
             try:
                 await self._streams.create(subject, data)
-            except StreamFull:
-                raise
             except Unavailable:
                 if not left:
                     raise

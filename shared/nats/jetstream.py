@@ -22,7 +22,7 @@ CALL_US = 1_000_000  # a call takes less than a millisecond; one made while the 
 FULL_RETRY_MS = 5_000  # a full stream has room again once answers have been stored
 
 _API = "$JS.API"
-_EXISTS = 10071  # wrong last sequence: another message has the subject
+_EXISTS, _BEING_STORED = 10071, 10164  # another message has the subject; in a cluster, it may soon
 _FULL = (10005, 10047, 10077)  # of a cluster, of a server: too little storage; of a stream: too many messages
 _NAME_IN_USE = 10058  # a stream of this name with other settings
 _NO_STREAM, _NO_CONSUMER, _NO_MESSAGE = 10059, 10014, 10037
@@ -258,6 +258,8 @@ def _error(subject: str, error: Mapping[str, Any]) -> HeadraceError:
     if number in _FULL:
         why = f"the store of durable requests is full ({text}): try again later"
         return StreamFull(why, retry_after_ms=FULL_RETRY_MS)
+    if number == _BEING_STORED:
+        return Unavailable("JetStream is still storing an earlier try: try again", retry_after_ms=1_000)
     if int(error.get("code", 0)) == Unavailable.code:
         return Unavailable(f"JetStream: {text}", retry_after_ms=1_000)
     return EngineError(f"JetStream refuses {subject}: {text} ({number})")

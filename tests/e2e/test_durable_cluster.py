@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,8 +18,11 @@ from loadtest.durable import all_records, simulated, submit_all
 from services.launcher import nats_server
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.client import Client
+from shared.errors import Unavailable
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
+from shared.nats.interface import RequestTimeout
+from shared.nats.jetstream import JetStream, StreamFull, Taken
 
 REQUESTS = 200
 
@@ -78,3 +83,43 @@ def test_the_leader_dies_and_every_accepted_request_has_a_record(
     records, counts = asyncio.run(all_records(url, numbered, replies))
     assert {record["status"] for record in records} == {"completed"}
     assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: REQUESTS}
+
+
+async def test_another_try_while_the_first_one_is_being_stored_may_be_repeated(
+    cluster: list[NatsServer],
+) -> None:
+    bus = await NatsBus.connect(",".join(server.url for server in cluster), timeout_s=20)
+    async with asyncio.timeout(60):
+        config = {"subjects": [subjects.WORK_ALL], "num_replicas": 3, "storage": "file"}
+        while (leader := await leader_of_new(bus, config)) is None:
+            await asyncio.sleep(0.1)
+    await bus.drain()
+    others = [server.process for number, server in enumerate(cluster) if number != leader]
+    at_leader = await NatsBus.connect(cluster[leader].url, timeout_s=20)
+    streams, subject = JetStream(at_leader, replicated=True), subjects.work("public", "r")
+    for process in others:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(2):
+            with pytest.raises(Unavailable):  # a majority is missing
+                await streams.create(subject, b"{}")
+    finally:
+        for process in others:
+            process.send_signal(signal.SIGCONT)
+    stored = False
+    async with asyncio.timeout(60):
+        while not stored:
+            with contextlib.suppress(Unavailable):
+                with contextlib.suppress(Taken):
+                    await streams.create(subject, b"{}")
+                stored = True
+    await at_leader.drain()
+
+
+async def leader_of_new(bus: NatsBus, config: dict[str, Any]) -> int | None:
+    """The number of the server that leads stream WORK, which is made; None without one yet."""
+    with contextlib.suppress(Unavailable, StreamFull, RequestTimeout):
+        await JetStream(bus).make_stream(subjects.WORK_STREAM, config)
+        if name := (await info_of(bus))["cluster"].get("leader"):
+            return int(name.removeprefix("n"))
+    return None
