@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from services.executor.arena import Arena, ArenaError
 from services.executor.checkpoint.config import pooling_of
@@ -107,7 +108,7 @@ class EncoderBackend:
     @torch.inference_mode()
     def warm_up(self) -> None:
         self._model.compile_products(min(WARM_ROWS, self.info.max_step_tokens))
-        self._model.vectors([[0] * min(WARM_ROWS, self.info.max_context - 1)])
+        self.vectors([[0] * min(WARM_ROWS, self.info.max_context - 1)])
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._texts[opened.slot] = opened
@@ -120,7 +121,7 @@ class EncoderBackend:
         opened = [self._texts[slot] for slot in plan.sample_slots]
         if not opened:
             return Pending(plan=plan)
-        return Pending(plan=plan, hidden=self._model.vectors([each.tokens for each in opened]))
+        return Pending(plan=plan, hidden=self.vectors([each.tokens for each in opened]))
 
     def sample(self, pending: Pending) -> StepOutput:
         slots, hidden = pending.plan.sample_slots, pending.hidden
@@ -135,6 +136,10 @@ class EncoderBackend:
         wanted = [(row, numbers) for row, numbers in asked if numbers and finite[row]]
         errors = tuple((row, _NOT_FINITE) for row, right in enumerate(finite) if not right)
         return replace(output, vectors=vectors_of(hidden, wanted), row_errors=errors)
+
+    def vectors(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """The vectors `[texts, hidden]` of token ids, not yet of length 1, as a step computes them."""
+        return self._model.vectors(texts)
 
     def reset(self) -> None:
         self._texts.clear()
