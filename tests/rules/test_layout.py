@@ -65,8 +65,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 88, 25_754
-PRODUCT_FILES, PRODUCT_LINES = 279, 68_973
+PATH_FILES, PATH_LINES = 88, 25_769
+PRODUCT_FILES, PRODUCT_LINES = 279, 68_988
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
