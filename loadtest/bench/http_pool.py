@@ -28,10 +28,10 @@ class Address:
         """Read a URL, with or without `/v1` at its end. Raises BadRequest."""
         if url.startswith("unix:"):
             return cls("localhost", 0, "", path=url.removeprefix("unix:"))
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             port = parts.port
-        except ValueError as error:  # over 65535, or no number
+        except ValueError as error:  # a bracket alone, a port over 65535, or no number
             raise BadRequest(f"{url!r} is no URL of a server: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadRequest(f"{url!r} is no URL of a server: give http://HOST:PORT, nats://… or unix:/PATH")

@@ -81,9 +81,9 @@ class DetokenizerActor(Actor):
         self._mailbox = mailbox
         self._endings = Completions(mailbox, lambda: self._run([]))
         self._client_events = ClientEvents(mailbox, self._core, self._run)
-        await self._client_events.listen()
-        await mailbox.bus.subscribe(subjects.ATTACH_ALL, mailbox.guarded(self._on_attach))
         self._store = CheckpointStore(mailbox, self._core, self._after_loss, self._backlog_limit_bytes)
+        await self._client_events.listen()  # from here on it may be asked for its status
+        await mailbox.bus.subscribe(subjects.ATTACH_ALL, mailbox.guarded(self._on_attach))
         await self._store.listen(self._model, self._names)
         for name in self._names:
             reply = partial(answer, mailbox.bus, name, self._vocabulary)

@@ -116,7 +116,6 @@ class KeeperActor(Actor):
         core, here = self._core, self._here
         self._forwarder = Forwarder(mailbox.clock, here, self._call, self._handle, core.kept_bytes)
         self._aliases = Aliases(mailbox.clock.now_us)
-        await self._aliases.follow(bus)
         self._verbs = Verbs(
             self._streams,
             mailbox.clock,
@@ -135,6 +134,7 @@ class KeeperActor(Actor):
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
         self._keeps_state = False  # there is a stream of checkpoints
+        await self._aliases.follow(bus)  # from here on it may be asked for its status
         await self._forwarder.start(bus)
         self._answers = await bus.subscribe(REPLIES, mailbox.guarded(self._on_reply))
         self._verb_subscriptions: list[Subscription] = [

@@ -156,7 +156,7 @@ def _show(argv: Sequence[str]) -> None:
     start, end = int(stat[_ARGV_START]), int(stat[_ARGV_END])
     if not start < end:
         return  # some sandboxes show neither
-    text = "\0".join(argv).encode()[: end - start - 1]
+    text = os.fsencode("\0".join(argv))[: end - start - 1]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, text, len(text))
 

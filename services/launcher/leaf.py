@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs
 
 from services.launcher.nats_server import ServerLimits, quoted
 from shared.errors import SetupError
@@ -39,7 +39,7 @@ def remote(url: str, models: Iterable[str], *, has_users: bool, account: str = "
     """The block of an edge that serves `models`. `url`: of a server, or of several of a cluster, by comma.
     `has_users`: of `headrace auth`; `account`: that of the services, if tenants have accounts. Raises
     SetupError for a URL of another form, and for one with a user where the edge has none."""
-    parts, names = [urlsplit(each.strip()) for each in url.split(",")], tuple(models)
+    parts, names = access.parts_of(url), tuple(models)
     if not all(map(_is_leaf, parts)):
         raise SetupError(
             f"--leaf {access.shown(url)} is no nats-leaf://host:port: name the leaf port of a server"

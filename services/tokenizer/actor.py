@@ -208,7 +208,7 @@ class TokenizerActor(Actor):
             "model": self._name,
             "context": self._context(),
             "answer_format": self._model.answer_format.name if self._model.answer_format else OFF,
-            "models_here": sorted(self._queries.served()),
+            "models_here": sorted(self._queries.served()) if self._standing is not None else [],  # started
             "pending": self._pending,
             "copies": len(self._standby),
             "taken_over": self._taken_over,

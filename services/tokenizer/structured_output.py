@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from shared.answer_formats import grammar
@@ -142,6 +143,8 @@ def _checked_regex(pattern: str, param: str) -> str:
         raise BadRequest(f"`{param}`: the regex is wrong: {error!s:.200}", param=param) from None
     if states > MAX_STATES:
         raise BadRequest(f"`{param}`: the regex {_too_large(states)}", param=param)
+    if (found := misread_in(pattern)) and found not in _LOOKAHEADS:  # those are refused when it is compiled
+        raise BadRequest(f"`{param}`: the regex cannot be followed with {found}", param=param)
     return pattern
 
 
@@ -491,6 +494,8 @@ class _Reader:
         """The states of a pattern; 0 if Python cannot parse it, since JSON schema has another dialect."""
         if len(pattern) > MAX_GRAMMAR_CHARS:
             raise self._refused(f"{path}/pattern", f"is over {MAX_GRAMMAR_CHARS} characters")
+        if found := misread_in(pattern):
+            raise self._refused(f"{path}/pattern", f"cannot be followed with {found}")
         try:
             return regex_states(pattern)
         except (re.error, RecursionError, OverflowError):
@@ -575,6 +580,16 @@ class _Reader:
 
 # An escape, a set, a group's opening, its closing with `?` if it is optional, or any character.
 _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\((?:\?:|\?P?<\w+>|\?)?|\)\??\??|.", re.DOTALL)
+
+_LOOKAHEADS, _TEXT_ENDS = ("(?=", "(?!"), (r"\A", r"\Z", r"\z")
+
+
+def misread_in(pattern: str) -> str:
+    """The first part of a pattern that XGrammar 0.2.8 ignores (a lookahead, in a schema) or takes for a
+    letter (the text's begin or end); "" without one."""
+    parts = _PART.findall(pattern)
+    found = (both for part, after in pairwise([*parts, ""]) for both in (part, part + after))
+    return next((each for each in found if each in (*_LOOKAHEADS, *_TEXT_ENDS)), "")
 
 
 def without_optional_groups(pattern: str) -> str:

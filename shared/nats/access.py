@@ -176,17 +176,28 @@ class Login:
 
 
 def parse(url: str) -> Login:
-    """Read a URL, or several joined by commas of one user."""
-    parts = [urlsplit(part.strip()) for part in url.split(",")]
+    """Read a URL, or several joined by commas of one user. Raises SetupError."""
+    parts = parts_of(url)
     ca = parse_qs(parts[0].query).get("ca", [""])[0]
     servers = tuple(p._replace(query="").geturl() for p in parts)
     return Login(servers, parts[0].username or "", ca, _ACCOUNTS in parts[0].query.split("&"))
 
 
+def parts_of(url: str) -> list[SplitResult]:
+    """The parts of a URL, or of several joined by commas. Raises SetupError for one that cannot be read."""
+    try:
+        return [urlsplit(part.strip()) for part in url.split(",")]
+    except ValueError:  # its text may have the password
+        raise SetupError(
+            "the URL of a nats-server cannot be read: nats://host:port is expected, with brackets around the "
+            "host only if it is an IPv6 address"
+        ) from None
+
+
 def with_accounts(url: str, *, on: bool) -> str:
     """The URL for a server where each tenant has an account or, not `on`, for one where none has."""
     first, comma, others = url.partition(",")
-    parts = urlsplit(first.strip())
+    (parts,) = parts_of(first)
     query = [each for each in parts.query.split("&") if each and each != _ACCOUNTS]
     query += [_ACCOUNTS] if on else []
     return parts._replace(query="&".join(query)).geturl() + comma + others
@@ -194,18 +205,18 @@ def with_accounts(url: str, *, on: bool) -> str:
 
 def shown(url: str) -> str:
     """The URL without its passwords, for people and logs."""
-    return ",".join(_at(urlsplit(part.strip()), user="").geturl() for part in url.split(","))
+    return ",".join(_at(each, user="").geturl() for each in parts_of(url))
 
 
 def as_user(url: str, user: str, password: str) -> str:
     """The URL with this user instead of its own."""
     login = f"{user}:{password}"
-    return ",".join(_at(urlsplit(part.strip()), login).geturl() for part in url.split(","))
+    return ",".join(_at(each, login).geturl() for each in parts_of(url))
 
 
 def password_of(url: str) -> str:
     """The password in a URL, "" without one."""
-    return urlsplit(url.split(",")[0].strip()).password or ""
+    return parts_of(url)[0].password or ""
 
 
 def tenant_of(url: str, default: str) -> str:

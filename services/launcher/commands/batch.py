@@ -11,11 +11,13 @@ import json
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from functools import partial
 from hashlib import file_digest
 from pathlib import Path
 from typing import IO, Any
 
 from services.keeper.batch_core import CANCELLED, COMPLETED, EXPIRED, FAILED
+from services.keeper.file_verbs import MAX_FILE_BYTES
 from services.launcher.console import StatusLine
 from services.launcher.session import Target, connected
 from shared.chunks import CHUNK_BYTES
@@ -46,7 +48,8 @@ async def submit(
     try:
         with given.open("rb") as source:
             if endpoint is None:
-                endpoint = read_line(next((raw for raw in source if raw.strip()), b"")).url
+                lines = iter(partial(source.readline, MAX_FILE_BYTES), b"")  # any file may be given
+                endpoint = read_line(next((raw for raw in lines if raw.strip()), b"")).url
                 source.seek(0)
             async with connected(target.nats_url) as bus:
                 client = await Client.open(bus, target.tenant)

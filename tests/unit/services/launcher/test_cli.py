@@ -159,6 +159,11 @@ def test_no_server_is_an_error_with_its_mend(command: list[str], capsys: pytest.
     [
         ("bench run --url http://127.0.0.1:99999", "is no URL of a server: Port out of range"),
         ("bench run --url foo", "'foo' is no URL of a server"),
+        ("bench run --url http://[::1", "'http://[::1' is no URL of a server"),
+        ("status --nats-url nats://[::1", "the URL of a nats-server cannot be read"),
+        ("config show --nats-url nats://[::1", "the URL of a nats-server cannot be read"),
+        ("up --join nats://u:secret[@h", "the URL of a nats-server cannot be read"),
+        ("up --leaf nats-leaf://[::1", "the URL of a nats-server cannot be read"),
         ("bench run --url unix:/x --fleet y", "--url names the server: leave out --nats-url and --fleet"),
         ("bench run --fleet nope", "no fleet nope runs here"),
         ("bench run --timeout -1", "--timeout is above 0"),

@@ -62,6 +62,12 @@ async def test_each_has_its_own_environment_and_its_status_arrives(output: int) 
     assert REFUSED in os.pread(output, 4096, len(told))
 
 
+async def test_a_command_line_may_be_no_utf_8(output: int) -> None:
+    forks = ForkServer(ENV)
+    assert await (await forks.start((*SERVE, os.fsdecode(b"\xff")), ENV, output)).wait() == 2
+    forks.close()
+
+
 async def test_where_it_cannot_work_services_start_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "LIBC", None)
     us = os.getpid()

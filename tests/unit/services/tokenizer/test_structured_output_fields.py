@@ -104,6 +104,12 @@ def test_what_is_small_or_free_is_not(fields: dict[str, Any]) -> None:
     assert grammar_of(fields)
 
 
+def test_a_regex_whose_end_would_be_a_letter_is_refused() -> None:
+    assert grammar_of({"structured_outputs": {"regex": r"[\\A]\\A"}})
+    with pytest.raises(BadRequest, match=r"the regex cannot be followed with \\Z"):
+        grammar_of({"structured_outputs": {"regex": r"a\Z"}})
+
+
 @pytest.mark.parametrize("pattern", ["(?i)" + r"[\x00-\uffff]" * 2000, "[" * 30_000, "(" * 30_000])
 def test_a_pattern_is_judged_without_a_search(pattern: str) -> None:
     """Compiled by Python the first one takes 45 s; read set by set the second one 50 s."""
@@ -210,6 +216,9 @@ for _ in range(MAX_DEPTH + 1):
         ({"type": "array", "maxItems": MAX_ITEMS + 1}, f"/maxItems is not a number from 0 to {MAX_ITEMS}"),
         ({"type": "array", "minItems": 3, "maxItems": 2}, "/minItems is over `maxItems`"),
         ({"type": "integer", "minimum": "0"}, "/minimum is not a number"),
+        ({"type": "string", "pattern": r"^(?=.*\p{Lu}).*$"}, r"/pattern cannot be followed with \(\?="),
+        ({"type": "string", "pattern": "^x(?!a)[ab]"}, r"/pattern cannot be followed with \(\?!"),
+        ({"type": "string", "pattern": r"\Aa\Z"}, r"/pattern cannot be followed with \\A"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "/pattern cannot be followed beside `pattern`"),
         ({"type": "string", "format": "iri"}, "/format is not one of date, time, date-time, duration"),
         (DEEP, f"is nested deeper than {MAX_DEPTH}"),
