@@ -20,7 +20,7 @@ class Question:
 
 QUESTIONS = (
     Question(
-        "who decides which sequence is preempted",
+        "what decides which sequence is preempted",
         5,
         (
             "services/scheduler/step_planner.py:plan_next",
