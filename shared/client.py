@@ -402,10 +402,11 @@ class FrameOrder:
         return self.gap is None
 
 
-async def probe(client: Client, model: str) -> None:
+async def probe(client: Client, model: str) -> str:
     """Send a request like a user's, a chat without `max_tokens`, and cancel it at the first text; a model
-    without a chat template gets a completion, an encoder a text for a vector. Returns when an answer has
-    started. Its tenant is PROBE_TENANT. Raises like `Client.stream`."""
+    without a chat template gets a completion, an encoder a text for a vector. Returns the field with which
+    it answers (messages, prompt, input) when an answer has started. Its tenant is PROBE_TENANT. Raises like
+    `Client.stream`."""
     client = client.as_tenant(subjects.PROBE_TENANT)
     try:
         await _begun(client, {"model": model, **PROBE, "temperature": 0})
@@ -413,13 +414,15 @@ async def probe(client: Client, model: str) -> None:
         if error.message != NO_TEMPLATE:
             raise
     else:
-        return
+        return "messages"
     try:
         await _begun(client, {"model": model, "prompt": "Hello", "temperature": 0})
     except BadRequest as error:
         if not error.message.endswith(NO_TEXT):
             raise
         await client.embed({"model": model, "input": "Hello"}, timeout_s=PROBE_TIMEOUT_S)
+        return "input"
+    return "prompt"
 
 
 async def _begun(client: Client, body: Body) -> None:

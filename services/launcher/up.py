@@ -285,6 +285,7 @@ class _Up:
         self._http = ""  # URL of the gateway
         self._curl = ""  # a command for its Unix socket
         self._contexts: dict[str, str] = {}  # by model
+        self._answers: dict[str, str] = {}  # by model: the field of a request with which it answers
         self._same_seed = ""  # whether a seed repeats an answer, in words
         self._started_at = time.monotonic()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -441,7 +442,8 @@ class _Up:
             if self._joined is not None:
                 await self._welcomed(readiness, self._joined)
                 return
-            await readiness.wait([name for name, e in self._executors.items() if not e.left_out], print_line)
+            here = [name for name, executors in self._executors.items() if not executors.left_out]
+            self._answers = await readiness.wait(here, print_line)
             self._contexts = {model: readiness.context(model) for model in self._models}
             dtype = await readiness.dtype() if self._models else ""
             self._same_seed = same_seed(dtype, deterministic=self._settings.deterministic)
@@ -525,8 +527,19 @@ class _Up:
             if value:
                 print_line(f"  {name + ':':<12}{console.bold(value)}")
         print_line(f"ready after {time.monotonic() - self._started_at:.1f} s")
-        try_it = 'try `headrace chat -q "What is NATS?"` in a second shell; ' if self._joined is None else ""
-        print_line(f"{try_it}{console.dim('Ctrl-C drains')}")
+        print_line(f"{self._example()}{console.dim('Ctrl-C drains')}")
+
+    def _example(self) -> str:
+        """What a user may try first; empty on a host that joined."""
+        answers = {*self._answers.values()}
+        if self._joined is not None or (self._answers and "messages" not in answers and not self._http):
+            return ""
+        if not answers or "messages" in answers:
+            return 'try `headrace chat -q "What is NATS?"` in a second shell; '
+        path, body = "completions", '{"prompt": "NATS is"}'
+        if answers == {"input"}:
+            path, body = "embeddings", '{"input": "What is NATS?"}'
+        return f"try `curl {self._http}/v1/{path} --json '{body}'` in a second shell; "
 
     async def _wind_down(self, first: signal.Signals) -> int:
         """Drain the services; a second signal kills them. Returns the exit status."""
@@ -690,20 +703,19 @@ class Readiness:
                     await self._heartbeat_came.wait()
         return self._peers
 
-    async def wait(self, models: Sequence[str], report: Callable[[str], None]) -> None:
-        """Return once a request to each of `models` was answered. `report` gets what is still missing every
-        REPORT_EVERY_S. Raises SetupError if its context is too short, else the request's error if it is not
-        retryable."""
+    async def wait(self, models: Sequence[str], report: Callable[[str], None]) -> dict[str, str]:
+        """Return once a request to each of `models` was answered, with its field (`client.probe`) by model.
+        `report` gets what is still missing every REPORT_EVERY_S. Raises SetupError if its context is too
+        short, else the request's error if it is not retryable."""
         await self._listen()
         client = await Client.open(self._bus)
-        for model in models:
-            await self._answered(client, model, report)
+        return {model: await self._answered(client, model, report) for model in models}
 
-    async def _answered(self, client: Client, model: str, report: Callable[[str], None]) -> None:
+    async def _answered(self, client: Client, model: str, report: Callable[[str], None]) -> str:
         while True:
             await self._wait_for_heartbeats(model, report)
             try:
-                await probe(client, model)
+                return await probe(client, model)
             except BadRequest:
                 await self._check_context(client, model)
                 raise
@@ -711,8 +723,6 @@ class Readiness:
                 if not error.retryable:
                     raise
                 await self._next_heartbeat(report, error.message)
-            else:
-                return
 
     async def _check_context(self, client: Client, model: str) -> None:
         """Raise SetupError if the context holds no prompt like the probe's with an answer."""

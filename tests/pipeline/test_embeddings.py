@@ -28,7 +28,7 @@ from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
 from tokenizers import Tokenizer, processors
 
-from shared.client import Client
+from shared.client import Client, probe
 from shared.errors import BadRequest
 from shared.nats import subjects
 
@@ -110,6 +110,7 @@ async def test_an_encoder_gives_vectors_and_nothing_else(kind: str, tmp_path: Pa
         assert float(wanted_vector(kind, ids) @ torch.tensor(vector).double()) > 0.999999
     again = await pipeline.client.embed({"model": "m", "input": texts[2]})  # a hit in the prefix cache
     assert again == pytest.approx(list(vectors[2]), abs=1e-6)
+    assert await probe(pipeline.client, "m") == "input"
     with pytest.raises(BadRequest, match="m is an encoder"):
         await pipeline.client.complete({"model": "m", "prompt": "The", "max_tokens": 2})
     with pytest.raises(BadRequest, match="context"):
