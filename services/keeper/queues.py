@@ -46,7 +46,8 @@ class TenantQueues:
     ) -> None:
         """`room`: how many requests of a tenant may be delivered now, while so many tenants have work."""
         self._streams, self._deliver, self._room = streams, deliver, room
-        self._known: set[str] = set()  # tenants with a consumer
+        self._known: set[str] = set()  # tenants with a consumer, as of the last look and since
+        self._adopted = False
         self._turns: dict[str, None] = {}  # tenants that may have work, the next one first
         self._held = Counter[str]()  # messages in the stream, by tenant, at the last look and since
         self._wake = asyncio.Event()
@@ -73,6 +74,8 @@ class TenantQueues:
             except UnknownStream:
                 why = "the streams of durable requests are not made yet: try again"
                 raise Unavailable(why, retry_after_ms=1_000) from None
+            except Unavailable:  # while a cluster has no leader for it; the stream holds requests without one
+                self._turn(tenant)  # and the pull makes it
 
     def stored(self, tenant: str) -> None:
         """A request of this tenant is in the stream."""
@@ -82,7 +85,7 @@ class TenantQueues:
     async def run(self) -> None:
         """Pull until an error. Each pull has an end, so a restart of the server cannot silence the loop.
         Raises Unavailable."""
-        self._known.clear()
+        await self._look()
         await self._adopt()
         puller = await Puller.open(self._streams.bus, self._deliver)
         looks_at = 0.0
@@ -122,24 +125,28 @@ class TenantQueues:
 
     async def _look(self) -> None:
         """Take turns with all tenants that have work."""
-        held = Counter[str]()
+        held, known = Counter[str](), set[str]()
         for consumer in await self._streams.consumers(subjects.WORK_STREAM):
             subject = consumer["config"].get("filter_subject", "")
             if not subject.startswith(subjects.WORK_ALL.rstrip(">")):
                 continue  # not a keeper's
             tenant = subjects.untoken(subject.split(".")[3])
-            self._known.add(tenant)
+            known.add(tenant)
             if count := consumer["num_pending"] + consumer["num_ack_pending"]:
                 held[tenant] = count
                 self._turns.setdefault(tenant)
-        self._held = held
+        self._held, self._known = held, known
 
     async def _adopt(self) -> None:
-        """Make the consumers that the stored requests need."""
-        await self._streams.delete_consumer(subjects.WORK_STREAM, EARLIER)
+        """Make the consumers that the stored requests need; at first also those that are there, whose
+        settings may be of an earlier version. In a cluster each takes a vote, and votes take time."""
+        if not self._adopted:
+            await self._streams.delete_consumer(subjects.WORK_STREAM, EARLIER)
         stored = await self._streams.subjects_like(subjects.WORK_STREAM, subjects.WORK_ALL)
-        for name in {subject.split(".")[3] for subject in stored}:
-            await self._make(subjects.untoken(name))
+        tenants = {subjects.untoken(subject.split(".")[3]) for subject in stored}
+        for tenant in tenants - self._known if self._adopted else tenants:
+            await self._make(tenant)
+        self._adopted = True
 
     async def _make(self, tenant: str) -> None:
         config = {**_CONFIG, "filter_subject": subjects.work_of(tenant)}

@@ -19,6 +19,7 @@ from shared.errors import DuplicateRequest, EngineError, HeadraceError, Overload
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
 
 CALL_US = 1_000_000  # a call takes less than a millisecond; one made while the server is away never ends
+LIST_US = 6_000_000  # a cluster waits 4 s for a consumer without a leader, and then lists the others
 FULL_RETRY_MS = 5_000  # a full stream has room again once answers have been stored
 
 _API = "$JS.API"
@@ -85,7 +86,9 @@ class JetStream:
         """The state of each consumer of a stream (`ConsumerInfo` of ADR-1)."""
         found: list[Json] = []
         while True:
-            page = await self._call(f"{_API}.CONSUMER.LIST.{stream}", _json({"offset": len(found)}))
+            body = _json({"offset": len(found)})
+            limit_us = LIST_US if self.replicated else CALL_US
+            page = await self._call(f"{_API}.CONSUMER.LIST.{stream}", body, timeout_us=limit_us)
             found += page["consumers"] or ()
             if not page["consumers"] or len(found) >= page["total"]:
                 return found
@@ -152,20 +155,32 @@ class JetStream:
             return None
         return b64decode(answer["message"].get("data", ""))
 
-    async def _call(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None) -> Json:
-        answer: Json = json.loads((await self._request(subject, data, headers)).data)
+    async def _call(
+        self,
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
+        timeout_us: int = CALL_US,
+    ) -> Json:
+        answer: Json = json.loads((await self._request(subject, data, headers, timeout_us)).data)
         if "error" in answer:
             raise _error(subject, answer["error"])
         return answer
 
-    async def _request(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None) -> Delivery:
+    async def _request(
+        self,
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
+        timeout_us: int = CALL_US,
+    ) -> Delivery:
         try:
-            return await self.bus.request(subject, data, timeout_us=CALL_US, headers=headers)
+            return await self.bus.request(subject, data, timeout_us=timeout_us, headers=headers)
         except NoResponders:
             why = "the nats-server has no JetStream, or not the streams of Headrace: see docs/durability.md"
             raise NothingStored(why, retry_after_ms=1_000) from None
         except RequestTimeout:
-            why = f"JetStream has not answered on {subject} within {CALL_US / 1e6:g} s: try again"
+            why = f"JetStream has not answered on {subject} within {timeout_us / 1e6:g} s: try again"
         raise Unavailable(why, retry_after_ms=1_000)
 
     # ---- acks: a lost one brings a redelivery ----------------------------------------------------

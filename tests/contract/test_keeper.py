@@ -499,6 +499,30 @@ async def test_work_without_a_consumer_and_one_of_an_earlier_version_are_taken_o
     assert world.news == [{"id": "r", "status": "completed"}]
 
 
+async def test_a_request_is_stored_while_its_consumer_cannot_be_made_and_is_computed_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster may have a leader of the stream, and none of consumers."""
+    make, tries = JetStream.make_consumer, 0
+
+    async def without_leader(streams: JetStream, stream: str, name: str, config: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if tries <= 3:
+            raise Unavailable("JetStream has not answered: try again", retry_after_ms=1_000)
+        await make(streams, stream, name, config)
+
+    await world.opened()
+    monkeypatch.setattr(JetStream, "make_consumer", without_leader)
+    assert (await world.submit())["status"] == "queued"
+    world.outcomes = [None]
+    await world.until(world.asked)
+    world.answer(world.asked[0])
+    await world.until(world.news)
+    assert world.news == [{"id": "r", "status": "completed"}]
+    assert tries > 3
+
+
 async def test_an_error_of_the_request_is_its_record(world: World) -> None:
     await world.opened()
     world.outcomes = [BadRequest("no more room", param="max_tokens")]
