@@ -1,6 +1,6 @@
 """Vectors of texts by the engine of encoders and by transformers, on one device, in turn.
 
-    python -m loadtest.gpu.encoders [--device cuda] [--dtype f32 bf16 int8] > encoders.txt
+    python -m loadtest.gpu.encoders [--device cuda] [--dtype f32 bf16 int8] [--sizes minilm] > encoders.txt
 
 Random models in the sizes of MiniLM, BERT base and BERT large. transformers computes each batch padded to its
 longest text, as sentence-transformers does, in the same dtype (int8: bf16), with as many threads. Each figure
@@ -92,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", nargs="+", default=["f32", "bf16"])
+    parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES])
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     torch.manual_seed(1)
@@ -99,7 +100,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     name = torch.cuda.get_device_name() if given.device == "cuda" else f"{usable_threads(1)} threads"
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {name}")
-    for size in SIZES:
+    for size in given.sizes:
         for dtype in given.dtype:
             measure(size, dtype, given.device, given.rounds)
 
