@@ -61,7 +61,7 @@ from shared.errors import (
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
-from shared.nats.jetstream import JetStream, StreamFull, Taken, deliveries
+from shared.nats.jetstream import JetStream, StreamFull, Taken, Unwritten, deliveries
 from shared.nats.object_store import ObjectStore
 from shared.processes import Rarely
 from shared.replies import error_reply
@@ -110,7 +110,8 @@ class KeeperActor(Actor):
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox, bus = mailbox, mailbox.bus
         self._core = KeeperCore()
-        self._streams = JetStream(bus, replicated=self._replicas > 1)
+        self._unwritten = Unwritten(mailbox.clock)
+        self._streams = JetStream(bus, self._replicas > 1, self._unwritten)
         self._queues = TenantQueues(self._streams, mailbox.guarded(self._on_work), self._core.room)
         self._webhooks = Webhooks(self._streams, mailbox.clock, self._hosts)
         core, here = self._core, self._here
@@ -161,6 +162,7 @@ class KeeperActor(Actor):
 
     def on_broker(self, online: bool) -> None:
         if online:
+            self._unwritten.clear()
             self._core.reconnected(self._mailbox.clock.now_us())
             self._batches.reconnected()
 
@@ -203,6 +205,7 @@ class KeeperActor(Actor):
             "held_back": self._core.held_back,
             "batches": len(self._batches),
             "lines_in_flight": self._batches.in_flight,
+            "unwritten": self._unwritten.facts(),
         }
 
     async def drain(self) -> None:

@@ -530,7 +530,7 @@ _CELLS = {
 
 def problems(fleet: Fleet) -> Iterator[str]:
     """Each problem as a sentence that starts with a service or a model, and what to do about it."""
-    for check in (_not_ready, _silent, _lacking, _kept_out, _queues, _gateways, _tiers, _faults):
+    for check in (_not_ready, _silent, _lacking, _kept_out, _queues, _gateways, _keepers, _tiers, _faults):
         yield from check(fleet)
 
 
@@ -615,6 +615,19 @@ def _gateways(fleet: Fleet) -> Iterator[str]:
     for name, facts in fleet.of_kind("gateway"):
         if (health := facts.get("health", "ok")) != "ok":
             yield f"{name} is not healthy, and /health answers 503: {health}."
+
+
+def _keepers(fleet: Fleet) -> Iterator[str]:
+    for name, facts in fleet.of_kind("keeper"):
+        if failing := facts.get("unwritten"):
+            first = max(failing.values(), key=lambda each: each["for_s"])
+            tried = min(each["tried_ago_s"] for each in failing.values())
+            yield (
+                f"{name} cannot store durable requests or answers: JetStream has taken no write to "
+                f"{', '.join(sorted(failing))} for {age(first['for_s'])}, the last try was {age(tried)} ago "
+                f"({first['why']}). The disk of that nats-server may be full: look at its log and at the "
+                "folder of durable requests."
+            )
 
 
 def _tiers(fleet: Fleet) -> Iterator[str]:

@@ -305,6 +305,20 @@ def test_a_model_without_a_kind_of_service(kind: str) -> None:
     assert problems(without="kv_offload") == problems(without="gateway") == []
 
 
+def test_a_store_that_takes_no_writes_is_a_problem_of_the_keeper() -> None:
+    failing = {
+        "headrace.store.work": {"for_s": 240.0, "tried_ago_s": 3.0, "why": "no answer"},
+        "headrace.store.record": {"for_s": 7.0, "tried_ago_s": 5.0, "why": "no space"},
+    }
+    keeper = {"kind": "keeper", "id": "keep", "state": "ready", "last_10_s": {}, "unwritten": failing}
+    assert list(status.problems(Fleet("f", "nats://h", [keeper]))) == [
+        "keeper.keep cannot store durable requests or answers: JetStream has taken no write to "
+        "headrace.store.record, headrace.store.work for 4m, the last try was 3s ago (no answer). The disk of "
+        "that nats-server may be full: look at its log and at the folder of durable requests."
+    ]
+    assert not list(status.problems(Fleet("f", "nats://h", [{**keeper, "unwritten": {}}])))
+
+
 def test_a_service_that_a_scheduler_counts_on_is_not_missed_too() -> None:
     (words,) = problems(without="executor")
     assert words.startswith("executor.exec0001 has not answered within 0.5 s")
