@@ -387,9 +387,10 @@ def lines(fleet: Fleet, width: int = 0) -> list[str]:
     found = list(problems(fleet))
     count = {0: "no problems", 1: "1 problem"}.get(len(found), f"{len(found)} problems")
     models = f", {', '.join(fleet.models)}" if fleet.models else ""
-    head = f"fleet {fleet.name} at {fleet.nats_url}{models}: {count}"
+    head = f"fleet {fleet.name} at {fleet.nats_url}{models}"
+    room = max(width - len(f": {count}"), 0) if width else None  # without it the verdict would be cut off
     return [
-        console.bold(head[: width or None]),
+        console.bold(f"{head[:room]}: {count}"[: width or None]),
         *(line for problem in found for line in _folded(problem, width)),
         "",
         *_table(fleet, width),

@@ -75,6 +75,12 @@ def test_no_line_is_wider_than_the_terminal_and_no_figure_is_cut(width: int) -> 
     assert narrow[2].startswith("  "), "a long problem goes on in the next line"
 
 
+@pytest.mark.parametrize("width", [20, 40])
+def test_a_narrow_headline_keeps_its_verdict(width: int) -> None:
+    head, *_ = status.lines(fleet(), width)
+    assert head == "fleet default at nats://h:4222, smollm2"[: width - 13] + ": no problems"
+
+
 def test_services_of_a_kind_stand_in_columns_and_ids_are_as_long_as_it_takes() -> None:
     two = [
         answer("detokenizer", "deto1x"),
