@@ -423,7 +423,9 @@ class KeeperActor(Actor):
                     "too many requests to this keeper at a time: try again", retry_after_ms=1_000
                 )
             if (names := subjects.names_in(asked.subject)) is None:
-                raise BadRequest("the subject is damaged: its names are not escaped, or too long")
+                submit = asked.subject.startswith(subjects.SUBMIT_ALL.removesuffix("*.*"))
+                param, why = subjects.wrong_name(asked.subject, "model" if submit else "id")
+                raise BadRequest(why, param=param)
             answer = await verb(*names, asked.data)
             data = answer if isinstance(answer, bytes) else to_json(answer)
             self._mailbox.bus.publish(asked.reply, data)

@@ -314,6 +314,15 @@ async def test_an_invalid_request_is_refused_before_it_is_stored(world: World) -
     assert world.asked == []
 
 
+async def test_a_name_that_is_too_long_is_told(world: World) -> None:
+    await world.opened()
+    submit, result = subjects.submit("public", "m" * 129), subjects.result("public", "r" * 129)
+    for subject, param in ((submit, "model"), (result, "id")):
+        with pytest.raises(BadRequest, match="too long: a name has at most 128 characters") as caught:
+            await world.client.request(subject, BODY)
+        assert caught.value.param == param
+
+
 async def test_a_hundred_submits_of_one_id_are_one_request(world: World) -> None:
     await world.opened()
     await world.keeper()
