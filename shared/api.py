@@ -7,6 +7,7 @@ null field counts as absent: readers of a body drop it. docs/reference/limits.md
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -130,6 +131,12 @@ def _beside_logprobs(value: object, info: ValidationInfo) -> object:
     return asked if type(asked) is int else value
 
 
+def _digits(key: object) -> object:
+    if isinstance(key, str) and not re.fullmatch(BIAS_ID, key):  # int() takes " 5" and "1_0"
+        raise ValueError("a token id in digits is expected")
+    return key
+
+
 def _one_rule(asked: StructuredOutputs) -> StructuredOutputs:
     if len(asked) != 1 or asked.get("json_object") is False:
         raise ValueError("one rule is expected")
@@ -152,11 +159,12 @@ TokenId = Annotated[int, Field(ge=0)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Repetition = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=10)]
-BiasId = Annotated[int, Field(strict=False)]  # JSON has text keys only
+BIAS_ID = "^(0|[1-9][0-9]{0,8})$"
+BiasId = Annotated[int, Field(strict=False), BeforeValidator(_digits)]  # JSON has text keys only
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[
     dict[BiasId, Bias],
-    Field(max_length=MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
+    Field(max_length=MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": BIAS_ID}}),
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]

@@ -61,7 +61,7 @@ from shared.errors import (
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
-from shared.nats.jetstream import JetStream, StreamFull, Taken, deliveries
+from shared.nats.jetstream import JetStream, StreamFull, Taken, Unwritten, deliveries
 from shared.nats.object_store import ObjectStore
 from shared.processes import Rarely
 from shared.replies import error_reply
@@ -110,7 +110,8 @@ class KeeperActor(Actor):
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox, bus = mailbox, mailbox.bus
         self._core = KeeperCore()
-        self._streams = JetStream(bus, replicated=self._replicas > 1)
+        self._unwritten = Unwritten(mailbox.clock)
+        self._streams = JetStream(bus, self._replicas > 1, self._unwritten)
         self._queues = TenantQueues(self._streams, mailbox.guarded(self._on_work), self._core.room)
         self._webhooks = Webhooks(self._streams, mailbox.clock, self._hosts)
         core, here = self._core, self._here
@@ -161,6 +162,7 @@ class KeeperActor(Actor):
 
     def on_broker(self, online: bool) -> None:
         if online:
+            self._unwritten.clear()
             self._core.reconnected(self._mailbox.clock.now_us())
             self._batches.reconnected()
 
@@ -203,6 +205,7 @@ class KeeperActor(Actor):
             "held_back": self._core.held_back,
             "batches": len(self._batches),
             "lines_in_flight": self._batches.in_flight,
+            "unwritten": self._unwritten.facts(),
         }
 
     async def drain(self) -> None:
@@ -420,7 +423,9 @@ class KeeperActor(Actor):
                     "too many requests to this keeper at a time: try again", retry_after_ms=1_000
                 )
             if (names := subjects.names_in(asked.subject)) is None:
-                raise BadRequest("the subject is damaged: its names are not escaped, or too long")
+                submit = asked.subject.startswith(subjects.SUBMIT_ALL.removesuffix("*.*"))
+                param, why = subjects.wrong_name(asked.subject, "model" if submit else "id")
+                raise BadRequest(why, param=param)
             answer = await verb(*names, asked.data)
             data = answer if isinstance(answer, bytes) else to_json(answer)
             self._mailbox.bus.publish(asked.reply, data)

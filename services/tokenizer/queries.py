@@ -163,8 +163,8 @@ class Queries:
         if not access.answerable(self._mailbox.bus, delivery):
             return
         if names is None:
-            wrong = f"tenant and model are names of 1 to {subjects.MAX_NAME_CHARS} characters, escaped as =XX"
-            self._fail(delivery, BadRequest(f"the subject is damaged: {wrong}", param="subject"))
+            param, why = subjects.wrong_name(delivery.subject, "model")
+            self._fail(delivery, BadRequest(why, param=param))
             return
         tenant, model = names
         if model in self._model.names:

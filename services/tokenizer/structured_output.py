@@ -43,6 +43,7 @@ _sre: Any = importlib.import_module("re._parser")
 _REPEATS = (_sre.MAX_REPEAT, _sre.MIN_REPEAT, _sre.POSSESSIVE_REPEAT)
 _ASSERTS = (_sre.ASSERT, _sre.ASSERT_NOT)
 _FREE = (_sre.LITERAL, _sre.AT)
+_CONTROL_LETTER = re.compile(r"\\(?:c([A-Za-z])|.)", re.DOTALL)  # `\cA`, which Python does not know
 # A text, a set, a comment, a repetition with its bounds, a bracket, or a name.
 _EBNF = re.compile(
     r'"(?:\\.|[^"\\])*+"?|\[(?:\\.|[^\]\\])*+\]?|#[^\n]*|\{\s*(\d*)\s*,?\s*(\d*)\s*\}|[()]|[\w.-]+', re.DOTALL
@@ -386,6 +387,40 @@ def _states(parsed: Any) -> int:
     return total
 
 
+def _has_text(parsed: Any) -> bool:
+    """Whether a regular expression may match a text that stands in a JSON string as it is."""
+    for kind, of in parsed:
+        match kind:
+            case _sre.LITERAL:
+                found = _is_plain(of)
+            case _sre.IN:
+                found = any(_may_be_plain(*part) for part in of)
+            case _sre.BRANCH:
+                found = any(map(_has_text, of[1]))
+            case _sre.SUBPATTERN:
+                found = _has_text(of[-1])
+            case _sre.ATOMIC_GROUP:
+                found = _has_text(of)
+            case _:
+                found = kind not in _REPEATS or of[0] == 0 or _has_text(of[2])
+        if not found:
+            return False
+    return True
+
+
+def _may_be_plain(kind: Any, of: Any) -> bool:
+    """Whether a part of a set may be. What a negated set leaves is not looked at."""
+    return kind not in (_sre.LITERAL, _sre.RANGE) or _is_plain(of if kind is _sre.LITERAL else of[1])
+
+
+def _is_plain(code: int) -> bool:
+    return code >= 0x20 and code not in (0x22, 0x5C)
+
+
+def _control_code(escape: re.Match[str]) -> str:
+    return f"\\x{ord(escape[1]) % 32:02x}" if escape[1] else escape[0]
+
+
 def ebnf_states(text: str) -> int:
     """The states that bounded repetitions, `{n,m}`, add to a grammar."""
     added, last, outer = 0, 0, list[int]()
@@ -497,7 +532,11 @@ class _Reader:
         if found := misread_in(pattern):
             raise self._refused(f"{path}/pattern", f"cannot be followed with {found}")
         try:
-            return regex_states(pattern)
+            parsed = _sre.parse(_CONTROL_LETTER.sub(_control_code, pattern))
+            if not _has_text(parsed):
+                why = "allows no text without a quote, a backslash or a control character"
+                raise self._refused(f"{path}/pattern", f"{why}: the grammar has no escapes of JSON")
+            return _states(parsed)
         except (re.error, RecursionError, OverflowError):
             return 0
 

@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import json
 from base64 import b64decode
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from shared.clock import Clock, SystemClock
 from shared.errors import DuplicateRequest, EngineError, HeadraceError, Overloaded, Unavailable
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
 
@@ -55,12 +56,55 @@ class StreamFull(Overloaded):
     """The stream or its disk is full."""
 
 
+@dataclass(slots=True)
+class Unwritten:
+    """The kinds of writes that JetStream has refused, or not answered, since it took one. A nats-server with
+    a full disk answers reads all the same."""
+
+    clock: Clock = field(default_factory=SystemClock)
+    _found: dict[str, tuple[int, int, str]] = field(default_factory=dict)  # first and last failure; why
+    _cleared: int = 0
+
+    def clear(self) -> None:
+        """The server was started again: what it has not answered before says nothing about it now."""
+        self._found.clear()
+        self._cleared += 1
+
+    def facts(self) -> dict[str, Json]:
+        """For how long, since when not tried again, and why: by the kind."""
+        now_us = self.clock.now_us()
+        return {
+            kind: {"for_s": (now_us - first) / 1e6, "tried_ago_s": (now_us - last) / 1e6, "why": why}
+            for kind, (first, last, why) in self._found.items()
+        }
+
+    @contextlib.contextmanager
+    def watched(self, subject: str) -> Iterator[None]:
+        """A write to `subject`: how it ends is noted."""
+        kind, cleared = ".".join(subject.split(".")[:3]), self._cleared  # headrace.store.work, without names
+        try:
+            yield
+        except UnknownStream:  # it is yet to be made
+            raise
+        except (Unavailable, StreamFull, EngineError) as error:
+            if cleared == self._cleared:
+                now_us = self.clock.now_us()
+                first_us = self._found[kind][0] if kind in self._found else now_us
+                self._found[kind] = first_us, now_us, error.message
+            raise
+        except Taken:  # perhaps by an earlier try whose answer was lost
+            self._found.pop(kind, None)
+            raise
+        self._found.pop(kind, None)
+
+
 @dataclass(frozen=True, slots=True)
 class JetStream:
     """The calls. All raise Unavailable if JetStream is off, or does not answer within CALL_US."""
 
     bus: Bus
     replicated: bool = False  # streams have replicas
+    unwritten: Unwritten = field(default_factory=Unwritten)
 
     async def make_stream(self, name: str, config: Mapping[str, Any]) -> None:
         """Make a stream unless there is one of this name, whose settings then stay. Raises StreamFull if the
@@ -75,7 +119,9 @@ class JetStream:
         """Make a durable pull consumer, or give one of this name these settings."""
         body = {"stream_name": stream, "config": {"durable_name": name, "name": name, **config}}
         below = f".{config['filter_subject']}" if "filter_subject" in config else ""
-        await self._call(f"{_API}.CONSUMER.CREATE.{stream}.{name}{below}", _json(body))
+        subject = f"{_API}.CONSUMER.CREATE.{stream}.{name}{below}"
+        with self.unwritten.watched(subject):
+            await self._call(subject, _json(body))
 
     async def delete_consumer(self, stream: str, name: str) -> None:
         """Delete a consumer, if there is one of this name."""
@@ -104,12 +150,14 @@ class JetStream:
         headers = {"Nats-Expected-Last-Subject-Sequence": "0", **_lifetime(ttl_s)}
         if only:
             headers["Nats-Expected-Last-Subject-Sequence-Subject"] = only
-        await self._call(subject, data, headers)
+        with self.unwritten.watched(subject):
+            await self._call(subject, data, headers)
 
     async def replace(self, subject: str, data: bytes, ttl_s: int = 0) -> None:
         """Store a message; a stream with one message for each subject drops the one before. Raises like
         `create`."""
-        await self._call(subject, data, _lifetime(ttl_s))
+        with self.unwritten.watched(subject):
+            await self._call(subject, data, _lifetime(ttl_s))
 
     async def purge(self, stream: str, subject: str) -> None:
         """Remove all messages of a subject or pattern."""

@@ -275,12 +275,16 @@ def detokenize_any_tenant(model: str) -> str:
     return f"{PUBLIC}.detokenize.*.{token(model)}"
 
 
+class NameTooLong(ValueError):
+    """A name in a subject has more than MAX_NAME_CHARS."""
+
+
 def name_at(subject: str, index: int) -> str:
     """The name in position `index` (from 0) of a public subject. Raises ValueError if it is damaged or longer
     than MAX_NAME_CHARS."""
     name = untoken(subject.split(".")[index])
     if len(name) > MAX_NAME_CHARS:
-        raise ValueError(f"a name has at most {MAX_NAME_CHARS} characters")
+        raise NameTooLong(f"a name has at most {MAX_NAME_CHARS} characters")
     return name
 
 
@@ -290,6 +294,19 @@ def names_in(subject: str) -> tuple[str, str] | None:
         return name_at(subject, 3), name_at(subject, 4)
     except ValueError:
         return None
+
+
+def wrong_name(subject: str, second: str) -> tuple[str, str]:
+    """Which of the tenant and the `second` name of a subject without `names_in` is wrong, and why."""
+    for index, what in (3, "tenant"), (4, second):
+        try:
+            name_at(subject, index)
+        except NameTooLong as error:
+            return what, f"the name in `{what}` is too long: {error}"
+        except ValueError:
+            break
+    names = f"tenant and {second} are names of 1 to {MAX_NAME_CHARS} characters, escaped as =XX"
+    return "subject", f"the subject is damaged: {names}"
 
 
 def is_inbox(subject: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from services.keeper import actor, queues
+from services.keeper import actor, queues, verbs
 from services.keeper.actor import KeeperActor
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
@@ -313,6 +314,15 @@ async def test_an_invalid_request_is_refused_before_it_is_stored(world: World) -
     assert world.asked == []
 
 
+async def test_a_name_that_is_too_long_is_told(world: World) -> None:
+    await world.opened()
+    submit, result = subjects.submit("public", "m" * 129), subjects.result("public", "r" * 129)
+    for subject, param in ((submit, "model"), (result, "id")):
+        with pytest.raises(BadRequest, match="too long: a name has at most 128 characters") as caught:
+            await world.client.request(subject, BODY)
+        assert caught.value.param == param
+
+
 async def test_a_hundred_submits_of_one_id_are_one_request(world: World) -> None:
     await world.opened()
     await world.keeper()
@@ -549,6 +559,32 @@ async def test_a_full_stream_refuses_and_loses_nothing(world: World, monkeypatch
     assert [(await world.result(name))["status"] for name in ("a", "b")] == ["completed"] * 2
     with pytest.raises(UnknownModel):
         await world.result("c")
+
+
+async def test_writes_that_a_full_disk_leaves_unanswered_are_a_fact_until_the_server_is_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, "SUBMIT_TRIES", 1)
+    keeper = await world.opened()
+    await world.submit(request_id="a")
+    await world.until(world.asked)  # all streams are made, and the tenant has its consumer
+    assert keeper.actor.status()["unwritten"] == {}
+    # As with a full disk, the next write fails. A server that is started again has no such limit.
+    resource.prlimit(world.server.process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="has not answered"):
+            await world.submit(request_id="b")
+    found: Any = keeper.actor.status()["unwritten"]
+    (work,) = found.values()
+    assert [*found] == ["headrace.store.work"]
+    assert work["for_s"] > work["tried_ago_s"] >= 0
+    assert "JetStream has not answered" in work["why"]
+    world.server.process.kill()
+    world.server.process.wait()
+    world.server.restart()
+    async with asyncio.timeout(60):
+        while keeper.actor.status()["unwritten"]:
+            await asyncio.sleep(0.01)
 
 
 async def test_the_nats_server_is_killed_while_requests_run(world: World) -> None:

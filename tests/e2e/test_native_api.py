@@ -172,9 +172,9 @@ async def test_subjects_and_ids(up: Up, nc: Nats) -> None:
     assert (code, param, text) == (
         404, "model", f"no service serves model 'gpt-9'; ask for one of: {MODEL}",
     )  # fmt: skip
-    for tenant in ("=Z1", "a" * 129, "=FF"):
+    for tenant, wrong in (("=Z1", "subject"), ("a" * 129, "tenant"), ("=FF", "subject")):
         code, param, _ = await error_of(f"headrace.v1.generate.{tenant}.{MODEL}", j())
-        assert (code, param) == (400, "subject")
+        assert (code, param) == (400, wrong)
     inbox = nc.new_inbox()
     first = await nc.subscribe(inbox)
     running = j(request_id="twin", max_tokens=8000, ignore_eos=True, stream=True)

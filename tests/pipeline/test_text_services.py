@@ -244,10 +244,16 @@ async def test_unknown_models_and_no_scheduler(world: World, monkeypatch: pytest
     )
     reply = await world.ask(subjects.generate("public", "tiny"), CHAT)
     assert json.loads(reply.data)["error"]["code"] == 503
-    for damaged in ("public.=Z", "=ZZ.tiny", f"{'a' * 129}.tiny", f"public.{'a' * 129}"):
-        reply = await world.ask(f"headrace.v1.generate.{damaged}", CHAT)
+    long = "=C3=A4" * 129
+    for names, param, why in (
+        ("public.=Z", "subject", "the subject is damaged: tenant and model are names of 1 to 128"),
+        ("=ZZ.tiny", "subject", "the subject is damaged"),
+        (f"{long}.tiny", "tenant", "the name in `tenant` is too long: a name has at most 128 characters"),
+        (f"public.{long}", "model", "the name in `model` is too long: a name has at most 128 characters"),
+    ):
+        reply = await world.ask(f"headrace.v1.generate.{names}", CHAT)
         error = json.loads(reply.data)["error"]
-        assert (error["code"], error["param"]) == (400, "subject")
+        assert (error["code"], error["param"], error["message"][: len(why)]) == (400, param, why)
 
 
 async def replies_to(world: World, subject: str) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from shared.vocab.vocabulary import Vocabulary
 
 _WORD_BITS = 32
 _NONE = -1
+_DEAD_END = "the grammar goes on with a text that no token of the model has: allow another one there"
 Tokens = Callable[[int], Sequence[int]]  # a slot's tokens so far
 
 
@@ -112,6 +113,8 @@ class Grammars:
             matcher = self._accept(self._rows[slot], tokens(slot))
             if not matcher.is_terminated():  # else the plan was made before the sequence's end was known
                 matcher.fill_next_token_bitmask(allowed, index[row])
+                if not allowed[index[row]].any():
+                    raise GrammarRefusedError(_DEAD_END)
 
         failures = _each(rows, fill)
         _forbid(logits, rows, allowed)

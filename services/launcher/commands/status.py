@@ -387,9 +387,10 @@ def lines(fleet: Fleet, width: int = 0) -> list[str]:
     found = list(problems(fleet))
     count = {0: "no problems", 1: "1 problem"}.get(len(found), f"{len(found)} problems")
     models = f", {', '.join(fleet.models)}" if fleet.models else ""
-    head = f"fleet {fleet.name} at {fleet.nats_url}{models}: {count}"
+    head = f"fleet {fleet.name} at {fleet.nats_url}{models}"
+    room = max(width - len(f": {count}"), 0) if width else None  # without it the verdict would be cut off
     return [
-        console.bold(head[: width or None]),
+        console.bold(f"{head[:room]}: {count}"[: width or None]),
         *(line for problem in found for line in _folded(problem, width)),
         "",
         *_table(fleet, width),
@@ -530,7 +531,7 @@ _CELLS = {
 
 def problems(fleet: Fleet) -> Iterator[str]:
     """Each problem as a sentence that starts with a service or a model, and what to do about it."""
-    for check in (_not_ready, _silent, _lacking, _kept_out, _queues, _gateways, _tiers, _faults):
+    for check in (_not_ready, _silent, _lacking, _kept_out, _queues, _gateways, _keepers, _tiers, _faults):
         yield from check(fleet)
 
 
@@ -615,6 +616,19 @@ def _gateways(fleet: Fleet) -> Iterator[str]:
     for name, facts in fleet.of_kind("gateway"):
         if (health := facts.get("health", "ok")) != "ok":
             yield f"{name} is not healthy, and /health answers 503: {health}."
+
+
+def _keepers(fleet: Fleet) -> Iterator[str]:
+    for name, facts in fleet.of_kind("keeper"):
+        if failing := facts.get("unwritten"):
+            first = max(failing.values(), key=lambda each: each["for_s"])
+            tried = min(each["tried_ago_s"] for each in failing.values())
+            yield (
+                f"{name} cannot store durable requests or answers: JetStream has taken no write to "
+                f"{', '.join(sorted(failing))} for {age(first['for_s'])}, the last try was {age(tried)} ago "
+                f"({first['why']}). The disk of that nats-server may be full: look at its log and at the "
+                "folder of durable requests."
+            )
 
 
 def _tiers(fleet: Fleet) -> Iterator[str]:

@@ -302,7 +302,10 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "stop": [""]}, "stop", "at least 1 character"),
     ({"prompt": "x", "stop": "y" * 257}, "stop", "256"),
     ({"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids", "not a token id"),
-    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "`logit_bias"),
+    *(
+        ({"prompt": "x", "logit_bias": {key: 1}}, "logit_bias", "a token id in digits is expected")
+        for key in ("a", "1_0", " 5", "5\n", "+5", "05", "\u0665")
+    ),
     ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
     ({"prompt": "x", "logit_bias": {"1000000": 1}}, "logit_bias", "not a token id"),
     ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1024"),
@@ -349,7 +352,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "stop": [f"s{i}" for i in range(10_000)]}, "stop", "at most 16 items"),
     ({"prompt": "x", "stop_token_ids": list(range(65))}, "stop_token_ids", "at most 64"),
     ({"prompt": "x", "logit_bias": {"5": float("nan")}}, "logit_bias", "finite"),
-    ({"prompt": "x", "logit_bias": {"k" * 10**6: 1}}, "logit_bias", "valid integer"),
+    ({"prompt": "x", "logit_bias": {"k" * 10**6: 1}}, "logit_bias", "a token id in digits"),
     ({"prompt": "x", "request_id": "a*b"}, "request_id", "`request_id`"),
     ({"prompt": "x", "request_id": "a\n"}, "request_id", "`request_id`"),
     ({"prompt": "x", "request_id": 7}, "request_id", "`request_id`"),

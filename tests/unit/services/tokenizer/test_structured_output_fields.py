@@ -97,6 +97,7 @@ def test_what_would_be_a_large_automaton_is_refused(fields: dict[str, Any], stat
         {"structured_outputs": {"regex": r"[^a]{4096}"}},
         {"grammar": 'root ::= ("a" | [b-c] "]{9999}"){1,4} word{0,9} # {9999}\nword ::= "x"{0,99999}'},
         schema({"anyOf": [{"type": "string", "maxLength": 1024}, {"type": "string", "maxLength": 1024}] * 9}),
+        schema({"type": "string", "pattern": r"^(\n|a)\cA?\\?[\n-a][\b|][^\x00]\w(|\t)\b$"}),
         schema({"type": "string", "pattern": r"^\p{Lu}{9999}$"}),  # of another dialect than Python's
     ],
 )
@@ -219,6 +220,10 @@ for _ in range(MAX_DEPTH + 1):
         ({"type": "string", "pattern": r"^(?=.*\p{Lu}).*$"}, r"/pattern cannot be followed with \(\?="),
         ({"type": "string", "pattern": "^x(?!a)[ab]"}, r"/pattern cannot be followed with \(\?!"),
         ({"type": "string", "pattern": r"\Aa\Z"}, r"/pattern cannot be followed with \\A"),
+        *(
+            ({"type": "string", "pattern": pattern}, "/pattern allows no text without a quote")
+            for pattern in (r"^\cA$", r"^[\b]$", r"^a(\n|\x00){2}$", r"^[\cA-\cZ]+$", '^["]$', r"^a(?:\\)+$")
+        ),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "/pattern cannot be followed beside `pattern`"),
         ({"type": "string", "format": "iri"}, "/format is not one of date, time, date-time, duration"),
         (DEEP, f"is nested deeper than {MAX_DEPTH}"),

@@ -167,6 +167,19 @@ def test_a_grammar_that_does_not_compile_fails_its_row_alone(grammars: Grammars,
     assert host_us > 0
 
 
+def test_a_grammar_that_leads_nowhere_is_at_fault_not_the_engine(
+    grammars: Grammars, letters: list[int]
+) -> None:
+    nowhere = grammar_of({"structured_outputs": {"regex": r"a[^\s\S]"}})
+    slots = {0: opened(0, nowhere), 1: opened(1, temperature=0.0), 2: opened(2, nowhere, top_k=1)}
+    sampler = sampler_of(grammars, slots)
+    *_, failures = grammar.choose(
+        grammars, sampler, flat(letters, 3), [0, 1, 2], [3] * 3, lambda s: PROMPT + letters[: s != 1]
+    )
+    assert {why.partition(": ")[0] for why in failures.values()} == {"refused"}
+    assert sorted(failures) == [0, 2]
+
+
 def test_the_end_of_each_compilation_is_told_once_for_each_slot_that_waits(
     grammars: Grammars, told: queue.SimpleQueue[GrammarReady | GrammarFailed]
 ) -> None:

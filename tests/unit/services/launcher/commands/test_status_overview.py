@@ -75,6 +75,12 @@ def test_no_line_is_wider_than_the_terminal_and_no_figure_is_cut(width: int) -> 
     assert narrow[2].startswith("  "), "a long problem goes on in the next line"
 
 
+@pytest.mark.parametrize("width", [20, 40])
+def test_a_narrow_headline_keeps_its_verdict(width: int) -> None:
+    head, *_ = status.lines(fleet(), width)
+    assert head == "fleet default at nats://h:4222, smollm2"[: width - 13] + ": no problems"
+
+
 def test_services_of_a_kind_stand_in_columns_and_ids_are_as_long_as_it_takes() -> None:
     two = [
         answer("detokenizer", "deto1x"),
@@ -303,6 +309,20 @@ def test_a_model_without_a_kind_of_service(kind: str) -> None:
     changed = () if kind == "scheduler" else (scheduler,)
     assert f"{M} has no {kind}: new requests for it are refused. {start}" in problems(*changed, without=kind)
     assert problems(without="kv_offload") == problems(without="gateway") == []
+
+
+def test_a_store_that_takes_no_writes_is_a_problem_of_the_keeper() -> None:
+    failing = {
+        "headrace.store.work": {"for_s": 240.0, "tried_ago_s": 3.0, "why": "no answer"},
+        "headrace.store.record": {"for_s": 7.0, "tried_ago_s": 5.0, "why": "no space"},
+    }
+    keeper = {"kind": "keeper", "id": "keep", "state": "ready", "last_10_s": {}, "unwritten": failing}
+    assert list(status.problems(Fleet("f", "nats://h", [keeper]))) == [
+        "keeper.keep cannot store durable requests or answers: JetStream has taken no write to "
+        "headrace.store.record, headrace.store.work for 4m, the last try was 3s ago (no answer). The disk of "
+        "that nats-server may be full: look at its log and at the folder of durable requests."
+    ]
+    assert not list(status.problems(Fleet("f", "nats://h", [{**keeper, "unwritten": {}}])))
 
 
 def test_a_service_that_a_scheduler_counts_on_is_not_missed_too() -> None:
