@@ -22,7 +22,6 @@ from shared.answer_formats import formats
 from shared.errors import SetupError
 from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 from shared.nats.subjects import MAX_NAME_CHARS
-from shared.regular_file import refuse_others
 from shared.unix_socket import PREFIX as UNIX
 
 PREFIX = "HEADRACE_"
@@ -374,7 +373,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
     import tomllib
 
     try:
-        refuse_others(path)
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise SetupError(
@@ -440,7 +438,6 @@ class WatchedFile(Generic[T]):
             self._reported = str(error)
 
     def _read(self) -> None:
-        refuse_others(self._path)
         facts = self._path.stat()
         stamp = (facts.st_ino, facts.st_ctime_ns, facts.st_mtime_ns, facts.st_size)
         if stamp != self._stamp:

@@ -15,7 +15,6 @@ import resource
 import socket
 import ssl
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -35,7 +34,6 @@ from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, drain_over
 from shared.nats import access
 from shared.processes import bind, http_url
-from shared.regular_file import refuse_others
 from shared.telemetry.readings import Metrics
 from shared.unix_socket import UnixListener, url_of
 
@@ -237,7 +235,6 @@ def read_certificate(cert: str, key: str) -> Tls:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
 
     def load(_: str) -> ssl.SSLContext:
-        refuse_others(Path(key))
         context.load_cert_chain(cert, key)
         return context
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from shared.errors import SetupError
@@ -49,7 +48,6 @@ from shared.nats.subjects import (
     token,
     untoken,
 )
-from shared.regular_file import refuse_others
 
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 SERVICE_PREFIX = "headrace-"
@@ -172,7 +170,6 @@ class Login:
         if not self.ca:
             return None
         try:
-            refuse_others(Path(self.ca))
             return ssl.create_default_context(cafile=self.ca)
         except OSError as error:
             raise SetupError(f"no certificates in {self.ca} ({error}): name another after `?ca=`") from None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from pathlib import Path
 
 import pytest
 
-from shared.config import PREFIX, Settings, WatchedFile, load
+from shared.config import PREFIX, Settings, load
 from shared.errors import SetupError
-from shared.nats import access
 
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
     for name in list(os.environ):
         if name.startswith(PREFIX):
             monkeypatch.delenv(name)
@@ -74,18 +73,6 @@ def test_a_mistake_in_a_variable_or_flag_names_it(monkeypatch: pytest.MonkeyPatc
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="no configuration file"):
         load(tmp_path / "none.toml")
-
-
-def test_a_fifo_is_refused_at_once_where_a_file_is_expected(tmp_path: Path) -> None:
-    os.mkfifo(fifo := tmp_path / "fifo")
-    log = logging.getLogger(__name__)
-    for read in (
-        lambda: load(fifo),
-        lambda: WatchedFile("http_keys", str(fifo), str.split, log),
-        lambda: access.parse(f"tls://u:p@h:1?ca={fifo}").tls(),
-    ):
-        with pytest.raises(SetupError, match="fifo is a FIFO, a socket or a device: a file is expected"):
-            read()
 
 
 def test_misspelt_variables_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
