@@ -66,7 +66,7 @@ class Unwritten:
     _cleared: int = 0
 
     def clear(self) -> None:
-        """The server was started again: what it has not answered before says nothing about it now."""
+        """The server was started again: what failed before means nothing now."""
         self._found.clear()
         self._cleared += 1
 
