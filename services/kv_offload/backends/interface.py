@@ -26,8 +26,9 @@ class DamagedValue(RemoteError):
 
 
 class Remote(Protocol):
-    """L2: values by name (hex). Each call blocks, at most until the deadline given at opening, so call it on
-    a worker thread. Calls of several threads are serialized. After an error the next call connects again."""
+    """L2: values by name (`remote_name` in l2/worker.py). Each call blocks, at most until the deadline given
+    at opening, so call it on a worker thread. Calls of several threads are serialized. After an error the
+    next call connects again."""
 
     def put(self, name: str, value: memoryview) -> None:
         """Store a value. The value of a name never changes (names are hashes), so an existing one may be
