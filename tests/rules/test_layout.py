@@ -66,7 +66,7 @@ HANGING = (
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 88, 25_883
-PRODUCT_FILES, PRODUCT_LINES = 281, 69_750
+PRODUCT_FILES, PRODUCT_LINES = 281, 69_754
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

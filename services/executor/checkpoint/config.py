@@ -23,7 +23,7 @@ from shared.vocab.gguf import read_metadata
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
 SUPPORTED = tuple(FAMILIES)
 # Far above any model's: with a damaged number the description or the rotations would take minutes.
-_MOST_LAYERS, _MOST_DIM = 4096, 65_536
+MOST_LAYERS, _MOST_DIM = 4096, 65_536
 _BIASES: Mapping[str, Any] = {"qkv_bias": True, "out_bias": True}
 _MODE = "pooling_mode_"
 _GGUF_POOLING = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
@@ -123,7 +123,7 @@ def _rotated(head_dim: int) -> int:
 def _plausible(shapes: Shapes) -> Shapes:
     """`shapes`. Raises ValueError for impossible numbers."""
     counts = {name: getattr(shapes, name) for name in _COUNTS}
-    fit = min(counts.values()) > 0 and shapes.layers <= _MOST_LAYERS
+    fit = min(counts.values()) > 0 and shapes.layers <= MOST_LAYERS
     if not fit or shapes.heads % shapes.kv_heads or shapes.head_dim % 2:
         raise ValueError(f"no model has these numbers: {counts}")
     return shapes

@@ -7,7 +7,6 @@ nothing and harms nothing: block numbers are the scheduler's, without memory her
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,8 +24,6 @@ from shared.cores import usable_threads
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
 from shared.messages import SlotOpen, StepPlan, ints
-
-log = logging.getLogger("headrace.executor")
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
 _NOT_FINITE = "the model computed a vector that is not finite"

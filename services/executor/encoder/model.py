@@ -27,11 +27,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from services.executor.checkpoint.config import MOST_LAYERS
 from services.executor.checkpoint.known_keys import HARMLESS
 from services.executor.checkpoint.stored import Dense
 from services.executor.checkpoint.weights import check_tensors, weight_files
 from services.executor.cpu.layers import TorchOperators, table
 from services.executor.cpu.linear import Products
+from services.executor.engine import LAST_TOKEN
 from services.executor.model.description import Add, Layer, Part, Projection, Weight, weights_of
 from services.executor.model.program import Placed, Table, steps_of
 from services.executor.model.reference import REFERENCE
@@ -74,8 +76,13 @@ _LAYER = {
     "down": "output.dense",
     "mlp_norm": "output.LayerNorm",
 }
-_MEANS = {"pooling mean_tokens": "mean", "pooling mean": "mean"}
-_POOLINGS = {**_MEANS, "pooling cls_token": "first", "pooling cls": "first", "lasttoken": "last"}
+_POOLINGS = {
+    "pooling mean_tokens": "mean",
+    "pooling mean": "mean",
+    "pooling cls_token": "first",
+    "pooling cls": "first",
+    LAST_TOKEN: "last",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +177,7 @@ def read_shapes(folder: Path) -> EncoderShapes:
             gelu=_GELUS[str(config.get("hidden_act", "gelu"))],
         )
         counts = (shapes.layers, shapes.hidden, shapes.heads, shapes.positions, shapes.types, shapes.vocab)
-        if min(counts) < 1 or shapes.hidden % shapes.heads:
+        if min(counts) < 1 or shapes.layers > MOST_LAYERS or shapes.hidden % shapes.heads:
             raise ValueError("the sizes fit no model")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise unreadable(file, "an encoder's configuration", error) from error

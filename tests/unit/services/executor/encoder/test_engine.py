@@ -106,6 +106,7 @@ def test_a_vector_that_is_not_finite_fails_its_row_alone(tmp_path: Path) -> None
         ({"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification"),
         ({"surprise": 3}, "surprise"),
         ({"num_attention_heads": 7}, "fit no model"),
+        ({"num_hidden_layers": 10**9}, "fit no model"),
         ({"intermediate_size": 96}, "intermediate.dense"),
         ({"hidden_size": None}, "encoder's configuration"),
     ],
