@@ -45,8 +45,7 @@ FROM base AS executor-cuda-base
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 ENV CC=gcc TRITON_CACHE_DIR=/kernels
 COPY --from=lists /executor.txt /tmp/
-RUN pip install -c constraints.txt -r /tmp/executor.txt triton transformers \
- && pip install -c constraints.txt --no-deps xgrammar apache-tvm-ffi
+RUN pip install -c constraints.txt -r /tmp/executor.txt triton
 
 FROM base AS core
 COPY . .
@@ -56,9 +55,6 @@ ENTRYPOINT ["headrace"]
 CMD ["--help"]
 
 FROM executor-cpu-base AS executor-cpu
-# Structured output: what XGrammar needs, but for the triton that it asks for and that a CPU has no use for.
-RUN pip install -c constraints.txt transformers \
- && pip install -c constraints.txt --no-deps xgrammar apache-tvm-ffi
 COPY . .
 RUN pip install --no-deps --no-build-isolation .
 USER 10001:10001

@@ -34,7 +34,7 @@ from shared.errors import BadRequest
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 64
-MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS = 1024, 64, 20, 4096, 128
+MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS = 1024, 64, 20, 4096, 512
 MAX_TIMEOUT_S = 86_400
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: a far smaller one gives infinity in float32
 MAX_TOP_K = 2**31 - 1  # above any vocabulary, and an int32

@@ -177,7 +177,7 @@ class Tokenized:
     stop_ids: Ints = field(default_factory=ints)  # end-of-sequence ids included
     logprobs: int = 0  # 0 = none, else 1 + number of alternatives
     prompt_logprobs: bool = False
-    grammar: str = ""  # JSON: {"kind": ..., "source": ...}
+    grammar: str = ""  # see answer_formats/grammar.py: packed
     echo: bool = False
     part: int = 0
     parts: int = 1

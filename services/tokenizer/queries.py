@@ -8,6 +8,7 @@ any process serves the model.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from shared.aliases import Alias, Aliases
 from shared.api import EmbeddingRequest
 from shared.errors import (
     BadRequest,
+    EngineError,
     HeadraceError,
     PayloadTooLarge,
     SetupError,
@@ -44,6 +46,8 @@ from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, S
 from shared.replies import end_headers, error_reply, to_json
 from shared.telemetry import traces
 from shared.telemetry.traces import COMPONENT, RequestRecord, SpanRecord, received, root_attributes, root_name
+
+log = logging.getLogger("headrace.tokenizer")
 
 STANDS_BY = "stands_by"  # in the load of a heartbeat: this tokenizer sends Claims
 MAX_QUESTION_BYTES = 65_536  # answered on the event loop within 0.2 s
@@ -157,6 +161,9 @@ class Queries:
             self._fail(delivery, BadRequest("the body is nested too deeply; send flat messages"))
         except HeadraceError as error:
             self._fail(delivery, error)
+        except Exception as error:  # a bug is a 500 for this client, never silence
+            log.exception("a question for tokens failed")
+            self._fail(delivery, EngineError(f"the tokenizer failed on this request: {type(error).__name__}"))
 
     def _on_any_model(self, delivery: Delivery) -> None:
         names = subjects.names_in(delivery.subject)

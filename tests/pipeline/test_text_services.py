@@ -233,6 +233,19 @@ async def test_unknown_models_have_no_receiver_until_each_model_of_the_fleet_has
     assert json.loads(reply.data)["error"]["code"] == 404
 
 
+async def test_a_question_that_meets_a_bug_is_a_500_and_not_silence(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(queries, "tokenize_body", fails)
+    await world.run(tokenizer.build(world.settings), "t1")
+    reply = await world.ask(subjects.tokenize("public", "tiny"), {"prompt": "Hi"})
+    error = json.loads(reply.data)["error"]
+    assert (error["code"], error["message"]) == (500, "the tokenizer failed on this request: TypeError")
+
+
 async def test_unknown_models_and_no_scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "WAIT_US", 0)  # the start is over
     await world.run(tokenizer.build(world.settings), "t1")

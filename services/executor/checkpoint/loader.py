@@ -45,7 +45,6 @@ from services.executor.engine import BackendInfo, ReportGrammar, ignore_grammar_
 from services.executor.model.shapes import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars
-from services.executor.sampling.grammar_compiler import is_installed
 from services.executor.sampling.logits_processors import MakeProcessor
 from services.executor.sampling.slot_tokens import STOP_IDS
 from shared.cores import usable_threads
@@ -266,7 +265,7 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         max_context=loaded.context,
         max_stop_ids=STOP_IDS,
         reports_grammars=True,
-        follows_grammars=is_installed(),
+        follows_grammars=True,
         model_digest=model_digest(options, computed, kept),
         weights=model_digest(replace(options, deterministic=False), "", ""),
         flags=_flags(computed, kept, deterministic=options.deterministic),

@@ -1,12 +1,12 @@
 """Structured output: a slot's grammar restricts which tokens may follow. host_sampling.py calls it.
 
-    SlotOpen ──▶ compile in another process, equal grammars once ──▶ a matcher for each slot
+    SlotOpen ──▶ compile on a thread, equal grammars once ──▶ a matcher for each slot
     refused  ──▶ the matcher accepts the slot's new tokens, then the chosen one if it may follow
     mask     ──▶ the matcher accepts the slot's new tokens; the logits of forbidden tokens become -inf
 
 A matcher needs the token before, which is known here once it is sampled. So these rows, unlike rows with
 processors, may be planned while the step before runs (run-ahead). The first token waits for the compilation:
-the scheduler plans the row after GrammarReady. Source: XGrammar, arXiv 2411.15100.
+the scheduler plans the row after GrammarReady. Source: https://github.com/guidance-ai/llguidance.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from llguidance import LLMatcher
 from torch import Tensor
 
 from services.executor.engine import ReportGrammar, ignore_grammar_news
 from services.executor.sampling.grammar_compiler import (
+    MAX_WHY_CHARS,
     Compilation,
     GrammarCompiler,
     GrammarRefusedError,
-    xgrammar,
+    first_line,
 )
-from services.executor.sampling.grammar_process import COMPILE_S, line
 from services.executor.sampling.sampler import Sampler
 from shared.errors import EngineError
 from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, SlotOpen
@@ -36,6 +36,7 @@ from shared.vocab.vocabulary import Vocabulary
 
 _WORD_BITS = 32
 _NONE = -1
+COMPILE_S = 20.0  # a row waits so long for its grammar; the scheduler plans it when it is compiled
 _DEAD_END = "the grammar goes on with a text that no token of the model has: allow another one there"
 Tokens = Callable[[int], Sequence[int]]  # a slot's tokens so far
 
@@ -46,8 +47,8 @@ class _Row:
 
     compilation: Compilation
     taken: int  # tokens of the slot that the matcher has accepted, counted with the prompt
-    matcher: Any = None
-    mute: frozenset[int] = frozenset()  # tokens without text: XGrammar would log a warning
+    matcher: LLMatcher | None = None
+    ended: bool = False  # its last token is an end token, which the matcher does not get
     ahead: int = _NONE  # accepted beyond `taken`: a chosen token, perhaps not recorded yet
 
 
@@ -109,12 +110,16 @@ class Grammars:
         index = {row: k for k, row in enumerate(rows)}
 
         def fill(row: int) -> None:
-            slot = slots[row]
-            matcher = self._accept(self._rows[slot], tokens(slot))
-            if not matcher.is_terminated():  # else the plan was made before the sequence's end was known
-                matcher.fill_next_token_bitmask(allowed, index[row])
-                if not allowed[index[row]].any():
-                    raise GrammarRefusedError(_DEAD_END)
+            state = self._rows[slots[row]]
+            matcher = self._accept(state, tokens(slots[row]))
+            if state.ended:  # the plan was made before the sequence's end was known
+                return
+            words = allowed[index[row]]
+            matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
+            if matcher.is_error():
+                raise GrammarRefusedError(f"grammar: {first_line(matcher.get_error())}"[:MAX_WHY_CHARS])
+            if not words.any():
+                raise GrammarRefusedError(_DEAD_END)
 
         failures = _each(rows, fill)
         _forbid(logits, rows, allowed)
@@ -131,9 +136,10 @@ class Grammars:
             slot, token = slots[row], ids[row]
             state = self._rows[slot]
             matcher = self._accept(state, tokens(slot))
-            if matcher.is_terminated():
+            if state.ended:
                 return
-            if token not in state.mute and matcher.accept_token(token):
+            ends = self._compiler.ends
+            if matcher.is_accepting() if token in ends else matcher.try_consume_tokens([token]):
                 state.ahead = token
             else:
                 again.append(row)
@@ -141,21 +147,23 @@ class Grammars:
         failures = _each(rows, accept)
         return again, failures
 
-    def _accept(self, row: _Row, tokens: Sequence[int]) -> Any:
+    def _accept(self, row: _Row, tokens: Sequence[int]) -> LLMatcher:
         """The slot's matcher, after it has accepted exactly `tokens`."""
         if row.matcher is None:
-            compiled = row.compilation.result.result(COMPILE_S)
-            row.matcher = xgrammar().GrammarMatcher(compiled)
-            row.mute = frozenset(compiled.tokenizer_info.special_token_ids)
-        matcher = row.matcher
+            row.matcher = row.compilation.result.result(COMPILE_S).deep_copy()
+        matcher, ends = row.matcher, self._compiler.ends
         if row.ahead != _NONE:
             if len(tokens) > row.taken and tokens[row.taken] == row.ahead:
                 row.taken += 1
-            else:
+                row.ended = row.ahead in ends
+            elif row.ahead not in ends:
                 matcher.rollback(1)
             row.ahead = _NONE
         for token in tokens[row.taken :]:
-            if not matcher.is_terminated() and not matcher.accept_token(token):
+            if row.ended:
+                break
+            row.ended = token in ends
+            if not (row.ended or matcher.consume_token(token)):
                 raise EngineError(f"token {token} does not follow its grammar")
         row.taken = len(tokens)
         return matcher
@@ -213,11 +221,13 @@ def _each(rows: Sequence[int], do: Callable[[int], None]) -> dict[int, str]:
         try:
             do(row)
         except NotInTime:
-            failures[row] = f"{ROW_REFUSED}the grammar takes over {COMPILE_S:g} s to compile: simplify it"
+            failures[row] = f"the grammar is not compiled after {COMPILE_S:g} s: ask again later"
         except GrammarRefusedError as error:
             failures[row] = f"{ROW_REFUSED}{error}"
         except Exception as error:  # noqa: BLE001 - a grammar fails its own request only
-            failures[row] = str(error) if isinstance(error, EngineError) else f"grammar: {line(error)}"
+            failures[row] = (
+                str(error) if isinstance(error, EngineError) else f"grammar: {first_line(str(error))}"
+            )
     return failures
 
 

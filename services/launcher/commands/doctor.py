@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.executor.sampling import grammar_compiler
 from services.launcher import console, nats_server
 from services.launcher.commands.pull import file_digest
 from services.launcher.serve import environment
@@ -95,10 +94,7 @@ def _torch(loaded: Loaded) -> Iterator[Finding]:
 
 
 def _grammars(_: Loaded) -> Iterator[Finding]:
-    if grammar_compiler.is_installed():
-        yield Finding("ok", f"structured output: xgrammar {importlib.metadata.version('xgrammar')}")
-    else:
-        yield Finding("warn", "structured output and tools are refused", "pip install 'headrace[grammar]'")
+    yield Finding("ok", f"structured output: llguidance {importlib.metadata.version('llguidance')}")
 
 
 def _server_binary(loaded: Loaded) -> Iterator[Finding]:

@@ -12,11 +12,13 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import byte_grammar
 from support.text_models import CONTROLS, TEMPLATE, write_bpe_gguf
 
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.prepare import ServedModel, Submission, prepare, read_body, request_id_of
 from services.tokenizer.queries import tokenize_body
+from shared.answer_formats import grammar
 from shared.answer_formats.formats import FORMATS
 from shared.api import IGNORED, UNSUPPORTED
 from shared.checkpoints import body_hash
@@ -100,17 +102,17 @@ def test_a_family_without_a_grammar_writes_required_calls_as_hermes(model: Serve
 
 def test_structured_output_begins_after_the_reasoning(model: ServedModel) -> None:
     reasons = dataclasses.replace(model, answer_format=FORMATS["qwen3"])
-    for fields, kind in (
-        ({"response_format": {"type": "json_object"}}, "json_schema"),
-        ({"structured_outputs": {"regex": "a|b"}}, "regex"),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, "grammar"),
+    for fields, right, wrong in (
+        ({"response_format": {"type": "json_object"}}, '{"a": 1}', "a"),
+        ({"structured_outputs": {"regex": "a|b"}}, "b", "c"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "b", "c"),
+        ({"grammar": 'root ::= "b"+'}, "bb", "c"),
     ):
-        packed = json.loads(prepared(reasons, {**CHAT, **fields}).grammar)
-        rule = json.loads(packed["source"])["format"]
-        assert (packed["kind"], rule["elements"][-1]["type"]) == ("structural_tag", kind)
-        assert rule["elements"][0]["type"] == "optional"
-        assert packed["json"] is (kind == "json_schema")
-        assert "</think>" in packed["markers"]
+        source, markers = grammar.unpacked(prepared(reasons, {**CHAT, **fields}).grammar)
+        assert {"<think>", "</think>"} <= markers
+        for start in ("", "<think>\nc</think>\n\n"):
+            assert byte_grammar.accepts(source, start + right)
+            assert not byte_grammar.accepts(source, start + wrong)
 
 
 @pytest.mark.parametrize(

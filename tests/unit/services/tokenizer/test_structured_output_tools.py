@@ -9,6 +9,7 @@ import pytest
 from support.structured import grammar_of, tools_of
 
 from services.tokenizer.structured_output import parsed, spelled, with_tools
+from shared.answer_formats import grammar
 from shared.errors import BadRequest
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
@@ -19,39 +20,159 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 NAMED = {"type": "function", "function": {"name": "clock"}}
 CLOSED = {**CITY, "additionalProperties": False}
-ANY = {"type": "object", "additionalProperties": True}
+ANY = {"type": "object"}
 
 
-def calls_of(rule: Any) -> dict[str, Any]:
-    """The schemas in a rule's tags, by the text before the arguments."""
-    tags = rule["content"]["tags"] if rule["type"] == "tag" else rule["tags"]
-    assert {tag["content"]["style"] for tag in tags} == {"json"}
-    return {tag["begin"]: tag["content"]["json_schema"] for tag in tags}
+def rules_of(fields: dict[str, Any]) -> dict[str, str]:
+    """The rules of a request's grammar by their names."""
+    source, _ = grammar.unpacked(grammar_of(fields))
+    lines = json.loads(source)["grammars"][0]["lark_grammar"].splitlines()[1:]
+    return {name: body for name, _, body in (line.partition(": ") for line in lines)}
+
+
+def schemas_of(rules: dict[str, str]) -> list[Any]:
+    """The schemas of the arguments, in the order of the functions."""
+    found = [
+        json.loads(body.removeprefix("%json "))
+        for name, body in rules.items()
+        if name[0] == "a" and name[1:].isdigit()
+    ]
+    for each in found:
+        del each["x-guidance"]
+    return found
 
 
 def begin(name: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": '
+    return json.dumps(f'<tool_call>\n{{"name": "{name}", "arguments": ')
 
 
 def allowed(mode: str, *tools: Any) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
 
 
-@pytest.mark.parametrize(
-    ("choice", "kind", "schemas"),
-    [
-        ("required", "tags_with_separator", {begin("weather"): CLOSED, begin("clock"): ANY}),
-        (NAMED, "tags_with_separator", {begin("clock"): ANY}),
-        ("auto", "triggered_tags", {begin("weather"): CLOSED, begin("clock"): ANY}),
-    ],
-)
-def test_the_grammar_of_calls(choice: Any, kind: str, schemas: Any) -> None:
-    packed = json.loads(grammar_of({"tools": [WEATHER, CLOCK], "tool_choice": choice}))
-    rule = json.loads(packed["source"])["format"]
-    assert (packed["kind"], rule["type"], calls_of(rule)) == ("structural_tag", kind, schemas)
-    assert rule["stop_after_first"] is (choice is NAMED)
+@pytest.mark.parametrize("choice", ["required", NAMED, "auto"])
+def test_the_grammar_of_calls(choice: Any) -> None:
+    rules = rules_of({"tools": [WEATHER, CLOCK], "tool_choice": choice})
+    assert schemas_of(rules) == ([ANY] if choice is NAMED else [CLOSED, ANY])
     if choice == "auto":
-        assert rule["triggers"] == ["<tool_call>"]
+        assert rules["opened[lazy]"] == 'OPENING "<tool_call>"'
+        assert rules["answer"] == "OPENING | opened calls (head calls)* TEXT"
+    else:
+        assert begin("clock") in rules["calls"]
+        assert (begin("weather") in rules["calls"]) is (choice == "required")
+        assert rules["calls"].endswith("*") is (choice == "required")
+        assert rules["answer"] == "calls"
+
+
+# What tools of real clients have, and no grammar follows; each is a schema of one property.
+LOOSE = {
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^x"}},
+    "oneOf that overlap": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+    "uniqueItems": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    "required null": {"type": "object", "required": None},
+    "properties null": {"type": "object", "properties": None},
+    "items null": {"type": "array", "items": None},
+    "enum null": {"type": "string", "enum": None},
+    "enum empty": {"type": "string", "enum": []},
+    "enum of another type": {"type": "string", "enum": [1]},
+    "enum of large numbers": {"enum": [2**60 + 1]},
+    "type any": {"type": "any"},
+    "type of Python": {"type": "dict"},
+    "type null": {"type": None},
+    "type missing in a list": {"type": ["string", "file"]},
+    "format int32": {"type": "string", "format": "int32"},
+    "format uri-reference": {"type": "string", "format": "uri-reference"},
+    "pattern with a lookahead": {"type": "string", "pattern": "^(?!-)[a-z]+$"},
+    "pattern of Python": {"type": "string", "pattern": r"\Aa\Z"},
+    "not": {"not": {"type": "null"}},
+    "if": {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}},
+    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
+    "dependencies": {"type": "object", "dependencies": {"a": ["b"]}},
+    "contains": {"type": "array", "contains": {"type": "null"}},
+    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
+    "reference elsewhere": {"$ref": "https://example.com/schema.json"},
+    "reference to nothing": {"$ref": "#/$defs/none"},
+    "reference to itself": {"$ref": "#/properties/p"},
+    "a schema that is a text": "string",
+    "minimum as a text": {"type": "integer", "minimum": "0"},
+    "minimum over maximum": {"type": "integer", "minimum": 3, "maximum": 2},
+    "minimum beyond 64 bits": {"type": "number", "minimum": 1e300},
+    "a misspelt keyword": {"type": "string", "maxlength": 3},
+    "optional": {"type": "string", "required": True},
+    "a definition": {"$defs": {"x": {"not": {}}}, "type": "string"},
+    "multipleOf 0": {"type": "integer", "multipleOf": 0},
+    "additionalItems beside items": {"type": "array", "items": {"type": "string"}, "minContains": 1},
+}
+FOLLOWED = {
+    "multipleOf": {"type": "integer", "multipleOf": 5},
+    "nullable": {"type": "string", "nullable": True},
+    "maxLength 65536": {"type": "string", "maxLength": 65_536},
+    "allOf of two": {"allOf": [{"type": "object", "properties": {"a": {}}}, {"required": ["a"]}]},
+    "x-order": {"type": "string", "x-order": 1},
+    "an unused odd definition": {"type": "string", "$comment": {"not": 3}},
+    "draft 4": {"type": "integer", "minimum": 0, "exclusiveMinimum": True},
+    "uint64": {"type": "integer", "format": "uint64", "minimum": 0, "maximum": 2**64 - 1},
+    "no type": {"properties": {"a": {"minLength": 1}}},
+}
+
+
+def tool_with(schema: Any, **more: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"p": schema, "q": {"type": "integer"}}, "required": ["q"]}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters, **more}}
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_a_tool_that_is_not_strict_is_followed_as_far_as_it_can_be(name: str) -> None:
+    tools = tools_of({"tools": [tool_with(LOOSE[name])]})
+    assert tools is not None
+    assert list(tools.loosened) == ["f"]
+    kept = tools.schemas["f"]
+    assert isinstance(kept, dict)
+    assert kept["properties"]["q"] == {"type": "integer"}  # the rest is followed
+    assert grammar_of({"tools": [tool_with(LOOSE[name])]})
+    for strict in (
+        {"tools": [tool_with(LOOSE[name], strict=True)]},
+        {"tools": [tool_with(LOOSE[name])], "tool_choice": "required"},
+    ):
+        with pytest.raises(BadRequest, match="`tools`: "):
+            grammar_of(strict)
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_tool_is_followed_to_the_letter(name: str) -> None:
+    tools = tools_of({"tools": [tool_with(FOLLOWED[name], strict=True)], "tool_choice": "required"})
+    assert tools is not None
+    assert tools.loosened == {}
+
+
+def test_a_tool_that_the_engine_refuses_as_a_whole_is_free() -> None:
+    clash = {"type": "array", "minItems": 1, "items": False}
+    tools = tools_of({"tools": [tool_with({"allOf": [clash, {"minItems": 1}]}, description="d")]})
+    assert tools is not None
+
+
+@pytest.mark.parametrize("parameters", [[None], "x", 3, True])
+def test_parameters_that_are_no_schema_are_free_or_refused(parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    tools = tools_of({"tools": [tool]})
+    assert tools is not None
+    assert tools.loosened == {"f": ["/"]}
+    with pytest.raises(BadRequest, match="the parameters of 'f' is not a schema"):
+        grammar_of({"tools": [tool], "tool_choice": "required"})
+
+
+def test_a_refused_parameter_is_named_with_its_function() -> None:
+    with pytest.raises(BadRequest, match="the parameters of 'f' at /properties/p/not cannot be followed"):
+        grammar_of({"tools": [tool_with({"not": {}}, strict=True)]})
+
+
+def test_calls_are_free_and_a_schema_binds_the_text() -> None:
+    fields = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+    rules = rules_of(fields)
+    assert rules["answer"] == "text | calls"
+    assert rules["text"].startswith("%json")
+    assert rules_of({**fields, "tool_choice": "required"})["answer"] == "calls"
+    assert list(rules_of({**fields, "tool_choice": "none"})) == ["start", "text"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -62,9 +183,9 @@ def test_allowed_tools_are_as_if_they_were_the_only_ones(mode: str) -> None:
 
 
 def test_one_call_at_most() -> None:
-    for choice in ("auto", "required"):
-        fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
-        assert json.loads(json.loads(grammar_of(fields))["source"])["format"]["stop_after_first"] is True
+    fields = {"tools": [WEATHER], "parallel_tool_calls": False}
+    assert rules_of({**fields, "tool_choice": "auto"})["answer"] == "OPENING | opened calls"
+    assert "*" not in rules_of({**fields, "tool_choice": "required"})["calls"]
 
 
 def test_no_tools_no_grammar() -> None:
@@ -79,15 +200,13 @@ def test_no_tools_no_grammar() -> None:
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tools": [CLOCK] * 129}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}]}, "tools"),
+        ({"tools": [CLOCK] * 513}, "tools"),
         ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": allowed("auto", NAMED)}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": allowed("none", WEATHER)}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tools"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], param: str) -> None:

@@ -1,4 +1,4 @@
-"""The grammar of a family accepts what the family writes, and nothing else; XGrammar compiles it."""
+"""The grammar of a family accepts what the family writes, and nothing else; llguidance compiles it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ import json
 from typing import Any
 
 import pytest
-import xgrammar
+from support import byte_grammar
 from support.recorded_answers import ANSWERS, FIRST, SECOND, TEXT, TOOLS, Answer, read
 
 from shared.answer_formats import grammar
 from shared.answer_formats.formats import FORMATS, Xml
 
-STOP = 255
-BYTES = [*(bytes([i]) for i in range(STOP)), b""]  # a token for each byte of UTF-8, and the end
-COMPILER = xgrammar.GrammarCompiler(
-    xgrammar.TokenizerInfo(
-        BYTES, vocab_type=xgrammar.VocabType.RAW, vocab_size=len(BYTES), stop_token_ids=[STOP]
-    )
-)
 CLOSED = {"type": "object", "additionalProperties": False}
 SCHEMAS: dict[str, Any] = {
     "get_weather": {
@@ -32,22 +25,21 @@ WRITTEN = [a for a in ANSWERS if FORMATS[a.form].writes]
 NAMES = [f"{i}-{answer.form}" for i, answer in enumerate(WRITTEN)]
 
 
-def accepts(rule: dict[str, Any], text: str) -> bool:
-    """Whether the whole text follows the rule."""
-    tag = {"type": "structural_tag", "format": rule}
-    matcher = xgrammar.GrammarMatcher(COMPILER.compile_structural_tag(tag))
-    return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(STOP)
+def accepts(source: str | None, text: str) -> bool:
+    """Whether the whole text follows the grammar."""
+    assert source is not None
+    return byte_grammar.accepts(source, text)
 
 
-def rule_of(answer: Answer, *, required: bool, parallel: bool = True) -> dict[str, Any] | None:
+def source_of(answer: Answer, *, required: bool, parallel: bool = True) -> str | None:
     form = FORMATS[answer.form]
-    rule = grammar.calls(form, SCHEMAS, required=required, parallel=parallel)
-    return None if rule is None else grammar.after_reasoning(form, rule, thinking=answer.opened)
+    rules = grammar.calls(form, SCHEMAS, required=required, parallel=parallel)
+    return None if rules is None else grammar.whole(form, rules, thinking=answer.opened)
 
 
 @pytest.mark.parametrize("answer", WRITTEN, ids=NAMES)
 def test_text_with_calls(answer: Answer) -> None:
-    rule = rule_of(answer, required=False)
+    rule = source_of(answer, required=False)
     if answer.form == "xlam":  # a list in a text is no call
         assert rule is None
         return
@@ -60,7 +52,7 @@ def test_text_with_calls(answer: Answer) -> None:
 
 @pytest.mark.parametrize("answer", WRITTEN, ids=NAMES)
 def test_one_call_at_most(answer: Answer) -> None:
-    rule = rule_of(answer, required=False, parallel=False)
+    rule = source_of(answer, required=False, parallel=False)
     assert rule is None or not accepts(rule, answer.text)
 
 
@@ -68,8 +60,9 @@ def test_one_call_at_most(answer: Answer) -> None:
 def test_nothing_but_calls(name: str) -> None:
     form = FORMATS[name]
     assert form.writes is not None
-    rule = grammar.calls(form, SCHEMAS, required=True, parallel=True)
-    assert rule is not None
+    rules = grammar.calls(form, SCHEMAS, required=True, parallel=True)
+    assert rules is not None
+    rule = grammar.whole(None, rules, thinking=False)
     assert not accepts(rule, TEXT)
     text = form.writes.first + form.writes.between.join(
         form.writes.before.replace("NAME", function) + arguments_in(name, of) + form.writes.after
@@ -101,12 +94,39 @@ def arguments_in(name: str, arguments: dict[str, Any]) -> str:
 @pytest.mark.parametrize("thinking", [True, False])
 def test_json_after_the_reasoning(thinking: bool) -> None:
     schema = {**CLOSED, "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    rule = grammar.after_reasoning(
-        FORMATS["qwen3"], {"type": "json_schema", "json_schema": schema}, thinking=thinking
-    )
+    rules = grammar.json_rules("text", schema)
+    rule = grammar.whole(FORMATS["qwen3"], rules, thinking=thinking)
     start = "" if thinking else "<think>\n"
     assert accepts(rule, f'{start}First {{ then }}.\n</think>\n\n{{"n": 3}}')
     assert accepts(rule, '{"n": 3}') is not thinking
     assert not accepts(rule, f"{start}First.\n</think>\n\nThree.")
-    plain = {"type": "json_schema", "json_schema": schema}
-    assert grammar.after_reasoning(FORMATS["hermes"], plain, thinking=False) is plain
+    assert grammar.whole(FORMATS["hermes"], rules, thinking=False) == grammar.whole(
+        None, rules, thinking=False
+    )
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_calls_stand_after_the_reasoning_which_may_quote_them(thinking: bool) -> None:
+    form = FORMATS["qwen3"]
+    rules = grammar.calls(form, SCHEMAS, required=False, parallel=True)
+    assert rules is not None
+    rule = grammar.whole(form, rules, thinking=thinking)
+    start = "" if thinking else "<think>\n"
+    call = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    assert accepts(rule, f"{start}A <tool_call> has a name.\n</think>\n\n{call}")
+    assert accepts(rule, f"{start}Short.\n</think>\n\nNo <think> is needed.")
+    assert not accepts(rule, f"{start}Short.\n</think>\n\n<tool_call> is a tag.")
+    assert accepts(rule, call) is not thinking
+
+
+def test_a_schema_binds_the_text_beside_calls() -> None:
+    form = FORMATS["hermes"]
+    text = grammar.json_rules("text", {**CLOSED, "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    rules = grammar.calls(form, SCHEMAS, required=False, parallel=True, text=text)
+    assert rules is not None
+    rule = grammar.whole(form, rules, thinking=False)
+    call = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    assert accepts(rule, '{"n": 3}')
+    assert accepts(rule, f"{call}\n{call}")
+    assert not accepts(rule, "Three.")
+    assert not accepts(rule, f'{{"n": 3}}{call}')
