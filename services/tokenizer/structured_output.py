@@ -80,7 +80,7 @@ def grammar_of(
     for name in ("ignore_eos", "min_tokens"):
         if getattr(request, name):
             raise BadRequest(f"`{name}`: with `{param}` an answer ends by itself", param=name)
-    return _packed(source, form.markers if form else frozenset(), param)
+    return grammar.packed(source, form.markers if form else frozenset())
 
 
 def _text_of(asked: Any, param: str) -> Rules:
@@ -127,23 +127,13 @@ def _ebnf(text: str, param: str) -> str:
 
 
 def _check(source: str, param: str) -> None:
-    if len(source) > MAX_GRAMMAR_CHARS:
-        raise BadRequest(
-            f"`{param}`: the grammar takes {len(source)} characters, over {MAX_GRAMMAR_CHARS}; shorten it",
-            param=param,
-        )
-    if why := engine_refuses(source):
+    """Raises BadRequest for a grammar that is too long, or that the engine does not take."""
+    for length, most in ((len(source), MAX_GRAMMAR_CHARS), (len(grammar.packed(source)), MAX_PACKED_CHARS)):
+        if length > most:
+            why = f"the grammar takes {length} characters, over {most}; shorten it"
+            raise BadRequest(f"`{param}`: {why}", param=param)
+    if source and (why := engine_refuses(source)):
         raise BadRequest(f"`{param}`: the grammar engine refuses it: {why}", param=param)
-
-
-def _packed(source: str, markers: frozenset[str], param: str) -> str:
-    text = grammar.packed(source, markers)
-    if len(text) > MAX_PACKED_CHARS:
-        raise BadRequest(
-            f"`{param}`: the grammar takes {len(text)} characters, over {MAX_PACKED_CHARS}; shorten it",
-            param=param,
-        )
-    return text
 
 
 _HOW = (
@@ -166,21 +156,46 @@ class Tools:
     """
 
     given: list[Tool]
-    schemas: dict[str, Schema | bool]
+    schemas: dict[str, Schema]
     choice: str  # auto, required
     parallel: bool = True  # more than one call
+    strict: frozenset[str] = frozenset()  # functions whose schemas are followed to the letter, or refused
     loosened: dict[str, list[str]] = field(default_factory=dict)  # what is not followed of whose schema
 
     def grammar(self, form: Format, text: Rules | None, *, thinking: bool) -> str | None:
         """The grammar of calls and of `text`, the rules of what is no call; None for a family whose calls
         have no grammar. Raises BadRequest."""
         required = self.choice == "required"
-        rules = grammar.calls(form, self.schemas, required=required, parallel=self.parallel, text=text)
-        if rules is None:
-            return None
-        source = grammar.whole(form, rules, thinking=thinking)
-        _check(source, "tools")
+
+        def source_of(schemas: dict[str, Schema]) -> str | None:
+            rules = grammar.calls(form, schemas, required=required, parallel=self.parallel, text=text)
+            return None if rules is None else grammar.whole(form, rules, thinking=thinking)
+
+        source = source_of(self.schemas)
+        try:
+            _check(source or "", "tools")
+        except BadRequest:
+            schemas = {name: self._alone(name) for name in self.schemas}
+            if schemas == self.schemas:  # each can be followed, but not all together
+                schemas = {
+                    name: each if name in self.strict else ANY_OBJECT for name, each in schemas.items()
+                }
+            log.info("tools are followed in part: some arguments are free")
+            source = source_of(schemas)
+            _check(source or "", "tools")
         return source
+
+    def _alone(self, name: str) -> Schema:
+        """The schema of a function if the engine takes it; else that of any object. Raises BadRequest."""
+        try:
+            _check(
+                grammar.whole(None, grammar.json_rules("text", self.schemas[name]), thinking=False), "tools"
+            )
+        except BadRequest as error:
+            if name in self.strict:
+                raise _of_function(error, name) from None
+            return ANY_OBJECT
+        return self.schemas[name]
 
 
 def read_tools(request: GenerateRequest) -> Tools | None:
@@ -203,44 +218,44 @@ def read_tools(request: GenerateRequest) -> Tools | None:
         raise BadRequest("`tool_choice`: `tools` has no such function", param="tool_choice")
     if not functions or choice == "none":
         return None
-    schemas: dict[str, Schema | bool] = {}
+    strict = frozenset(name for name in functions if choice == "required" or functions[name].get("strict"))
     loosened: dict[str, list[str]] = {}
+    schemas: dict[str, Schema] = {}
     for name, function in functions.items():
-        strict = choice == "required" or bool(function.get("strict"))
-        schemas[name], dropped = _arguments(name, function.get("parameters"), strict)
+        dropped: list[str] = []
+        schemas[name] = _arguments(name, function.get("parameters"), None if name in strict else dropped)
         if dropped:
             loosened[name] = dropped
     if loosened:
-        log.info(
-            "tools are followed in part: %s",
-            "; ".join(f"{name} without {', '.join(paths)}" for name, paths in loosened.items())[
-                :MAX_LOG_CHARS
-            ],
-        )
-    return Tools(given, schemas, choice, request.parallel_tool_calls is not False and not named, loosened)
+        parts = "; ".join(f"{name} without {', '.join(paths)}" for name, paths in loosened.items())
+        log.info("tools are followed in part: %s", parts[:MAX_LOG_CHARS])
+    parallel = request.parallel_tool_calls is not False and not named
+    return Tools(given, schemas, choice, parallel, strict, loosened)
 
 
-def _arguments(name: str, parameters: Any, strict: bool) -> tuple[Schema, list[str]]:
-    """The schema of a function's arguments, and the paths of what is not followed of it. With `strict` all is
-    followed. Raises BadRequest."""
+def _arguments(name: str, parameters: Any, dropped: list[str] | None) -> Schema:
+    """The schema of a function's arguments. What is not followed of it is appended to `dropped`, or refused
+    without that list. Raises BadRequest."""
     if not parameters:
-        return ANY_OBJECT, []
-    dropped: list[str] = []
+        return ANY_OBJECT
     try:
         if not isinstance(parameters, dict):
             raise BadRequest("`tools`: the schema is not a schema: an object is expected", param="tools")
-        schema = followed({"type": "object", **parameters}, "tools", None if strict else dropped)
-        assert isinstance(schema, dict)
-        if schema.get("type", "object") != "object":
-            raise BadRequest("`tools`: arguments are an object", param="tools")
-        schema["type"] = "object"
-        _check(grammar.whole(None, grammar.json_rules("text", schema), thinking=False), "tools")
+        schema = followed({"type": "object", **parameters}, "tools", dropped)
+        if not isinstance(schema, dict) or schema.get("type") not in ("object", None):
+            raise BadRequest("`tools`: the schema is not one of an object", param="tools")
     except BadRequest as error:
-        if strict:
-            text = str(error).replace("`tools`: the schema", f"`tools`: the parameters of {name!r:.40}", 1)
-            raise BadRequest(text.replace("'s /", " at /", 1), param="tools") from None
-        return ANY_OBJECT, ["/"]
-    return schema, dropped
+        if dropped is None:
+            raise _of_function(error, name) from None
+        dropped.append("/")
+        return ANY_OBJECT
+    return {**schema, "type": "object"}
+
+
+def _of_function(error: BadRequest, name: str) -> BadRequest:
+    """The error with the function that it is about."""
+    text = str(error).replace("`tools`: the schema's ", "`tools`: the schema ")
+    return BadRequest(text.replace("the schema", f"the parameters of {name!r:.40}:", 1), param="tools")
 
 
 def with_tools(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:

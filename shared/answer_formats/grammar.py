@@ -56,7 +56,7 @@ def whole(form: Format | None, rules: Mapping[str, str], *, thinking: bool) -> s
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def packed(source: str, markers: frozenset[str]) -> str:
+def packed(source: str, markers: frozenset[str] = frozenset()) -> str:
     """A grammar for a message; `markers` are the control tokens that stand in its texts."""
     found: dict[str, Any] = {"kind": KIND, "markers": sorted(markers)}
     if len(source) > ZIPPED_CHARS:

@@ -14,6 +14,7 @@ import pytest
 from openai import OpenAI
 from support.default_model import model_path
 from support.kv_offload.traffic import Answer, Traffic, prompt, traffic_to
+from support.loose_tools import FOLLOWED, LOOSE, tool_with
 from support.running_up import Up, running_up
 from support.small_llama import write_small_llama
 from support.token_tap import Tap
@@ -44,6 +45,19 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("real")
     with running_up(folder, *ENGINE, "--kv-blocks", str(BLOCKS), HEADRACE_HTTP="127.0.0.1:0") as up:
         yield up
+
+
+def test_every_tool_that_clients_have_is_answered(real: Up) -> None:
+    tools = {**LOOSE, **FOLLOWED}
+    with OpenAI(base_url=real.http_url, api_key="any", max_retries=0, timeout=120) as client:
+        for name, schema in tools.items():
+            answer = client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "Hi"}],
+                max_tokens=2,
+                tools=[tool_with(schema)],  # type: ignore[list-item]  # as clients send it
+            )
+            assert answer.choices[0].finish_reason in ("stop", "length"), name
 
 
 def test_the_real_model_is_paused_and_computes_nothing_twice(real: Up) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
 import pytest
+from support.loose_tools import FOLLOWED, LOOSE, tool_with
 from support.structured import grammar_of, tools_of
 
 from services.tokenizer.structured_output import parsed, spelled, with_tools
@@ -64,63 +66,6 @@ def test_the_grammar_of_calls(choice: Any) -> None:
         assert rules["answer"] == "calls"
 
 
-# What tools of real clients have, and no grammar follows; each is a schema of one property.
-LOOSE = {
-    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^x"}},
-    "oneOf that overlap": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
-    "uniqueItems": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
-    "required null": {"type": "object", "required": None},
-    "properties null": {"type": "object", "properties": None},
-    "items null": {"type": "array", "items": None},
-    "enum null": {"type": "string", "enum": None},
-    "enum empty": {"type": "string", "enum": []},
-    "enum of another type": {"type": "string", "enum": [1]},
-    "enum of large numbers": {"enum": [2**60 + 1]},
-    "type any": {"type": "any"},
-    "type of Python": {"type": "dict"},
-    "type null": {"type": None},
-    "type missing in a list": {"type": ["string", "file"]},
-    "format int32": {"type": "string", "format": "int32"},
-    "format uri-reference": {"type": "string", "format": "uri-reference"},
-    "pattern with a lookahead": {"type": "string", "pattern": "^(?!-)[a-z]+$"},
-    "pattern of Python": {"type": "string", "pattern": r"\Aa\Z"},
-    "not": {"not": {"type": "null"}},
-    "if": {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}},
-    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
-    "dependencies": {"type": "object", "dependencies": {"a": ["b"]}},
-    "contains": {"type": "array", "contains": {"type": "null"}},
-    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
-    "reference elsewhere": {"$ref": "https://example.com/schema.json"},
-    "reference to nothing": {"$ref": "#/$defs/none"},
-    "reference to itself": {"$ref": "#/properties/p"},
-    "a schema that is a text": "string",
-    "minimum as a text": {"type": "integer", "minimum": "0"},
-    "minimum over maximum": {"type": "integer", "minimum": 3, "maximum": 2},
-    "minimum beyond 64 bits": {"type": "number", "minimum": 1e300},
-    "a misspelt keyword": {"type": "string", "maxlength": 3},
-    "optional": {"type": "string", "required": True},
-    "a definition": {"$defs": {"x": {"not": {}}}, "type": "string"},
-    "multipleOf 0": {"type": "integer", "multipleOf": 0},
-    "additionalItems beside items": {"type": "array", "items": {"type": "string"}, "minContains": 1},
-}
-FOLLOWED = {
-    "multipleOf": {"type": "integer", "multipleOf": 5},
-    "nullable": {"type": "string", "nullable": True},
-    "maxLength 65536": {"type": "string", "maxLength": 65_536},
-    "allOf of two": {"allOf": [{"type": "object", "properties": {"a": {}}}, {"required": ["a"]}]},
-    "x-order": {"type": "string", "x-order": 1},
-    "an unused odd definition": {"type": "string", "$comment": {"not": 3}},
-    "draft 4": {"type": "integer", "minimum": 0, "exclusiveMinimum": True},
-    "uint64": {"type": "integer", "format": "uint64", "minimum": 0, "maximum": 2**64 - 1},
-    "no type": {"properties": {"a": {"minLength": 1}}},
-}
-
-
-def tool_with(schema: Any, **more: Any) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {"p": schema, "q": {"type": "integer"}}, "required": ["q"]}
-    return {"type": "function", "function": {"name": "f", "parameters": parameters, **more}}
-
-
 @pytest.mark.parametrize("name", LOOSE)
 def test_a_tool_that_is_not_strict_is_followed_as_far_as_it_can_be(name: str) -> None:
     tools = tools_of({"tools": [tool_with(LOOSE[name])]})
@@ -146,9 +91,29 @@ def test_a_tool_is_followed_to_the_letter(name: str) -> None:
 
 
 def test_a_tool_that_the_engine_refuses_as_a_whole_is_free() -> None:
-    clash = {"type": "array", "minItems": 1, "items": False}
-    tools = tools_of({"tools": [tool_with({"allOf": [clash, {"minItems": 1}]}, description="d")]})
-    assert tools is not None
+    clash = {"allOf": [{"type": "array", "minItems": 3}, {"maxItems": 2}]}
+    tools = [tool_with({"required": ["x"], "properties": {"x": clash}}), CLOCK]
+    parameters = tools[0]["function"]["parameters"]
+    parameters["required"] = ["p"]
+    parameters["properties"]["p"]["type"] = "object"
+    assert schemas_of(rules_of({"tools": tools})) == [ANY, ANY]
+    with pytest.raises(BadRequest, match="`tools`: the grammar engine refuses it: "):
+        grammar_of({"tools": [{**tools[0], "function": {**tools[0]["function"], "strict": True}}]})
+
+
+def test_schemas_that_are_too_long_together_are_free() -> None:
+    letters = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(1_000)]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": f"f{i}", "parameters": {"properties": {"p": {"enum": letters[i::2]}}}},
+        }
+        for i in range(2)
+    ]
+    assert schemas_of(rules_of({"tools": tools})) == [ANY, ANY]
+    assert schemas_of(rules_of({"tools": tools[:1]})) != [ANY]
+    with pytest.raises(BadRequest, match="characters, over 32768; shorten it"):
+        grammar_of({"tools": tools, "tool_choice": "required"})
 
 
 @pytest.mark.parametrize("parameters", [[None], "x", 3, True])
@@ -157,12 +122,12 @@ def test_parameters_that_are_no_schema_are_free_or_refused(parameters: Any) -> N
     tools = tools_of({"tools": [tool]})
     assert tools is not None
     assert tools.loosened == {"f": ["/"]}
-    with pytest.raises(BadRequest, match="the parameters of 'f' is not a schema"):
+    with pytest.raises(BadRequest, match="the parameters of 'f': is not a schema"):
         grammar_of({"tools": [tool], "tool_choice": "required"})
 
 
 def test_a_refused_parameter_is_named_with_its_function() -> None:
-    with pytest.raises(BadRequest, match="the parameters of 'f' at /properties/p/not cannot be followed"):
+    with pytest.raises(BadRequest, match="the parameters of 'f': /properties/p/not cannot be followed"):
         grammar_of({"tools": [tool_with({"not": {}}, strict=True)]})
 
 
