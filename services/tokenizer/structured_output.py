@@ -14,6 +14,7 @@ A JSON schema that the grammar engine cannot follow exactly is refused, with the
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
@@ -24,7 +25,7 @@ from typing import Any
 
 from shared.answer_formats import grammar
 from shared.answer_formats.formats import HERMES, Format
-from shared.api import GenerateRequest, Tool
+from shared.api import GenerateRequest, Tool, present
 from shared.errors import BadRequest
 
 Schema = dict[str, Any]
@@ -271,20 +272,21 @@ def parsed(message: dict[str, Any], *, as_text: bool = False) -> dict[str, Any]:
         if not isinstance(function["arguments"], str):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     whole = [
-        {**call, "type": "function", "function": function}
+        {**present(call), "type": "function", "function": function}
         for call, function in zip(calls, functions, strict=True)
     ]
     return {**message, "tool_calls": whole}
 
 
 def _call(call: Any) -> dict[str, Any]:
+    """An earlier call with its arguments as a value; null, an empty text and absence mean none."""
     match call:
-        case {"function": {"name": str() as name, "arguments": arguments}}:
-            try:
-                value = json.loads(arguments) if isinstance(arguments, str) else arguments
-            except (ValueError, RecursionError):
-                value = arguments
-            return {"name": name, "arguments": value}
+        case {"function": {"name": str() as name, **more}}:
+            value = more.get("arguments")
+            if isinstance(value, str):
+                with contextlib.suppress(ValueError, RecursionError):
+                    value = json.loads(value) if value.strip() else None
+            return {"name": name, "arguments": {} if value is None else value}
     raise BadRequest(
         '`messages`: a tool call is {"type": "function", "function": {"name": …, "arguments": …}}',
         param="messages",
