@@ -102,7 +102,7 @@ def _text_or_ids(prompt: object) -> object:
 
 
 def present(value: Any, *kept: str) -> Any:
-    """Without null fields at any depth: clients send them for what there is not. The fields `kept` stay as
+    """Without null fields at any depth: clients send them for absent values. The fields `kept` stay as
     they are."""
     if isinstance(value, dict):
         return {k: v if k in kept else present(v, *kept) for k, v in value.items() if v is not None}

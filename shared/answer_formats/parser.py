@@ -16,6 +16,7 @@ from collections.abc import Generator, Mapping
 from functools import partial
 from typing import Any
 
+from shared.answer_formats.arguments import Argument
 from shared.answer_formats.formats import NAME, Braces, Channels, Format, Json, Named, Python, Xml
 from shared.answer_formats.notations import (
     Calls,
@@ -23,8 +24,8 @@ from shared.answer_formats.notations import (
     PythonScanner,
     arguments_of,
     braces_call,
+    dumps,
     escaped,
-    is_text,
     json_calls,
     python_calls,
     unquoted,
@@ -286,10 +287,10 @@ class AnswerParser:
             return True
         if first == '"':
             text, done = yield from reader.collect(scanner.scan)
-            reader.emit(ARGUMENTS, value_of(text, None) if not done else arguments_of(unquoted(text)))
+            reader.emit(ARGUMENTS, value_of(text) if not done else arguments_of(unquoted(text)))
             return done
         found = yield from reader.match(_SCALAR, 80)
-        reader.emit(ARGUMENTS, "{}" if found is None or found[1] == "null" else value_of(found[1], None))
+        reader.emit(ARGUMENTS, "{}" if found is None or found[1] == "null" else value_of(found[1]))
         return found is not None
 
     def _headed(self, notation: Named | Xml) -> NoCall:
@@ -302,7 +303,7 @@ class AnswerParser:
         if found is None:
             return ""
         reader.start(found["name"])
-        if isinstance(notation, Named):
+        if isinstance(notation, Named) or (yield from reader.peek()) == "{":
             yield from self._value()
         else:
             yield from self._arguments(notation, found["name"])
@@ -311,25 +312,23 @@ class AnswerParser:
     def _arguments(self, notation: Xml, function: str) -> Truth:
         """Arguments that have tags of their own, as one JSON object."""
         reader, key_of = self._reader, re.compile(r"\s*" + notation.key)
-        schema = self._tools.get(function)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
         separator = "{"
         while (yield from reader.literal(notation.key_begins, step=False)):
             found = yield from reader.match(key_of)
             if found is None:
                 break
-            string = is_text(properties.get(found["key"]) if isinstance(properties, Mapping) else None)
-            reader.emit(ARGUMENTS, f"{separator}{value_of(found['key'], True)}: ")
-            if not (yield from self._argument(notation, string)):
+            reader.emit(ARGUMENTS, f"{separator}{dumps(found['key'])}: ")
+            argument = Argument(self._tools.get(function), found["key"])
+            if not (yield from self._argument(notation, argument)):
                 return False
             separator = ", "
         reader.emit(ARGUMENTS, "}" if separator == ", " else "{}")
         return True
 
-    def _argument(self, notation: Xml, string: bool | None) -> Text:
+    def _argument(self, notation: Xml, argument: Argument) -> Text:
         """One value: a text as it arrives, any other when it is complete."""
         reader, held, breaks = self._reader, list[str](), ["", ""]
-        fresh = notation.newlines
+        fresh, string = notation.newlines, argument.streams
 
         def show(text: str) -> None:
             nonlocal fresh
@@ -351,7 +350,7 @@ class AnswerParser:
             string = True
             end = yield from reader.until((notation.value_ends,), show)
         if not string:
-            reader.emit(ARGUMENTS, value_of("".join(held), string))
+            reader.emit(ARGUMENTS, argument.read("".join(held)))
         elif end:
             reader.emit(ARGUMENTS, '"')
         return end
