@@ -86,6 +86,17 @@ class AnswerParser:
         """The number of calls so far."""
         return self._reader.calls
 
+    @property
+    def decided(self) -> int:
+        """How many characters of the answer are known to be content or not."""
+        place, since = self._reader.place, self._reader.since
+        return place if since is None else since
+
+    def content(self) -> list[tuple[int, int]]:
+        """Where content stands in the text of the answer, as begins and ends, since the last time."""
+        found, self._reader.content = self._reader.content, []
+        return found
+
     def feed(self, piece: str, *, last: bool = False) -> list[Part]:
         """The parts that `piece` completes."""
         reader = self._reader
@@ -130,22 +141,23 @@ class AnswerParser:
         """The calls from this marker on. Markers without a call are content."""
         form, reader, pending = self._form, self._reader, marker
         last = form.opens[-1] if form.opens else ""
+        since = reader.since = reader.place - len(marker)
         while True:
             failed: str | None = ""
             if marker in ("", last):
                 failed = yield from self._call()
                 pending = "" if failed is None else pending + failed
-            before = reader.at
-            marker = "" if failed else (yield from reader.literal(*form.opens, *form.ends))
-            if marker in form.opens and reader.calls >= self._most:
-                reader.at = before
-                marker = ""
-            if not marker:
+            marker = "" if failed else (yield from reader.literal(*form.opens, *form.ends, step=False))
+            if not marker or (marker in form.opens and reader.calls >= self._most):
                 break
+            end = reader.text.index(marker, reader.at) + len(marker)
             if pending or marker not in form.ends:
-                pending += reader.text[before : reader.at]
+                since = reader.since = since if pending else reader.place
+                pending += reader.text[reader.at : end]
+            reader.at = end
         if pending:
-            reader.put(CONTENT, pending)
+            reader.put(CONTENT, pending, since)
+        reader.since = None
         return not pending
 
     def _channels(self) -> Truth:
@@ -156,7 +168,7 @@ class AnswerParser:
             header = (yield from reader.match(_MESSAGE)) if found in _STARTS else None
             if header is None:
                 if found in _STARTS:
-                    reader.put(CONTENT, found)
+                    reader.put(CONTENT, found, reader.place - len(found))
                 found = yield from reader.until(_STARTS, partial(reader.put, CONTENT))
                 continue
             recipient, channel = _RECIPIENT.search(header["head"]), _CHANNEL.search(header["head"])
@@ -208,28 +220,18 @@ class AnswerParser:
         if failed is not None:
             return listed + failed
         while reader.calls < self._most:
-            found = yield from self._separated()
+            found = yield from reader.another()
             if not found:
                 break
+            since = reader.since = reader.place
             failed = yield from self._object()
             if failed is not None:
-                reader.put(CONTENT, failed)
+                reader.put(CONTENT, failed, since)
+                reader.since = None
                 return None
         if listed:
             yield from reader.literal("]")
         return None
-
-    def _separated(self) -> Truth:
-        """Step over what separates two objects, if another one follows."""
-        reader = self._reader
-        for separators in ((",",), (";",), ()):
-            before = reader.at
-            if separators and not (yield from reader.literal(*separators)):
-                continue
-            if (yield from reader.peek()) == "{":
-                return True
-            reader.at = before
-        return False
 
     def _object(self) -> NoCall:
         reader = self._reader
