@@ -36,7 +36,16 @@ from shared.checkpoints import body_hash
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
 from shared.json_body import read_json, refuse_odd_values
-from shared.messages import EMBEDDING, EMBEDDING_BASE64, WHOLE_VECTOR, Sampling, Tokenized, floats, ints
+from shared.messages import (
+    EMBEDDING,
+    EMBEDDING_BASE64,
+    MANY_CALLS,
+    WHOLE_VECTOR,
+    Sampling,
+    Tokenized,
+    floats,
+    ints,
+)
 from shared.nats import subjects
 from shared.nats.access import CLASSES, is_keepers
 from shared.vocab.vocabulary import Vocabulary
@@ -298,6 +307,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         min_tokens=request.min_tokens,
         answer_format="" if form is None else f"{form.name}{THINKING if thinking else ''}",
         checkpoints=_checkpoints(request, submission),
+        most_calls=0 if tools is None else 1 if request.parallel_tool_calls is False else MANY_CALLS,
     )
 
 

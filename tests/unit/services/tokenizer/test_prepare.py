@@ -21,7 +21,7 @@ from shared.answer_formats.formats import FORMATS
 from shared.api import IGNORED, UNSUPPORTED
 from shared.checkpoints import body_hash
 from shared.errors import BadRequest, SetupError
-from shared.messages import Sampling, Tokenized, floats, ints
+from shared.messages import MANY_CALLS, Sampling, Tokenized, floats, ints
 from shared.vocab.vocabulary import Vocabulary, gguf_parts
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi 12"}]}
@@ -86,6 +86,22 @@ def test_the_answer_format_of_a_request(model: ServedModel, path: Path) -> None:
     )
     assert prepared(dataclasses.replace(model, answer_format=None), CHAT).answer_format == ""
     assert prepared(reasons, {"prompt": "Hi"}).answer_format == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "calls"),
+    [
+        ({}, MANY_CALLS),
+        ({"parallel_tool_calls": True}, MANY_CALLS),
+        ({"parallel_tool_calls": False}, 1),
+        ({"tool_choice": "none"}, 0),
+        ({"tools": []}, 0),
+    ],
+)
+def test_the_calls_that_an_answer_may_have(path: Path, more: dict[str, Any], calls: int) -> None:
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    served = dataclasses.replace(model_with(path, "tools"), max_context=1024)
+    assert prepared(served, {**CHAT, **tools, **more}).most_calls == calls
 
 
 def test_a_family_without_a_grammar_writes_required_calls_as_hermes(model: ServedModel) -> None:
