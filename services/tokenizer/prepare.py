@@ -20,7 +20,7 @@ import msgpack
 from pydantic import ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
-from services.tokenizer.structured_output import Tools, grammar_of, read_tools
+from services.tokenizer.structured_output import Tools, binds_text, grammar_of, read_tools
 from shared.answer_formats.formats import HERMES, THINKING, Format
 from shared.api import (
     IGNORED,
@@ -467,7 +467,8 @@ def _answer_format(
     form = model.answer_format
     if form is None or not isinstance(request, ChatRequest):
         return None, False
-    if tools is not None and tools.choice == "required" and form.writes is None:
+    ruled = tools is not None and (tools.choice == "required" or binds_text(request))
+    if ruled and form.writes is None:
         return HERMES, False  # the grammar asks for calls that have one
     if form.think is None:
         return form, False

@@ -4,7 +4,7 @@ response_format      {"type": "json_object"} | {"type": "json_schema", "json_sch
 structured_outputs   {"json": …} | {"regex": …} | {"choice": [...]} | {"grammar": …} | {"json_object": true}
 guided_json, guided_regex, guided_choice, guided_grammar: the same, as vLLM named them before
 grammar              EBNF, as llama.cpp names it
-tools, tool_choice   functions that the model may call: see `Tools`
+tools, tool_choice   functions that the model may call, also beside one of the others: see `Tools`
 ──▶ {"kind": "json" | "regex" | "ebnf" | "structural_tag", "source": …}, JSON in Tokenized.grammar. A
     structural tag has `markers`, too: control tokens that stand in its texts; and `json`, true if its content
     is JSON.
@@ -52,8 +52,7 @@ _EBNF = re.compile(
 MOST_COUNT = 10**9
 
 _OLD = "guided_"  # vLLM's old names: `guided_json` is {"json": …} in `structured_outputs`
-# These and `tools` exclude each other.
-_FIELDS = (
+_FIELDS = (  # they exclude each other
     "response_format", "structured_outputs", "grammar",
     *(f"{_OLD}{rule}" for rule in ("json", "regex", "choice", "grammar")),
 )  # fmt: skip
@@ -70,25 +69,39 @@ def grammar_of(
     """The grammar of a request as JSON, empty if it has none; `tools` are those of the request, `form` is the
     format of its answer. `thinking`: its prompt opens the reasoning. `available`: an executor can follow a
     grammar. Raises BadRequest."""
-    fields = {name: getattr(request, name) for name in _FIELDS} | {"tools": tools}
-    asked = [name for name, value in fields.items() if value is not None]
-    if not asked:
+    asked = [name for name in _FIELDS if getattr(request, name) is not None]
+    if not asked and tools is None:
         return ""
     if len(asked) > 1:
         raise BadRequest(f"`{asked[1]}` and `{asked[0]}` exclude each other", param=asked[1])
-    (param,) = asked
+    param = asked[0] if asked else "tools"
     if not available:
         raise BadRequest(
             f"`{param}`: no executor of this model can follow a grammar: it takes an engine with weights and "
             "the package xgrammar (pip install 'headrace[grammar]')",
             param=param,
         )
-    asked_for = fields[param]
+    text = _text_grammar(param, getattr(request, param)) if asked else ""
+    form = HERMES if form is None and tools is not None else form
+    if form is not None and (tools is not None or form.think is not None):
+        text = _of_answer(text, tools, form, thinking)
+        _check_chars(text, param)
+    for name in ("ignore_eos", "min_tokens") if text else ():
+        if getattr(request, name):
+            raise BadRequest(f"`{name}`: with `{param}` an answer ends by itself", param=name)
+    return text
+
+
+def binds_text(request: GenerateRequest) -> bool:
+    """Whether the text of the answer follows a grammar, apart from calls."""
+    return any(getattr(request, name) is not None for name in _FIELDS)
+
+
+def _text_grammar(param: str, asked_for: Any) -> str:
+    """The grammar of an answer without reasoning and calls."""
     if param.startswith(_OLD):
         asked_for = {param.removeprefix(_OLD): asked_for}
     match asked_for:
-        case Tools() as tools:
-            text = tools.grammar(form or HERMES, thinking=thinking)
         case {"json_schema": {"schema": schema}} | {"json": schema}:
             text = _json(schema, param)
         case {"type": "json_object"} | {"json_object": True}:
@@ -100,18 +113,18 @@ def grammar_of(
         case str(ebnf) | {"grammar": ebnf}:
             text = _ebnf(ebnf, param)
     _check_chars(text, param)
-    if form is not None and form.think is not None and param != "tools":
-        text = _after_reasoning(text, form, thinking, param)
-    for name in ("ignore_eos", "min_tokens") if text else ():
-        if getattr(request, name):
-            raise BadRequest(f"`{name}`: with `{param}` an answer ends by itself", param=name)
     return text
 
 
-def _after_reasoning(text: str, form: Format, thinking: bool, param: str) -> str:
-    """The grammar, from the end of the reasoning on."""
-    packed = json.loads(text)
+def _of_answer(text: str, tools: Tools | None, form: Format, thinking: bool) -> str:
+    """The grammar of an answer of this format: reasoning, then calls, or text under the grammar `text` if
+    there is one. Empty for free text and calls that have no grammar."""
+    if tools is not None and tools.choice == "required":
+        text = ""  # the answer is nothing but calls
+    packed = json.loads(text) if text else {"kind": ""}
     match packed["kind"]:
+        case "":
+            rule = None
         case "json":
             rule = {
                 "type": "json_schema",
@@ -122,10 +135,12 @@ def _after_reasoning(text: str, form: Format, thinking: bool, param: str) -> str
             rule = {"type": "regex", "pattern": packed["source"]}
         case _:
             rule = {"type": "grammar", "grammar": packed["source"]}
+    if tools is not None:
+        rule = tools.grammar(form, rule)
+    if rule is None:
+        return ""
     rule = grammar.after_reasoning(form, rule, thinking=thinking)
-    text = _structural(form, rule, json=packed["kind"] == "json")
-    _check_chars(text, param)
-    return text
+    return _structural(form, rule, **({"json": packed["kind"] == "json"} if text else {}))
 
 
 def _json(schema: Any, param: str) -> str:
@@ -190,7 +205,7 @@ _HOW = (
 class Tools:
     """The tools of a request: as given, with the resolved schemas of their arguments, and the choice.
 
-    tool_choice   auto: text, in which the model may write calls
+    tool_choice   auto: text, in which the model may write calls; if the text follows a grammar, that or calls
                   required, or a function by name: nothing but calls
                   none: the tools are ignored
 
@@ -203,13 +218,13 @@ class Tools:
     choice: str  # auto, required
     parallel: bool = True  # more than one call
 
-    def grammar(self, form: Format, *, thinking: bool) -> str:
-        """As executors compile it; empty for a family whose calls have no grammar."""
+    def grammar(self, form: Format, text: grammar.Rule | None) -> grammar.Rule | None:
+        """The rule of an answer whose text follows the rule `text`; None for a family whose calls have no
+        grammar."""
         required = self.choice == "required"
-        rule = grammar.calls(form, self.schemas, required=required, parallel=self.parallel)
-        if rule is None:
-            return ""
-        return _structural(form, grammar.after_reasoning(form, rule, thinking=thinking))
+        alone = required or text is not None
+        rule = grammar.calls(form, self.schemas, required=alone, parallel=self.parallel)
+        return rule if required or rule is None or text is None else grammar.either(rule, text)
 
 
 def _structural(form: Format, rule: dict[str, Any], **more: bool) -> str:

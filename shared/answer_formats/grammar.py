@@ -52,6 +52,11 @@ def calls(form: Format, schemas: Mapping[str, Any], *, required: bool, parallel:
     }
 
 
+def either(one: Rule, other: Rule) -> Rule:
+    """An answer that follows one of the rules."""
+    return {"type": "or", "elements": [one, other]}
+
+
 def after_reasoning(form: Format, rule: Rule, *, thinking: bool) -> Rule:
     """The rule, after the reasoning of a family that reasons. `thinking`: the prompt opens it; else the model
     may."""

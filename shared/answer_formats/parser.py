@@ -77,6 +77,7 @@ class AnswerParser:
         self._form = form
         self._tools = tools or {}
         self._most = (NO_LIMIT if parallel else 1) if tools is not None else 0
+        self._bare = False  # no marker stands before the call that is read
         self._reader = Reader()
         channels = isinstance(form.notations[0], Channels)
         self._machine = self._channels() if channels else self._answer(thinking)
@@ -141,6 +142,7 @@ class AnswerParser:
         """The calls from this marker on. Markers without a call are content."""
         form, reader, pending = self._form, self._reader, marker
         last = form.opens[-1] if form.opens else ""
+        self._bare = not marker
         since = reader.since = reader.place - len(marker)
         while True:
             failed: str | None = ""
@@ -206,7 +208,14 @@ class AnswerParser:
                 return failed
         return ""
 
+    def _knows(self, name: str) -> bool:
+        """Whether this is the name of a call. Without a marker any JSON may have a `name`: it is one of the
+        functions."""
+        return not (self._bare and self._tools) or name in self._tools
+
     def _all(self, found: Calls | None) -> bool:
+        if not all(self._knows(name) for name, _ in found or ()):
+            return False
         for name, arguments in found or ():
             self._reader.start(name)
             self._reader.emit(ARGUMENTS, arguments)
@@ -237,6 +246,9 @@ class AnswerParser:
         reader = self._reader
         while True:
             found = _HEAD_OF_OBJECT.match(reader.text, reader.at, reader.at + MAX_HEAD)
+            if found and not self._knows(found["name"]):
+                wrong = False
+                break
             if found:
                 reader.at = found.end()
                 reader.start(found["name"])

@@ -112,6 +112,9 @@ def test_a_family_without_a_grammar_writes_required_calls_as_hermes(model: Serve
     required = prepared(python, {**CHAT, **tools, "tool_choice": "required"})
     assert required.answer_format == "hermes"
     assert "<tool_call>" in required.grammar
+    ruled = prepared(python, {**CHAT, **tools, "response_format": {"type": "json_object"}})
+    assert ruled.answer_format == "hermes"
+    assert '"or"' in json.loads(ruled.grammar)["source"]
 
 
 def test_structured_output_begins_after_the_reasoning(model: ServedModel) -> None:

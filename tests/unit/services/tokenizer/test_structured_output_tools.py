@@ -18,6 +18,7 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 NAMED = {"type": "function", "function": {"name": "clock"}}
+JSON = {"response_format": {"type": "json_object"}}
 CLOSED = {**CITY, "additionalProperties": False}
 ANY = {"type": "object", "additionalProperties": True}
 
@@ -67,6 +68,37 @@ def test_one_call_at_most() -> None:
         assert json.loads(json.loads(grammar_of(fields))["source"])["format"]["stop_after_first"] is True
 
 
+TEXTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (JSON, {"type": "json_schema", "json_schema": ANY, "max_whitespace_cnt": 1}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": CITY}}},
+        {"type": "json_schema", "json_schema": CLOSED, "max_whitespace_cnt": 1},
+    ),
+    (
+        {"structured_outputs": {"json": CITY}},
+        {"type": "json_schema", "json_schema": CLOSED, "max_whitespace_cnt": 1},
+    ),
+    ({"guided_json": CITY}, {"type": "json_schema", "json_schema": CLOSED, "max_whitespace_cnt": 1}),
+    ({"guided_regex": "a|b"}, {"type": "regex", "pattern": "a|b"}),
+    ({"guided_choice": ["a"]}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+    ({"grammar": 'root ::= "a"'}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+]
+
+
+@pytest.mark.parametrize(("fields", "rule"), TEXTS, ids=lambda value: str(value)[:30])
+def test_calls_are_free_and_the_form_binds_the_text(fields: dict[str, Any], rule: dict[str, Any]) -> None:
+    tools = {"tools": [WEATHER, CLOCK]}
+    calls = json.loads(json.loads(grammar_of({**tools, "tool_choice": "required"}))["source"])["format"]
+    packed = json.loads(grammar_of({**tools, **fields}))
+    found = json.loads(packed["source"])["format"]
+    assert found == {"type": "or", "elements": [calls, rule]}
+    assert packed["json"] is (rule["type"] == "json_schema")
+    for choice in ("required", NAMED):
+        chosen = {**tools, "tool_choice": choice}
+        assert grammar_of({**chosen, **fields}) == grammar_of(chosen)
+    assert grammar_of({**tools, "tool_choice": "none", **fields}) == grammar_of(fields)
+
+
 def test_no_tools_no_grammar() -> None:
     for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}, {"tool_choice": "auto"}):
         assert grammar_of(fields) == ""
@@ -87,7 +119,10 @@ def test_no_tools_no_grammar() -> None:
         ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": allowed("none", WEATHER)}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tools"),
+        ({"tools": [WEATHER], **JSON, "grammar": "root ::= nothing"}, "grammar"),
+        ({"tools": [WEATHER], **JSON, "min_tokens": 2}, "min_tokens"),
+        ({"tools": [WEATHER], "guided_regex": "("}, "guided_regex"),
+        ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "("}, "guided_regex"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], param: str) -> None:

@@ -56,7 +56,9 @@ AFTER_CALLS = [
     *((answer.form, f"{answer.text} and, {{so}}; on", answer.opened) for answer in ANSWERS),
     ("hermes", f"<tool_call>\n{CALL}, then; more", False),
     ("hermes", f"<tool_call>\n{CALL}; {{more}} <tool_call>", False),
-    ("llama3", f"{CALL}, and more", False),
+    ("llama3", '{"name": "get_time", "parameters": {}}, and more', False),
+    ("llama3", CALL, False),
+    ("xlam", f"[{CALL}]", False),
     ("llama3", '{"answer": 4, "text": "{}"}\n', False),
     ("xlam", "[1, 2]", False),
 ]
