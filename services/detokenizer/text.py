@@ -308,11 +308,14 @@ class ContentStops:
     It holds back what the parser may still take for content, and in content what a StopFinder holds back.
     """
 
-    __slots__ = ("_end", "_finder", "_parser", "_sent", "_shown", "_skipped", "_text")
+    __slots__ = ("_calls", "_end", "_finder", "_only", "_parser", "_sent", "_shown", "_skipped", "_text")
 
-    def __init__(self, finder: StopFinder, parser: AnswerParser) -> None:
+    def __init__(self, finder: StopFinder, parser: AnswerParser, *, calls: bool) -> None:
+        """`calls`: content may end. Without calls it has reasoning before it alone."""
         self._finder = finder
         self._parser = parser
+        self._calls = calls
+        self._only = False  # the rest of the answer is content
         self._text = ""  # not sent yet
         # Places in the answer, in characters:
         self._sent = 0  # of `_text`
@@ -327,16 +330,18 @@ class ContentStops:
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """As StopFinder.feed."""
-        return self._take(piece, last=False)
+        return self._finder.feed(piece) if self._only else self._take(piece, last=False)
 
     def skip(self, piece: str) -> str:
         """As StopFinder.skip."""
+        if self._only:
+            return piece
         self._skipped += len(piece)
         return self._take(piece, last=False)[0]
 
     def finish(self) -> str:
         """The held text, at the end of the sequence, up to a stop string that is complete."""
-        return self._take("", last=True)[0]
+        return self._finder.finish() if self._only else self._take("", last=True)[0]
 
     def _take(self, piece: str, *, last: bool) -> tuple[str, bool]:
         self._text += piece
@@ -352,6 +357,7 @@ class ContentStops:
             if found:
                 return self._cut(self._shown), True
         decided = self._parser.decided
+        self._only = not self._calls and 0 < decided == self._end
         return self._cut(decided if last or decided != self._end else self._shown), False
 
     def _cut(self, place: int) -> str:
@@ -367,9 +373,8 @@ def _finder_of(opened: Open) -> StopFinder | ContentStops:
     if form is None or not (opened.most_calls or can_reason(form)):
         return finder
     tools: dict[str, Any] | None = {} if opened.most_calls else None
-    return ContentStops(
-        finder, AnswerParser(form, thinking=thinking, tools=tools, parallel=opened.most_calls > 1)
-    )
+    parser = AnswerParser(form, thinking=thinking, tools=tools, parallel=opened.most_calls > 1)
+    return ContentStops(finder, parser, calls=tools is not None or form.think is None)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.recorded_answers import ANSWERS, Answer, parts_of, read
+from support.recorded_answers import ANSWERS, TOOLS, Answer, parts_of, read
 from support.text_models import trained, write_bpe_gguf, write_sentencepiece_gguf
 
 from services.detokenizer.text import SequenceStream, StopFinder, TextDecoder, TokenGap
@@ -197,12 +197,20 @@ NEAR_STOPS = st.sampled_from(
 )
 
 
-@given(st.sampled_from(ANSWERED), st.lists(NEAR_STOPS, min_size=1, max_size=2, unique=True), CUTS)
+@given(
+    st.sampled_from(ANSWERED),
+    st.sampled_from([0, 2]),
+    st.lists(NEAR_STOPS, min_size=1, max_size=2, unique=True),
+    CUTS,
+)
 def test_stop_strings_in_answers_against_the_content_of_the_whole(
-    letters: Vocabulary, answer: Answer, stops: list[str], cuts: list[int]
+    letters: Vocabulary, answer: Answer, calls: int, stops: list[str], cuts: list[int]
 ) -> None:
+    tools = TOOLS if calls else None
     text = f"{answer.text}\nThis is it."
-    parts = [part for parts in parts_of(answer.form, [text], thinking=answer.opened) for part in parts]
+    parts = [
+        part for parts in parts_of(answer.form, [text], thinking=answer.opened, tools=tools) for part in parts
+    ]
     contents = [
         "".join(part.text for part in group)
         for kind, group in itertools.groupby(parts, lambda part: part.kind)
@@ -210,7 +218,7 @@ def test_stop_strings_in_answers_against_the_content_of_the_whole(
     ]
     found = [(min(ends)[1], n) for n, said in enumerate(contents) if (ends := stops_in(said, stops))]
     form = answer.form + "/thinking" * answer.opened
-    stream = stream_of(letters, tuple(stops), answer_format=form, most_calls=2)
+    stream = stream_of(letters, tuple(stops), answer_format=form, most_calls=calls)
     ids = [3 + byte for byte in text.encode()]
     shown = ""
     for piece in pieces_of(ids, [cut * 9 for cut in cuts]):
@@ -220,7 +228,7 @@ def test_stop_strings_in_answers_against_the_content_of_the_whole(
     stream.close(len(ids), "length")
     shown += stream.drain().text
     assert text.startswith(shown)
-    said = read(answer.form, shown, thinking=answer.opened).content.split()
+    said = read(answer.form, shown, thinking=answer.opened, tools=tools).content.split()
     if found:
         start, n = found[0]
         assert said == "".join([*contents[:n], contents[n][:start]]).split()
