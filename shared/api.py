@@ -101,9 +101,28 @@ def _text_or_ids(prompt: object) -> object:
     raise ValueError("one text or one list of token ids is expected")
 
 
+def present(value: Any, *kept: str) -> Any:
+    """Without null fields at any depth: clients send them for absent values. The fields `kept` stay as
+    they are."""
+    if isinstance(value, dict):
+        return {k: v if k in kept else present(v, *kept) for k, v in value.items() if v is not None}
+    return [present(each, *kept) for each in value] if isinstance(value, list) else value
+
+
+def _dumped(message: object) -> object:
+    """A message of an earlier answer as clients dump it, with all its fields: null and an empty list mean
+    none. The text of a refusal is its content."""
+    if not isinstance(message, dict):
+        return message
+    held = {k: v for k, v in message.items() if v is not None and (v != [] or k == "content")}
+    refusal = held.pop("refusal", None)
+    return {**held, "content": refusal} if isinstance(refusal, str) and not held.get("content") else held
+
+
 def _joined(content: object, info: ValidationInfo) -> object:
-    """Joins text parts. An assistant's message may have none, as with only tool calls: an empty text."""
-    if content is None and info.data.get("role") != ASSISTANT:
+    """Joins text parts. The message of a role in WITHOUT_TEXT may have none: an empty text."""
+    role = info.data.get("role")
+    if content is None and role not in WITHOUT_TEXT:
         raise ValueError("a text is expected, or a list of parts of type `text`")
     if not isinstance(content, list):
         return "" if content is None else content
@@ -111,6 +130,8 @@ def _joined(content: object, info: ValidationInfo) -> object:
     for part in content:
         match part:
             case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "refusal", "refusal": str(text)} if role == ASSISTANT:
                 texts.append(text)
             case _:
                 raise ValueError("only parts of type `text` are supported")
@@ -182,23 +203,34 @@ class TextPart(TypedDict):
     text: str
 
 
+@Extensible
+class RefusalPart(TypedDict):
+    """A part of an assistant's content: a text, too."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ASSISTANT = "assistant"
-_CONTENT: dict[str, Any] = {  # the rule of `_joined`
+WITHOUT_TEXT = (ASSISTANT, "tool", "function")  # it may have calls alone; a function may return nothing
+CONTENT_RULE: dict[str, Any] = {  # of `_joined`
     "anyOf": [
-        {"properties": {"role": {"const": ASSISTANT}}},
+        {"properties": {"role": {"enum": [*WITHOUT_TEXT]}}},
         {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
     ]
 }
 
 
 class ChatMessage(BaseModel):
-    """One message. Further fields (`name`, `tool_calls`, …) reach the chat template unchanged."""
+    """One message. Further fields (`name`, `tool_calls`, …) reach the chat template unchanged, but for null
+    and empty lists."""
 
-    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_CONTENT)
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=CONTENT_RULE)
+    _without_nulls = model_validator(mode="before")(_dumped)
 
     role: Role
-    content: Annotated[str, BeforeValidator(_joined, str | list[TextPart] | None)] = Field(
+    content: Annotated[str, BeforeValidator(_joined, str | list[TextPart | RefusalPart] | None)] = Field(
         None, validate_default=True
     )
 

@@ -36,6 +36,7 @@ MOVED = 410  # code of a Rejected or Cancel: another detokenizer answers the cli
 
 EMBEDDING, EMBEDDING_BASE64 = "embedding", "embedding_base64"  # formats of a request without an answer
 WHOLE_VECTOR = -1  # of `pooling`
+MANY_CALLS = 2  # of `most_calls`: any number
 NO_ROOM, PRESENT = -1, -2  # in `KvReserved.offsets`; PRESENT: in L1 already, no copy needed
 
 ROW_REFUSED = "refused: "  # prefix of a row error that is the client's fault: a 400, not a 500
@@ -202,6 +203,7 @@ class Tokenized:
     checkpoints: str = ""  # the submitted body's hash, under which its tokens are kept; empty: they are not
     routing_key: str = ""  # requests with an equal one go to the same scheduler; empty: the id decides
     pooling: int = 0  # it ends with its prompt's vector, of so many numbers or WHOLE_VECTOR; 0: it generates
+    most_calls: int = 0  # of functions that its answer may have: none, one, or MANY_CALLS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +293,7 @@ class Open:
     stop_ids: Ints = field(default_factory=ints)  # each ends the text; shown only with `include_stop`
     min_tokens: int = 0  # stop strings end the text after these tokens only
     answer_format: str = ""  # as in Tokenized; its markers are shown
+    most_calls: int = 0  # as in Tokenized: their text has no stop strings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

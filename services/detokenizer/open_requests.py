@@ -167,6 +167,7 @@ def opened_of(tokenized: Tokenized, choice: int) -> Open:
         parent_span=tokenized.parent_span,
         stop_ids=tokenized.stop_ids,
         answer_format=tokenized.answer_format,
+        most_calls=tokenized.most_calls,
     )
 
 

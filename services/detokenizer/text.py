@@ -1,6 +1,7 @@
 """A `SequenceStream` is the text of one sequence: ids in by token index, text out with the covered indices.
 
-Text is sent in whole characters (`TextDecoder`), without a possible start of a stop string (`StopFinder`).
+Text is sent in whole characters (`TextDecoder`), without a possible start of a stop string (`StopFinder`). A
+stop string counts in the content of an answer, not in its reasoning and its calls (`ContentStops`).
 Log probabilities have the two shapes of the OpenAI API, chat and completion (`LogprobShape`).
 """
 
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.answer_formats.formats import markers_of
-from shared.answer_formats.reasoning import reasoning_tokens
+from shared.answer_formats.formats import chosen, markers_of
+from shared.answer_formats.parser import AnswerParser
+from shared.answer_formats.reasoning import can_reason, reasoning_tokens
 from shared.errors import EngineError
 from shared.messages import Open, Tokens
 from shared.vocab.vocabulary import Vocabulary
@@ -82,7 +84,7 @@ class SequenceStream:
         # None when not asked for
         self._shape = LogprobShape(vocabulary, opened.format == "chat") if opened.logprobs else None
         self._scores: list[Score] = []
-        self._finder = StopFinder(opened.stop, opened.include_stop) if opened.stop else None
+        self._finder = _finder_of(opened) if opened.stop else None
         self._least = opened.min_tokens
 
     def take(self, first: int, ids: array[int], scores: Sequence[Score] = ()) -> bool:
@@ -114,14 +116,13 @@ class SequenceStream:
         """Another scheduler resumes the sequence; its Open brings the new number."""
         self.seq, self.stop_reported = -1, False
 
-    def _take_watching(self, finder: StopFinder, ids: array[int]) -> None:
-        """Read token by token, to find the index of the token that completes a stop string. A stop string
-        begins after `min_tokens` tokens."""
+    def _take_watching(self, finder: StopFinder | ContentStops, ids: array[int]) -> None:
+        """Read token by token, to find the index of the token that completes a stop string, or that decides
+        that it is content. A stop string begins after `min_tokens` tokens."""
         for i in range(len(ids)):
             self.taken += 1
-            text, found = self._decoder.feed(ids[i : i + 1]), False
-            if self.taken > self._least:
-                text, found = finder.feed(text)
+            text = self._decoder.feed(ids[i : i + 1])
+            text, found = finder.feed(text) if self.taken > self._least else (finder.skip(text), False)
             if text:
                 self._pieces.append(text)
             if found:
@@ -176,21 +177,23 @@ class SequenceStream:
             self.stop = self._finder.found if self._finder is not None else ""
             return self.stop_index
         self.reason = reason
-        if self.stop_index is None:
-            self._finish_text()
+        if self.stop_index is None and (stop := self._finish_text()):
+            self.reason, self.stop = "stop", stop
         return final
 
     def reasoning_tokens(self, final: int) -> int | None:
         """How many of the first `final` tokens are reasoning; None if the model's answers have none."""
         return reasoning_tokens(self._format, self.ids[:final], self._decoder.table)
 
-    def _finish_text(self) -> None:
+    def _finish_text(self) -> str:
+        """Add the held text. Returns a stop string in it: some text is content only by the end after it."""
         rest = self._decoder.finish()
         if self._finder is not None:
             shown, found = self._finder.feed(rest)
             rest = shown if found else shown + self._finder.finish()
         if rest:
             self._pieces.append(rest)
+        return self._finder.found if self._finder is not None else ""
 
 
 def merged(deltas: Sequence[Delta]) -> Delta:
@@ -279,6 +282,10 @@ class StopFinder:
         self._held = text[cut:]
         return text[:cut], False
 
+    def skip(self, piece: str) -> str:
+        """Pass text over before the first `feed`. Returns the text to send."""
+        return piece
+
     def finish(self) -> str:
         """The held text, at the end of the sequence."""
         text, self._held = self._held, ""
@@ -293,6 +300,81 @@ class StopFinder:
                 return at
             at = text.find(stop[0], at + 1)
         return len(text)
+
+
+class ContentStops:
+    """Finds the first complete stop string in the content of an answer that may have reasoning or calls.
+
+    It holds back what the parser may still take for content, and in content what a StopFinder holds back.
+    """
+
+    __slots__ = ("_calls", "_end", "_finder", "_only", "_parser", "_sent", "_shown", "_skipped", "_text")
+
+    def __init__(self, finder: StopFinder, parser: AnswerParser, *, calls: bool) -> None:
+        """`calls`: content may end. Without calls it has reasoning before it alone."""
+        self._finder = finder
+        self._parser = parser
+        self._calls = calls
+        self._only = False  # the rest of the answer is content
+        self._text = ""  # not sent yet
+        # Places in the answer, in characters:
+        self._sent = 0  # of `_text`
+        self._end = 0  # of the content that was searched
+        self._shown = 0  # up to there it has no start of a stop string
+        self._skipped = 0  # stop strings begin there, or later
+
+    @property
+    def found(self) -> str:
+        """The stop string that is complete."""
+        return self._finder.found
+
+    def feed(self, piece: str) -> tuple[str, bool]:
+        """As StopFinder.feed."""
+        return self._finder.feed(piece) if self._only else self._take(piece, last=False)
+
+    def skip(self, piece: str) -> str:
+        """As StopFinder.skip."""
+        if self._only:
+            return piece
+        self._skipped += len(piece)
+        return self._take(piece, last=False)[0]
+
+    def finish(self) -> str:
+        """The held text, at the end of the sequence, up to a stop string that is complete."""
+        return self._finder.finish() if self._only else self._take("", last=True)[0]
+
+    def _take(self, piece: str, *, last: bool) -> tuple[str, bool]:
+        self._text += piece
+        self._parser.feed(piece, last=last)
+        for begin, end in self._parser.content():
+            start = max(begin, self._skipped)
+            if start != self._end:  # a stop string lies within one piece of content
+                self._finder.finish()
+                self._shown = start
+            self._end = max(end, start)
+            text, found = self._finder.feed(self._text[start - self._sent : end - self._sent])
+            self._shown += len(text)
+            if found:
+                return self._cut(self._shown), True
+        decided = self._parser.decided
+        self._only = not self._calls and 0 < decided == self._end
+        return self._cut(decided if last or decided != self._end else self._shown), False
+
+    def _cut(self, place: int) -> str:
+        """The text up to a place."""
+        text, self._text = self._text[: place - self._sent], self._text[place - self._sent :]
+        self._sent = place
+        return text
+
+
+def _finder_of(opened: Open) -> StopFinder | ContentStops:
+    finder = StopFinder(opened.stop, opened.include_stop)
+    form, thinking = chosen(opened.answer_format)
+    if form is None or not (opened.most_calls or can_reason(form)):
+        return finder
+    tools: dict[str, Any] | None = {} if opened.most_calls else None
+    parser = AnswerParser(form, thinking=thinking, tools=tools, parallel=opened.most_calls > 1)
+    return ContentStops(finder, parser, calls=tools is not None or form.think is None)
 
 
 @dataclass(slots=True)

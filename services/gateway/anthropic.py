@@ -30,6 +30,7 @@ from shared.api import (
     StopStrings,
     TextPart,
     bad_field,
+    present,
     whole_numbers,
 )
 from shared.errors import BadRequest, HeadraceError
@@ -73,7 +74,11 @@ class ToolUse(TypedDict):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: NotRequired[
+        Annotated[
+            dict[str, Any], BeforeValidator(lambda given: {} if given == "" else given, dict | Literal[""])
+        ]
+    ]
 
 
 @Extensible
@@ -124,7 +129,7 @@ class AssistantMessage(BaseModel):
     content: Annotated[
         list[_Answered],
         BeforeValidator(_blocks("text", "tool_use", "thinking", "redacted_thinking"), str | list[_Answered]),
-    ]
+    ] = Field(default_factory=list)
 
 
 class SystemMessage(BaseModel):
@@ -236,7 +241,7 @@ class MessagesRequest(CountTokensRequest):
 def read(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> Body:
     """The fields of a chat of the OpenAI API. Raises BadRequest."""
     try:
-        asked = kind.model_validate(fields)
+        asked = kind.model_validate(present(fields, "input", "input_schema", "schema"))
     except ValidationError as error:
         raise bad_field(error) from error
     body: Body = {name: fields[name] for name in _SAME if name in fields}
@@ -305,7 +310,7 @@ def _said(role: str, content: Sequence[Mapping[str, Any]]) -> list[Body]:
         {
             "id": block["id"],
             "type": "function",
-            "function": {"name": block["name"], "arguments": block["input"]},
+            "function": {"name": block["name"], "arguments": block.get("input", {})},
         }
         for block in kept
         if block["type"] == "tool_use"

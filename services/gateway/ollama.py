@@ -30,6 +30,7 @@ from shared.api import (
     Tool,
     bad_field,
     only,
+    present,
     whole_numbers,
 )
 from shared.errors import HeadraceError
@@ -51,9 +52,8 @@ Text = Annotated[str, Field(min_length=1)]
 Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
-def _present(value: object) -> object:
-    """Without the null fields, which clients send for what was not given."""
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+def _message(value: object) -> object:
+    return present(value, "arguments")
 
 
 class Options(_SamplingOptions):  # type: ignore[misc,valid-type]  # made at run time
@@ -95,7 +95,7 @@ class OllamaRequest(BaseModel):
     model_config = _STRICT
 
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
-    options: Annotated[Options | None, BeforeValidator(_present)] = Field(None, description="sampling")
+    options: Annotated[Options | None, BeforeValidator(present)] = Field(None, description="sampling")
     format: Literal["", "json"] | dict[str, Any] = Field("", description="JSON, or a schema of it")
     stream: bool = Field(True, description="send the answer in lines")
     think: bool | Literal["low", "medium", "high"] | None = Field(  # a Literal of True would accept 1
@@ -107,7 +107,7 @@ class OllamaRequest(BaseModel):
 class OllamaChatRequest(OllamaRequest):
     """A conversation to answer."""
 
-    messages: list[Annotated[OllamaMessage, BeforeValidator(_present)]] = Field(
+    messages: list[Annotated[OllamaMessage, BeforeValidator(_message)]] = Field(
         default_factory=list, max_length=MAX_MESSAGES, description="the conversation so far; empty: no answer"
     )
     tools: list[Tool] = Field(

@@ -20,7 +20,7 @@ import msgpack
 from pydantic import ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
-from services.tokenizer.structured_output import Tools, grammar_of, read_tools
+from services.tokenizer.structured_output import Tools, binds_text, grammar_of, read_tools
 from shared.answer_formats.formats import HERMES, THINKING, Format
 from shared.api import (
     IGNORED,
@@ -36,7 +36,16 @@ from shared.checkpoints import body_hash
 from shared.codec import MAX_PROCESSOR_CHARS
 from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
 from shared.json_body import read_json, refuse_odd_values
-from shared.messages import EMBEDDING, EMBEDDING_BASE64, WHOLE_VECTOR, Sampling, Tokenized, floats, ints
+from shared.messages import (
+    EMBEDDING,
+    EMBEDDING_BASE64,
+    MANY_CALLS,
+    WHOLE_VECTOR,
+    Sampling,
+    Tokenized,
+    floats,
+    ints,
+)
 from shared.nats import subjects
 from shared.nats.access import CLASSES, is_keepers
 from shared.vocab.vocabulary import Vocabulary
@@ -298,6 +307,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
         min_tokens=request.min_tokens,
         answer_format="" if form is None else f"{form.name}{THINKING if thinking else ''}",
         checkpoints=_checkpoints(request, submission),
+        most_calls=0 if tools is None else 1 if request.parallel_tool_calls is False else MANY_CALLS,
     )
 
 
@@ -457,8 +467,10 @@ def _answer_format(
     form = model.answer_format
     if form is None or not isinstance(request, ChatRequest):
         return None, False
-    if tools is not None and tools.choice == "required" and form.writes is None:
-        return HERMES, False  # the grammar asks for calls that have one
+    required = tools is not None and tools.choice == "required"
+    beside = tools is not None and not required and binds_text(request)
+    if (required and form.writes is None) or (beside and (form.writes is None or form.bare)):
+        return HERMES, False  # the grammar asks for calls that have one, and that no text begins like
     if form.think is None:
         return form, False
     table = model.vocabulary.bytes_with(form.markers)

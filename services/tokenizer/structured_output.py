@@ -13,6 +13,7 @@ engine compiles each grammar here, too, within `limits`: a request with a wrong 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -26,7 +27,7 @@ from services.tokenizer.json_schema import MAX_FOLDED_SETS, Schema, engine_refus
 from shared.answer_formats import grammar
 from shared.answer_formats.formats import HERMES, Format
 from shared.answer_formats.grammar import Rules
-from shared.api import GenerateRequest, Tool
+from shared.api import GenerateRequest, Tool, present
 from shared.errors import BadRequest
 
 MAX_GRAMMAR_CHARS = 262_144  # of a grammar
@@ -73,6 +74,8 @@ def grammar_of(
         source = grammar.whole(form, text, thinking=thinking)
         _check(source, param)
     else:
+        if text is not None:
+            _check(grammar.whole(None, text, thinking=False), param)
         found = tools.grammar(form or HERMES, text, thinking=thinking)
         if found is None:  # the family's calls have no grammar, and text is free
             return ""
@@ -81,6 +84,11 @@ def grammar_of(
         if getattr(request, name):
             raise BadRequest(f"`{name}`: with `{param}` an answer ends by itself", param=name)
     return grammar.packed(source, form.markers if form else frozenset())
+
+
+def binds_text(request: GenerateRequest) -> bool:
+    """Whether the text of the answer follows a grammar, apart from calls."""
+    return any(getattr(request, name) is not None for name in _FIELDS)
 
 
 def _text_of(asked: Any, param: str) -> Rules:
@@ -147,7 +155,7 @@ _HOW = (
 class Tools:
     """The tools of a request: as given, with the resolved schemas of their arguments, and the choice.
 
-    tool_choice   auto: text, in which the model may write calls
+    tool_choice   auto: text, in which the model may write calls; if the text follows a grammar, that or calls
                   required, or a function by name: nothing but calls
                   none: the tools are ignored
 
@@ -288,20 +296,21 @@ def parsed(message: dict[str, Any], *, as_text: bool = False) -> dict[str, Any]:
         if not isinstance(function["arguments"], str):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     whole = [
-        {**call, "type": "function", "function": function}
+        {**present(call), "type": "function", "function": function}
         for call, function in zip(calls, functions, strict=True)
     ]
     return {**message, "tool_calls": whole}
 
 
 def _call(call: Any) -> dict[str, Any]:
+    """An earlier call with its arguments as a value; null, an empty text and absence mean none."""
     match call:
-        case {"function": {"name": str() as name, "arguments": arguments}}:
-            try:
-                value = json.loads(arguments) if isinstance(arguments, str) else arguments
-            except (ValueError, RecursionError):
-                value = arguments
-            return {"name": name, "arguments": value}
+        case {"function": {"name": str() as name, **more}}:
+            value = more.get("arguments")
+            if isinstance(value, str):
+                with contextlib.suppress(ValueError, RecursionError):
+                    value = json.loads(value) if value.strip() else None
+            return {"name": name, "arguments": {} if value is None else value}
     raise BadRequest(
         '`messages`: a tool call is {"type": "function", "function": {"name": …, "arguments": …}}',
         param="messages",

@@ -16,8 +16,8 @@ from typing import Any
 
 from llguidance import LLParserLimits
 
+from shared.answer_formats.arguments import Argument
 from shared.answer_formats.formats import Format, Writes, Xml
-from shared.answer_formats.notations import is_text
 
 Rules = dict[str, str]  # body by name; a name in capitals is one token of the grammar's own lexer
 
@@ -158,7 +158,7 @@ def xml_rules(name: str, schema: Any, style: str) -> Rules:
         head = literal(opening.format(key))
         if style == "glm_xml":
             head = _line(literal(f"<arg_key>{key}</arg_key>"), r"/\n?/", literal("<arg_value>"))
-        rules |= _value(f"{name}_{i}", of, places, closing, is_text(of))
+        rules |= _value(f"{name}_{i}", of, places, closing, Argument(schema, key))
         argument = f"{between} {head} {name}_{i}"
         parts.append(argument if key in schema.get("required", ()) else f"({argument})?")
     if not parts or schema.get("additionalProperties", False) is not False:
@@ -172,17 +172,17 @@ def xml_rules(name: str, schema: Any, style: str) -> Rules:
     return {name: " ".join((*parts, between)), **rules}
 
 
-def _value(name: str, schema: Any, places: dict[str, Any], closing: str, text: bool | None) -> Rules:
+def _value(name: str, schema: Any, places: dict[str, Any], closing: str, argument: Argument) -> Rules:
     """A value with the tag that closes it."""
-    if text is False:
-        return {name: f"{name}_j {literal(closing)}", **json_rules(f"{name}_j", {**places, **schema})}
     schema = schema if isinstance(schema, dict) else {}
-    if text and (choices := schema.get("enum") or ([schema["const"]] if "const" in schema else None)):
+    if "string" not in argument.kinds:
+        return {name: f"{name}_j {literal(closing)}", **json_rules(f"{name}_j", {**places, **schema})}
+    text = argument.kinds == {"string"}
+    if text and (choices := argument.choices()):
         return {name: " | ".join(literal(choice + closing) for choice in choices)}
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    bounds = f"/(?s:.{{{least},{most}}})/" if text and (least or most != "") else ANYTHING
-    capital = name.upper()
-    if bounds == ANYTHING:
+    if not text or (not least and most == ""):
         return {f"{name}[lazy]": f"{ANYTHING} {literal(closing)}"}
-    inside = f"{bounds} & ~/(?s:.*){_in_pattern(closing)}(?s:.*)/"
+    capital = name.upper()
+    inside = f"/(?s:.{{{least},{most}}})/ & ~/(?s:.*){_in_pattern(closing)}(?s:.*)/"
     return {name: capital, capital: f"{capital}_IN {literal(closing)}", f"{capital}_IN": inside}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
@@ -14,7 +13,6 @@ _CONTROL = {code: json.dumps(chr(code))[1:-1] for code in range(0x20)}
 _PYTHON = re.compile(r"[\"'()\[\]{}\\]")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _KEY = re.compile(r"([{,]\s*)([\w.$-]+)(\s*:)")
-_TEXTS = frozenset({"string", "str", "text"})
 
 
 class JsonScanner:
@@ -175,26 +173,15 @@ def unquoted(text: str) -> object:
         return text
 
 
-def is_text(schema: object) -> bool | None:
-    """Whether an argument with this schema is a text; None if the schema does not decide it."""
-    if not isinstance(schema, Mapping):
-        return None
-    kind, choices = schema.get("type"), schema.get("enum")
-    if kind is None:
-        return True if choices and all(isinstance(each, str) for each in choices) else None
-    return kind in _TEXTS if isinstance(kind, str) else None
-
-
-def value_of(text: str, string: bool | None) -> str:
-    """An argument that stands between tags, as JSON. Text that is not JSON is a string."""
-    if not string:
-        for read in (json.loads, lambda literal: _value(ast.parse(literal, mode="eval").body)):
-            try:
-                value = read(text.strip())
-            except (SyntaxError, ValueError, RecursionError, MemoryError):
-                continue
+def value_of(text: str) -> str:
+    """The JSON of a text that is a JSON value or a Python literal; any other text is a string."""
+    for read in (json.loads, lambda literal: _value(ast.parse(literal, mode="eval").body)):
+        try:
+            value = read(text.strip())
             if not isinstance(value, str):
-                return dumps(value)
+                return dumps(value, allow_nan=False)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
     return dumps(text)
 
 
@@ -203,6 +190,7 @@ def escaped(text: str) -> str:
     return dumps(text)[1:-1]
 
 
-def dumps(value: object) -> str:
-    """JSON with all characters as they are."""
-    return json.dumps(value, ensure_ascii=False)
+def dumps(value: object, *, allow_nan: bool = True) -> str:
+    """JSON with all characters as they are. Raises ValueError for a number that JSON does not have, unless
+    `allow_nan`."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=allow_nan)

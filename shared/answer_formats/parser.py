@@ -16,6 +16,7 @@ from collections.abc import Generator, Mapping
 from functools import partial
 from typing import Any
 
+from shared.answer_formats.arguments import Argument
 from shared.answer_formats.formats import NAME, Braces, Channels, Format, Json, Named, Python, Xml
 from shared.answer_formats.notations import (
     Calls,
@@ -23,8 +24,8 @@ from shared.answer_formats.notations import (
     PythonScanner,
     arguments_of,
     braces_call,
+    dumps,
     escaped,
-    is_text,
     json_calls,
     python_calls,
     unquoted,
@@ -76,6 +77,7 @@ class AnswerParser:
         self._form = form
         self._tools = tools or {}
         self._most = (NO_LIMIT if parallel else 1) if tools is not None else 0
+        self._bare = False  # no marker stands before the call that is read
         self._reader = Reader()
         channels = isinstance(form.notations[0], Channels)
         self._machine = self._channels() if channels else self._answer(thinking)
@@ -84,6 +86,17 @@ class AnswerParser:
     def calls(self) -> int:
         """The number of calls so far."""
         return self._reader.calls
+
+    @property
+    def decided(self) -> int:
+        """How many characters of the answer are known to be content or not."""
+        place, since = self._reader.place, self._reader.since
+        return place if since is None else since
+
+    def content(self) -> list[tuple[int, int]]:
+        """Where content stands in the text of the answer, as begins and ends, since the last time."""
+        found, self._reader.content = self._reader.content, []
+        return found
 
     def feed(self, piece: str, *, last: bool = False) -> list[Part]:
         """The parts that `piece` completes."""
@@ -129,22 +142,24 @@ class AnswerParser:
         """The calls from this marker on. Markers without a call are content."""
         form, reader, pending = self._form, self._reader, marker
         last = form.opens[-1] if form.opens else ""
+        self._bare = not marker
+        since = reader.since = reader.place - len(marker)
         while True:
             failed: str | None = ""
             if marker in ("", last):
                 failed = yield from self._call()
                 pending = "" if failed is None else pending + failed
-            before = reader.at
-            marker = "" if failed else (yield from reader.literal(*form.opens, *form.ends))
-            if marker in form.opens and reader.calls >= self._most:
-                reader.at = before
-                marker = ""
-            if not marker:
+            marker = "" if failed else (yield from reader.literal(*form.opens, *form.ends, step=False))
+            if not marker or (marker in form.opens and reader.calls >= self._most):
                 break
+            end = reader.text.index(marker, reader.at) + len(marker)
             if pending or marker not in form.ends:
-                pending += reader.text[before : reader.at]
+                since = reader.since = since if pending else reader.place
+                pending += reader.text[reader.at : end]
+            reader.at = end
         if pending:
-            reader.put(CONTENT, pending)
+            reader.put(CONTENT, pending, since)
+        reader.since = None
         return not pending
 
     def _channels(self) -> Truth:
@@ -155,7 +170,7 @@ class AnswerParser:
             header = (yield from reader.match(_MESSAGE)) if found in _STARTS else None
             if header is None:
                 if found in _STARTS:
-                    reader.put(CONTENT, found)
+                    reader.put(CONTENT, found, reader.place - len(found))
                 found = yield from reader.until(_STARTS, partial(reader.put, CONTENT))
                 continue
             recipient, channel = _RECIPIENT.search(header["head"]), _CHANNEL.search(header["head"])
@@ -193,7 +208,14 @@ class AnswerParser:
                 return failed
         return ""
 
+    def _knows(self, name: str) -> bool:
+        """Whether this is the name of a call. Without a marker any JSON may have a `name`: it is one of the
+        functions."""
+        return not (self._bare and self._tools) or name in self._tools
+
     def _all(self, found: Calls | None) -> bool:
+        if not all(self._knows(name) for name, _ in found or ()):
+            return False
         for name, arguments in found or ():
             self._reader.start(name)
             self._reader.emit(ARGUMENTS, arguments)
@@ -207,33 +229,26 @@ class AnswerParser:
         if failed is not None:
             return listed + failed
         while reader.calls < self._most:
-            found = yield from self._separated()
+            found = yield from reader.another()
             if not found:
                 break
+            since = reader.since = reader.place
             failed = yield from self._object()
             if failed is not None:
-                reader.put(CONTENT, failed)
+                reader.put(CONTENT, failed, since)
+                reader.since = None
                 return None
         if listed:
             yield from reader.literal("]")
         return None
 
-    def _separated(self) -> Truth:
-        """Step over what separates two objects, if another one follows."""
-        reader = self._reader
-        for separators in ((",",), (";",), ()):
-            before = reader.at
-            if separators and not (yield from reader.literal(*separators)):
-                continue
-            if (yield from reader.peek()) == "{":
-                return True
-            reader.at = before
-        return False
-
     def _object(self) -> NoCall:
         reader = self._reader
         while True:
             found = _HEAD_OF_OBJECT.match(reader.text, reader.at, reader.at + MAX_HEAD)
+            if found and not self._knows(found["name"]):
+                wrong = False
+                break
             if found:
                 reader.at = found.end()
                 reader.start(found["name"])
@@ -286,10 +301,10 @@ class AnswerParser:
             return True
         if first == '"':
             text, done = yield from reader.collect(scanner.scan)
-            reader.emit(ARGUMENTS, value_of(text, None) if not done else arguments_of(unquoted(text)))
+            reader.emit(ARGUMENTS, value_of(text) if not done else arguments_of(unquoted(text)))
             return done
         found = yield from reader.match(_SCALAR, 80)
-        reader.emit(ARGUMENTS, "{}" if found is None or found[1] == "null" else value_of(found[1], None))
+        reader.emit(ARGUMENTS, "{}" if found is None or found[1] == "null" else value_of(found[1]))
         return found is not None
 
     def _headed(self, notation: Named | Xml) -> NoCall:
@@ -302,7 +317,7 @@ class AnswerParser:
         if found is None:
             return ""
         reader.start(found["name"])
-        if isinstance(notation, Named):
+        if isinstance(notation, Named) or (yield from reader.peek()) == "{":
             yield from self._value()
         else:
             yield from self._arguments(notation, found["name"])
@@ -311,25 +326,23 @@ class AnswerParser:
     def _arguments(self, notation: Xml, function: str) -> Truth:
         """Arguments that have tags of their own, as one JSON object."""
         reader, key_of = self._reader, re.compile(r"\s*" + notation.key)
-        schema = self._tools.get(function)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
         separator = "{"
         while (yield from reader.literal(notation.key_begins, step=False)):
             found = yield from reader.match(key_of)
             if found is None:
                 break
-            string = is_text(properties.get(found["key"]) if isinstance(properties, Mapping) else None)
-            reader.emit(ARGUMENTS, f"{separator}{value_of(found['key'], True)}: ")
-            if not (yield from self._argument(notation, string)):
+            reader.emit(ARGUMENTS, f"{separator}{dumps(found['key'])}: ")
+            argument = Argument(self._tools.get(function), found["key"])
+            if not (yield from self._argument(notation, argument)):
                 return False
             separator = ", "
         reader.emit(ARGUMENTS, "}" if separator == ", " else "{}")
         return True
 
-    def _argument(self, notation: Xml, string: bool | None) -> Text:
+    def _argument(self, notation: Xml, argument: Argument) -> Text:
         """One value: a text as it arrives, any other when it is complete."""
         reader, held, breaks = self._reader, list[str](), ["", ""]
-        fresh = notation.newlines
+        fresh, string = notation.newlines, argument.streams
 
         def show(text: str) -> None:
             nonlocal fresh
@@ -351,7 +364,7 @@ class AnswerParser:
             string = True
             end = yield from reader.until((notation.value_ends,), show)
         if not string:
-            reader.emit(ARGUMENTS, value_of("".join(held), string))
+            reader.emit(ARGUMENTS, argument.read("".join(held)))
         elif end:
             reader.emit(ARGUMENTS, '"')
         return end

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 MAX_HEAD = 512  # characters before a call's arguments: a name of 128 with all markers of the longest head
 MAX_HELD = 65_536  # characters of a call that is read whole: a file of 16k tokens in an argument
-MAX_SPACES = 1_024  # characters of white space that may precede a marker
+MAX_SPACES = 1_024  # characters of white space that may precede a marker or another call
 NO_LIMIT = 2**62
 CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning", "call", "arguments"
 
-_SPACES = re.compile(r"\s*")
+_SPACES, _SEPARATOR = re.compile(r"\s*"), re.compile(r"\s*[,;]?\s*")
 
 Truth = Generator[None, None, bool]
 Text = Generator[None, None, str]
@@ -48,10 +48,13 @@ def _begun(text: str, at: int, markers: tuple[str, ...]) -> int:
 
 
 class Reader:
-    """The text from `at` on is not read yet."""
+    """The text from `at` on is not read yet. Places count the characters of the whole answer."""
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
+        self.since: int | None = None  # the place from which text may be a call or content
+        self.content: list[tuple[int, int]] = []  # the places of content: begin, end
+        self._cut = 0  # characters before `text`
         self.parts: list[Part] = []
         self.calls = 0
         self.spaces = ""  # held back from content or reasoning
@@ -59,15 +62,29 @@ class Reader:
 
     def add(self, piece: str, *, last: bool = False) -> None:
         """More text has arrived."""
+        self._cut += self.at
         self.text, self.at, self.ended = self.text[self.at :] + piece, 0, last
+
+    @property
+    def place(self) -> int:
+        """The place of `at`."""
+        return self._cut + self.at
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def put(self, kind: str, text: str) -> None:
-        """Add text of content or reasoning. White space at its end is held back: it may precede a marker."""
+    def put(self, kind: str, text: str, since: int | None = None) -> None:
+        """Add text of content or reasoning: that which stands at `at`, or the text from the place `since` up
+        to `at`. White space at its end is held back: it may precede a marker."""
+        begin, end = (self.place, self.place + len(text)) if since is None else (since, self.place)
         if self._trim:
+            begin += len(text)
             text = text.lstrip()
+            begin -= len(text)
             self._trim = not text
+        if kind == CONTENT and begin < end:
+            if self.content and self.content[-1][1] == begin:
+                begin, _ = self.content.pop()
+            self.content.append((begin, end))
         text = self.spaces + text
         shown = text.rstrip() if len(text) < MAX_SPACES or not text.isspace() else text
         self.spaces = text[len(shown) :]
@@ -88,6 +105,7 @@ class Reader:
     def start(self, name: str) -> None:
         """A call of the function `name` begins."""
         self.turn()
+        self.since = None
         self.calls += 1
         self.emit(CALL, name)
 
@@ -143,6 +161,17 @@ class Reader:
             start = _spaces(self.text, self.at)
             if start < len(self.text) or self.ended or start - self.at > MAX_SPACES:
                 return self.text[start : start + 1]
+            yield
+
+    def another(self) -> Truth:
+        """Step over what separates two objects, if another one follows."""
+        while True:
+            found = _SEPARATOR.match(self.text, self.at)
+            end = found.end() if found else self.at
+            if end < len(self.text) or self.ended or end - self.at > MAX_SPACES:
+                there = self.text[end : end + 1] == "{"
+                self.at = end if there else self.at
+                return there
             yield
 
     def literal(self, *texts: str, step: bool = True) -> Text:

@@ -23,7 +23,7 @@ def reasoning_tokens(answer_format: str, ids: Sequence[int], table: Sequence[byt
     """The tokens of `ids` that are reasoning; None if answers of this format have none. `table`: the bytes of
     each token."""
     form, thinking = chosen(answer_format)
-    if form is None or not (form.think or _channels(form)):
+    if form is None or not can_reason(form):
         return None
     tokens = [table[i] if i < len(table) else b"" for i in ids]
     data, ends = b"".join(tokens), [*accumulate(map(len, tokens))]
@@ -50,6 +50,11 @@ def _reasoning(form: Format, text: str, *, thinking: bool) -> Iterator[str]:
                 yield part.text
             elif not _channels(form):
                 return
+
+
+def can_reason(form: Format) -> bool:
+    """Whether answers of this format may have reasoning."""
+    return form.think is not None or _channels(form)
 
 
 def _channels(form: Format) -> bool:

@@ -83,7 +83,7 @@ async def test_structured_output_and_functions(fleet: str) -> None:
         assert len(rest) > 3
         assert all(call.id is None and call.function.name is None for call in rest)
         assert "".join(call.function.arguments or "" for call in rest) == function.function.arguments
-        with pytest.raises(openai.BadRequestError, match='Rule "nothing"'):
+        with pytest.raises(openai.BadRequestError, match="Rule 'nothing'"):
             await create(**ASK, extra_body={"grammar": "root ::= nothing"})
     steps = pipeline.status("scheduler")["measured"]["steps"]
     assert steps["run_ahead"] > 0

@@ -117,6 +117,7 @@ REQUESTS: tuple[Message, ...] = (
         checkpoints="9f86d081884c7d65",
         routing_key="5f0c2b",
         pooling=256,
+        most_calls=1,
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(
@@ -150,6 +151,7 @@ REQUESTS: tuple[Message, ...] = (
         stop_ids=ints([0, 2]),
         min_tokens=4,
         answer_format="qwen3",
+        most_calls=2,
     ),
     Tokens(
         executor="e0",

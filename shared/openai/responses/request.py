@@ -7,12 +7,13 @@ messages: calls of functions belong to the assistant's message before them, reas
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import TypedDict
 
 from shared.api import (
+    CONTENT_RULE,
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_TIMEOUT_S,
@@ -20,6 +21,7 @@ from shared.api import (
     NO_EFFECT,
     NOT_YET,
     REQUEST_ID,
+    WITHOUT_TEXT,
     Extensible,
     SamplingFields,
     SloClass,
@@ -27,6 +29,7 @@ from shared.api import (
     as_given,
     bad_field,
     only,
+    present,
     whole_numbers,
 )
 from shared.errors import BadRequest
@@ -44,6 +47,7 @@ _SAME = (
 )  # fmt: skip
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _OPEN = ConfigDict(extra="ignore", strict=True)  # clients send items back with fields that are not for us
+_AS_GIVEN = ("parameters", "schema", "metadata", "chat_template_kwargs")  # null is a value there
 _IDLE = Field(None, description=NO_EFFECT)
 _REFUSED = Field(None, description=NOT_YET)
 
@@ -100,11 +104,17 @@ Content = Annotated[list[_Part], BeforeValidator(_parts, str | list[_Part])]
 class Message(BaseModel):
     """One message of the conversation."""
 
-    model_config = _OPEN
+    model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra=CONTENT_RULE)
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: Content = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.role not in WITHOUT_TEXT and "content" not in self.model_fields_set:
+            raise ValueError("`content` is missing: a text is expected, or a list of parts")
+        return self
 
 
 class FunctionCall(BaseModel):
@@ -115,7 +125,7 @@ class FunctionCall(BaseModel):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: str = ""
 
 
 class FunctionCallOutput(BaseModel):
@@ -125,7 +135,7 @@ class FunctionCallOutput(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: Content = Field(default_factory=list)
 
 
 @Extensible
@@ -302,7 +312,7 @@ class ResponseRequest(SamplingFields):
 def read(fields: Body) -> Body:
     """The fields of a chat of the OpenAI API, with `keep`: what the answer repeats. Raises BadRequest."""
     try:
-        asked = ResponseRequest.model_validate(fields)
+        asked = ResponseRequest.model_validate(present(fields, *_AS_GIVEN))
     except ValidationError as error:
         raise bad_field(error) from error
     if asked.background and not asked.store:

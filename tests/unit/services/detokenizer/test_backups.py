@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
+from support.wire_samples import SAMPLES
 
 from services.detokenizer.backups import DONE_US, ONE_LOST_US, Backups, key_of
 from services.detokenizer.open_requests import opened_of
-from shared.messages import Claims, Tokenized, longs
+from shared.messages import Claims, Open, Tokenized, longs
 
 S, D = "scheduler.s", "detokenizer.d"
 BOTH = {S, D}.__contains__
@@ -124,3 +127,12 @@ def test_a_cancel_is_remembered(copies: Backups) -> None:
     copies.cancelled("t", "r")
     (copy,) = copies.gone(S, set().__contains__, 20, void=False)
     assert copy.cancelled
+
+
+def test_an_open_of_a_copy_has_the_fields_of_its_request() -> None:
+    asked = SAMPLES["Tokenized"]
+    assert isinstance(asked, Tokenized)
+    opened = opened_of(asked, 1)
+    same = {field.name for field in fields(Open)} & {field.name for field in fields(Tokenized)}
+    left = {"part", "parts", "tokens", "echo", "prompt_logprobs"}
+    assert {name for name in same if getattr(opened, name) != getattr(asked, name)} <= left

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.recorded_answers import ANSWERS, TOOLS, Answer, parts_of, read
 from support.text_models import trained, write_bpe_gguf, write_sentencepiece_gguf
 
 from services.detokenizer.text import SequenceStream, StopFinder, TextDecoder, TokenGap
@@ -52,6 +53,8 @@ def stream_of(
     include_stop: bool = False,
     stop_ids: tuple[int, ...] = (),
     min_tokens: int = 0,
+    answer_format: str = "",
+    most_calls: int = 0,
 ) -> SequenceStream:
     return SequenceStream(
         Open(
@@ -65,6 +68,8 @@ def stream_of(
             include_stop=include_stop,
             stop_ids=ints(stop_ids),
             min_tokens=min_tokens,
+            answer_format=answer_format,
+            most_calls=most_calls,
         ),
         vocabulary,
     )
@@ -133,6 +138,126 @@ def test_stop_strings_against_brute_force(pieces: list[str], stops: list[str], i
         read, start, stop = expected
         assert found_at == read
         assert shown == "".join(pieces)[: start + (len(stop) if include else 0)]
+
+
+CALLED = '<tool_call>\n{"name": "f", "arguments": {"a": "STOP"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("form", "calls", "stop", "text", "shown"),
+    [
+        ("qwen3/thinking", 0, "STOP", "a STOP</think>\n\nb STOP c", "a STOP</think>\n\nb "),
+        ("qwen3", 0, "STOP", "<think>STOP</think>b STOP c", "<think>STOP</think>b "),
+        ("qwen3", 0, "STOP", "b STOP <think>", "b "),
+        ("qwen3/thinking", 0, "\n", "a\nb</think>\n\nc d\ne", "a\nb</think>\n\nc d"),
+        ("qwen3/thinking", 0, "</think>", "a</think>b", None),
+        ("qwen3/thinking", 0, "kb", "a</think>b", None),
+        ("qwen3/thinking", 0, "STOP", "never STOP", None),
+        ("hermes", 2, "STOP", f"b {CALLED} c STOP", f"b {CALLED} c "),
+        ("hermes", 0, "STOP", f"b {CALLED} c STOP", f"b {CALLED[: CALLED.index('STOP')]}"),
+        ("hermes", 1, "STOP", f"{CALLED}\n{CALLED}", f"{CALLED}\n{CALLED[: CALLED.index('STOP')]}"),
+        ("hermes", 2, "name", f"b {CALLED}", None),
+        ("hermes", 2, "<tool", f"b {CALLED}", None),
+        ("hermes", 2, "<", f"a < b {CALLED}", "a "),
+        ("hermes", 2, "<", "a <", "a "),
+        ("hermes", 2, "\n\n", f"a\n\n{CALLED}", "a"),
+        ("hermes", 2, "ac", f"a{CALLED}c", None),
+        ("hermes", 2, "}", "<tool_call> is {no} call", "<tool_call> is {no"),
+        ("llama3", 2, "4", '{"answer": 4}', '{"answer": '),
+        ("llama3", 2, "f", '{"name": "f", "parameters": {}}; f', '{"name": "f", "parameters": {}}; '),
+        (
+            "harmony", 2, "STOP",
+            "<|channel|>analysis<|message|>STOP<|end|><|start|>assistant<|channel|>final<|message|>a STOP b",
+            "<|channel|>analysis<|message|>STOP<|end|><|start|>assistant<|channel|>final<|message|>a ",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_counts_in_the_content_alone(
+    letters: Vocabulary, form: str, calls: int, stop: str, text: str, shown: str | None, include: bool
+) -> None:
+    expected = text if shown is None else shown + stop * include
+    ids = array("i", [3 + byte for byte in text.encode()])
+    ends = set()
+    for pieces in ([ids], [ids[i : i + 1] for i in range(len(ids))]):  # as after a failover, and as they come
+        stream = stream_of(letters, (stop,), include, answer_format=form, most_calls=calls)
+        for piece in pieces:
+            if stream.stop_index is None:
+                stream.take(stream.taken, piece)
+        tokens = stream.close(len(ids), "length")
+        assert stream.drain().text == expected
+        assert (stream.reason, stream.stop) == (("length", "") if shown is None else ("stop", stop))
+        ends.add(tokens)
+    assert len(ends) == 1
+
+
+ANSWERED = [answer for answer in ANSWERS if answer.says or answer.thinks]
+NEAR_STOPS = st.sampled_from(
+    ["I", "t.", "look", "name", "<", "call", "{", "user", "T", "get_", "zone", ":", "E"]
+)
+
+
+@given(
+    st.sampled_from(ANSWERED),
+    st.sampled_from([0, 2]),
+    st.lists(NEAR_STOPS, min_size=1, max_size=2, unique=True),
+    CUTS,
+)
+def test_stop_strings_in_answers_against_the_content_of_the_whole(
+    letters: Vocabulary, answer: Answer, calls: int, stops: list[str], cuts: list[int]
+) -> None:
+    tools = TOOLS if calls else None
+    text = f"{answer.text}\nThis is it."
+    parts = [
+        part for parts in parts_of(answer.form, [text], thinking=answer.opened, tools=tools) for part in parts
+    ]
+    contents = [
+        "".join(part.text for part in group)
+        for kind, group in itertools.groupby(parts, lambda part: part.kind)
+        if kind == "content"
+    ]
+    found = [(min(ends)[1], n) for n, said in enumerate(contents) if (ends := stops_in(said, stops))]
+    form = answer.form + "/thinking" * answer.opened
+    stream = stream_of(letters, tuple(stops), answer_format=form, most_calls=calls)
+    ids = [3 + byte for byte in text.encode()]
+    shown = ""
+    for piece in pieces_of(ids, [cut * 9 for cut in cuts]):
+        if stream.stop_index is None:
+            stream.take(stream.taken, array("i", piece))
+            shown += stream.drain().text
+    stream.close(len(ids), "length")
+    shown += stream.drain().text
+    assert text.startswith(shown)
+    said = read(answer.form, shown, thinking=answer.opened, tools=tools).content.split()
+    if found:
+        start, n = found[0]
+        assert said == "".join([*contents[:n], contents[n][:start]]).split()
+        assert stream.reason == "stop"
+    else:
+        assert (shown, stream.reason) == (text, "length")
+
+
+def stops_in(text: str, stops: list[str]) -> list[tuple[int, int]]:
+    """The end and start of the first of each."""
+    return [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+
+
+def test_reasoning_is_not_held_back(letters: Vocabulary) -> None:
+    stream = stream_of(letters, ("STOP",), answer_format="qwen3/thinking")
+    shown = []
+    for byte in b"a ST</think>b STO":
+        stream.take(stream.taken, array("i", [3 + byte]))
+        shown.append(stream.drain().text)
+    assert shown == [*"a ST", *[""] * 7, "</think>", "b", " ", "", "", ""]
+
+
+def test_a_stop_string_in_content_begins_after_the_least_tokens(letters: Vocabulary) -> None:
+    text = "a</think>STOP bSTOP"
+    for least, shown in ((9, "a</think>"), (10, "a</think>STOP b"), (16, text)):
+        stream = stream_of(letters, ("STOP",), min_tokens=least, answer_format="qwen3/thinking")
+        stream.take(0, array("i", [3 + byte for byte in text.encode()]))
+        stream.close(len(text), "length")
+        assert stream.drain().text == shown
 
 
 def test_stop_index_is_the_token_that_completes_it(letters: Vocabulary) -> None:

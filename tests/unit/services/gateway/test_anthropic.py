@@ -132,6 +132,27 @@ def test_a_conversation_with_calls() -> None:
     ]
 
 
+def test_null_fields_of_blocks_mean_none() -> None:
+    used = {"type": "tool_use", "id": "c", "name": "weather", "cache_control": None, "caller": None}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": None, "is_error": None}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "A", "citations": None}], "name": None},
+        {"role": "assistant", "content": [{**used, "input": given} for given in ({}, None, "", {"a": None})]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "B"},
+    ]
+    tool = {**TOOL, "description": None, "input_schema": {"properties": {"a": {"const": None}}}}
+    choice = {"type": "auto", "name": None, "disable_parallel_tool_use": None}
+    body = read({**ASKED, "messages": messages, "tools": [tool], "tool_choice": choice})
+    _, called, returned, said, _ = body["messages"]
+    arguments = [call["function"]["arguments"] for call in called["tool_calls"]]
+    assert arguments == [{}, {}, {}, {"a": None}]
+    assert returned == {"role": "tool", "tool_call_id": "c", "content": ""}
+    assert said == {"role": "assistant", "content": ""}
+    assert body["tools"][0]["function"]["parameters"] == tool["input_schema"]
+
+
 def test_an_answer_that_was_begun_goes_on() -> None:
     begun = {"role": "assistant", "content": "The best"}
     body = read({**ASKED, "messages": [*ASKED["messages"], begun]})

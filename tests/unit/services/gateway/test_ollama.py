@@ -6,12 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from support.structured import grammar_of
 
-from services.gateway import ollama
+from services.gateway import anthropic, ollama
 from services.gateway.ollama import Lines, OllamaChatRequest, OllamaGenerateRequest, read, read_show
 from services.tokenizer.prepare import read_request
 from shared.errors import BadRequest
 from shared.openai.call import read_call
+from shared.openai.responses import request as responses
 
 CHAT: dict[str, Any] = {"model": "m:latest", "messages": [{"role": "user", "content": "Hi", "images": None}]}
 TURNS = [{"role": "user", "content": "Hi"}]
@@ -200,3 +202,44 @@ def test_errors() -> None:
     body = ollama.error_body(BadRequest("wrong"))
     call = read_call(read(CHAT, OllamaChatRequest), chat=True, request_id="r")
     assert (body, Lines(call, chat=True).end(body)) == ({"error": "wrong"}, b'{"error":"wrong"}\n')
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FUNCTION = {"name": "f", "parameters": SCHEMA}
+FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+ASKED_WITH_BOTH: dict[str, Any] = {
+    "ollama": read(
+        {
+            "model": "m",
+            "messages": TURNS,
+            "format": SCHEMA,
+            "tools": [{"type": "function", "function": FUNCTION}],
+        },
+        OllamaChatRequest,
+    ),
+    "anthropic": anthropic.read(
+        {
+            "model": "m",
+            "max_tokens": 9,
+            "messages": TURNS,
+            "tools": [{"name": "f", "input_schema": SCHEMA}],
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        }
+    ),
+    "responses": responses.read(
+        {
+            "model": "m",
+            "input": "Hi",
+            "tools": [{"type": "function", **FUNCTION}],
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("api", ASKED_WITH_BOTH)
+def test_tools_and_the_form_of_the_text_are_one_request_in_every_api(api: str) -> None:
+    body = ASKED_WITH_BOTH[api]
+    chat = {"tools": [{"type": "function", "function": FUNCTION}], "response_format": FORM}
+    assert grammar_of({name: body[name] for name in chat}) == grammar_of(chat)
+    assert '"or"' in json.loads(grammar_of(chat))["source"]

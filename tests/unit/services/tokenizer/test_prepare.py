@@ -23,7 +23,7 @@ from shared.answer_formats.formats import FORMATS
 from shared.api import IGNORED, UNSUPPORTED
 from shared.checkpoints import body_hash
 from shared.errors import BadRequest, SetupError
-from shared.messages import Sampling, Tokenized, floats, ints
+from shared.messages import MANY_CALLS, Sampling, Tokenized, floats, ints
 from shared.vocab.vocabulary import Vocabulary, gguf_parts
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi 12"}]}
@@ -90,6 +90,22 @@ def test_the_answer_format_of_a_request(model: ServedModel, path: Path) -> None:
     assert prepared(reasons, {"prompt": "Hi"}).answer_format == ""
 
 
+@pytest.mark.parametrize(
+    ("more", "calls"),
+    [
+        ({}, MANY_CALLS),
+        ({"parallel_tool_calls": True}, MANY_CALLS),
+        ({"parallel_tool_calls": False}, 1),
+        ({"tool_choice": "none"}, 0),
+        ({"tools": []}, 0),
+    ],
+)
+def test_the_calls_that_an_answer_may_have(path: Path, more: dict[str, Any], calls: int) -> None:
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    served = dataclasses.replace(model_with(path, "tools"), max_context=1024)
+    assert prepared(served, {**CHAT, **tools, **more}).most_calls == calls
+
+
 def test_a_family_without_a_grammar_writes_required_calls_as_hermes(model: ServedModel) -> None:
     python = dataclasses.replace(model, answer_format=FORMATS["llama4_pythonic"], max_context=1024)
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -98,6 +114,9 @@ def test_a_family_without_a_grammar_writes_required_calls_as_hermes(model: Serve
     required = prepared(python, {**CHAT, **tools, "tool_choice": "required"})
     assert required.answer_format == "hermes"
     assert "<tool_call>" in required.grammar
+    ruled = prepared(python, {**CHAT, **tools, "response_format": {"type": "json_object"}})
+    assert ruled.answer_format == "hermes"
+    assert "answer: text | calls" in json.loads(ruled.grammar)["source"]
 
 
 def test_structured_output_begins_after_the_reasoning(model: ServedModel) -> None:
@@ -366,7 +385,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": ["x"]}, "messages", r"`messages\.0`"),
     ({"messages": [{"role": "x", "content": "x"}]}, "messages", r"`messages\.0\.role`: .* 'system', 'dev"),
     ({"messages": [{"role": "user"}]}, "messages", r"`messages\.0\.content`: a text is expected"),
-    ({"messages": [{"role": "tool", "content": None}]}, "messages", r"`messages\.0\.content`: a text is"),
+    ({"messages": [{"role": "system", "content": None}]}, "messages", r"`messages\.0\.content`: a text is"),
+    ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": ""}]}]}, "messages", "only p"),
     ({"prompt": "x", "max_tokens": 128}, "max_tokens",
      "length is 128 tokens: the prompt has 1 tokens and `max_tokens` is 128; ask for at most 127"),
     ({**CHAT, "max_tokens": 1, "max_completion_tokens": 999}, "max_completion_tokens", "context_length_ex"),
@@ -558,6 +578,55 @@ def test_only_a_keepers_request_has_checkpoints(model: ServedModel) -> None:
 def test_content_parts_are_joined(model: ServedModel) -> None:
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "12"}]
     assert prepared(model, {"messages": [{"role": "user", "content": parts}]}) == prepared(model, CHAT)
+
+
+CALLING = (
+    "{% if tools %}{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m | length }}"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{{ c | length }}{% endfor %}{% endfor %}"
+)
+NO_CALLS: list[dict[str, Any]] = [
+    {"tool_calls": None},
+    {"tool_calls": []},
+    {"function_call": None, "audio": None, "name": None, "annotations": [], "refusal": None},
+    {"reasoning": None, "reasoning_content": None},
+    {"content": [{"type": "refusal", "refusal": "Hi 12"}]},
+    {"content": None, "refusal": "Hi 12"},
+]
+
+
+@pytest.mark.parametrize("dumped", NO_CALLS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("template", [TEMPLATE, CALLING], ids=["plain", "tools"])
+def test_null_and_empty_fields_of_an_earlier_answer_mean_none(
+    path: Path, template: str, dumped: dict[str, Any]
+) -> None:
+    served = model_with(path, template)
+    said = {"role": "assistant", "content": "Hi 12"}
+    bare, asked = ({"messages": [*CHAT["messages"], turn]} for turn in (said, {**said, **dumped}))
+    assert list(prepared(served, asked).tokens) == list(prepared(served, bare).tokens)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"arguments": ""}, {"arguments": " "}, {"arguments": None}, {"arguments": "null"}, {}],
+    ids=str,
+)
+def test_arguments_that_are_empty_or_absent_mean_none(path: Path, arguments: dict[str, Any]) -> None:
+    for template in (TEMPLATE, CALLING):
+        served = model_with(path, template)
+
+        def turns(function: dict[str, Any], **more: Any) -> dict[str, Any]:
+            call = {"id": "c", "type": "function", "function": {"name": "f", **function}, **more}
+            return {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+        got, want = turns(arguments, index=None), turns({"arguments": {}})
+        assert list(prepared(served, got).tokens) == list(prepared(served, want).tokens)
+
+
+@pytest.mark.parametrize("role", ["tool", "function", "assistant"])
+def test_a_result_without_content_is_an_empty_text(model: ServedModel, role: str) -> None:
+    empty = prepared(model, {"messages": [{"role": role, "content": ""}]})
+    for message in ({"role": role, "content": None}, {"role": role}, {"role": role, "content": []}):
+        assert list(prepared(model, {"messages": [message]}).tokens) == list(empty.tokens)
 
 
 def test_template_helpers(path: Path) -> None:

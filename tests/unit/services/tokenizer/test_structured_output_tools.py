@@ -21,6 +21,7 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 NAMED = {"type": "function", "function": {"name": "clock"}}
+JSON = {"response_format": {"type": "json_object"}}
 CLOSED = {**CITY, "additionalProperties": False}
 ANY = {"type": "object"}
 
@@ -131,15 +132,6 @@ def test_a_refused_parameter_is_named_with_its_function() -> None:
         grammar_of({"tools": [tool_with({"not": {}}, strict=True)]})
 
 
-def test_calls_are_free_and_a_schema_binds_the_text() -> None:
-    fields = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
-    rules = rules_of(fields)
-    assert rules["answer"] == "text | calls"
-    assert rules["text"].startswith("%json")
-    assert rules_of({**fields, "tool_choice": "required"})["answer"] == "calls"
-    assert list(rules_of({**fields, "tool_choice": "none"})) == ["start", "text"]
-
-
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools_are_as_if_they_were_the_only_ones(mode: str) -> None:
     fields = {"tools": [WEATHER, CLOCK], "tool_choice": allowed(mode, NAMED)}
@@ -151,6 +143,30 @@ def test_one_call_at_most() -> None:
     fields = {"tools": [WEATHER], "parallel_tool_calls": False}
     assert rules_of({**fields, "tool_choice": "auto"})["answer"] == "OPENING | opened calls"
     assert "*" not in rules_of({**fields, "tool_choice": "required"})["calls"]
+
+
+TEXTS: list[tuple[dict[str, Any], str]] = [
+    (JSON, "%json"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": CITY}}}, "%json"),
+    ({"structured_outputs": {"json": CITY}}, "%json"),
+    ({"guided_json": CITY}, "%json"),
+    ({"guided_regex": "a|b"}, "/a|b/"),
+    ({"guided_choice": ["a"]}, '"a"'),
+    ({"grammar": 'root ::= "a"'}, "@nested"),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), TEXTS, ids=lambda value: str(value)[:30])
+def test_calls_are_free_and_the_form_binds_the_text(fields: dict[str, Any], text: str) -> None:
+    tools = {"tools": [WEATHER, CLOCK]}
+    rules = rules_of({**tools, **fields})
+    assert rules["answer"] == "text | calls"
+    assert rules["text"].startswith(text)
+    assert rules["calls"] == rules_of({**tools, "tool_choice": "required"})["calls"]
+    for choice in ("required", NAMED):
+        chosen = {**tools, "tool_choice": choice}
+        assert grammar_of({**chosen, **fields}) == grammar_of(chosen)
+    assert grammar_of({**tools, "tool_choice": "none", **fields}) == grammar_of(fields)
 
 
 def test_no_tools_no_grammar() -> None:
@@ -172,6 +188,10 @@ def test_no_tools_no_grammar() -> None:
         ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": allowed("none", WEATHER)}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], **JSON, "grammar": "root ::= nothing"}, "grammar"),
+        ({"tools": [WEATHER], **JSON, "min_tokens": 2}, "min_tokens"),
+        ({"tools": [WEATHER], "guided_regex": "("}, "guided_regex"),
+        ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "("}, "guided_regex"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], param: str) -> None:

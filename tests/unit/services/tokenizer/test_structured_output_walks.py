@@ -22,6 +22,9 @@ from support.structured import grammar_of
 
 from services.executor.sampling.grammar import Grammars
 from shared.answer_formats import grammar
+from shared.answer_formats.formats import HERMES
+from shared.answer_formats.parser import AnswerParser
+from shared.answer_formats.reader import CONTENT
 from shared.messages import SlotOpen, ints
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
@@ -155,3 +158,26 @@ def test_a_grammar_that_does_not_compile_is_the_fault_of_its_request(grammars: G
     logits = torch.zeros((2, PADDED))
     failures = grammars.mask(logits, [1], [9, 0], lambda _: PROMPT)
     assert failures == {1: 'refused: grammar: at 3(7): unknown name: "nothing"'}
+
+
+def test_with_tools_and_a_schema_the_answer_is_calls_or_text_under_the_schema(
+    grammars: Grammars, vocabulary: Vocabulary
+) -> None:
+    word = {"type": "object", "properties": {"word": {"enum": ["a", "b"]}}, "required": ["word"]}
+    text = {"type": "object", "properties": {"name": {"enum": ["f", "g"]}, "n": {"enum": [1, 2]}}}
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": word}}]}
+    fields = {**tools, "parallel_tool_calls": False, "guided_json": {**text, "required": ["name", "n"]}}
+    kinds = set()
+    for seed in range(4 * WALKS):
+        answer = walk(grammars, vocabulary, fields, seed).decode()
+        parser = AnswerParser(HERMES, tools={"f": word}, parallel=False)
+        parts = [*parser.feed(answer), *parser.finish()]
+        if parser.calls:
+            call, arguments = parts
+            assert call.text == "f"
+            jsonschema.validate(json.loads(arguments.text), word)
+        else:
+            assert [part.kind for part in parts] == [CONTENT]
+            jsonschema.validate(json.loads(answer), text)
+        kinds.add(parser.calls)
+    assert kinds == {0, 1}

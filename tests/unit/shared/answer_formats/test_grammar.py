@@ -56,6 +56,38 @@ def test_one_call_at_most(answer: Answer) -> None:
     assert rule is None or not accepts(rule, answer.text)
 
 
+NAMED = {
+    **CLOSED,
+    "properties": {"name": {"type": "string"}, "parameters": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "parameters"],
+}
+
+
+@pytest.mark.parametrize("name", [name for name, each in FORMATS.items() if each.writes and not each.bare])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_calls_or_text_under_a_schema(name: str, thinking: bool) -> None:
+    form = FORMATS[name]
+    assert form.writes is not None
+    thinking &= form.think is not None
+    text = grammar.json_rules("text", NAMED)
+    rules = grammar.calls(form, SCHEMAS, required=False, parallel=True, text=text)
+    assert rules is not None
+    rule = grammar.whole(form, rules, thinking=thinking)
+    thought = f"hm{form.think[1]}\n\n" if thinking and form.think else ""
+    called = form.writes.before.replace("NAME", "get_time") + arguments_in(name, SECOND) + form.writes.after
+    called = form.writes.first + called + form.writes.last
+    said = '{"name": "Ada", "parameters": [1, 2]}'
+    assert accepts(rule, thought + called)
+    assert accepts(rule, thought + said)
+    for wrong in (TEXT, f"{said} {called}", f"{called}{said}", '{"name": "Ada"}', ""):
+        assert not accepts(rule, thought + wrong)
+    for pieces in ([thought + said], thought + said):
+        found = read(name, *pieces, thinking=thinking)
+        assert (found.content, found.calls) == (said, [])
+    (call,) = read(name, *thought, called, thinking=thinking).calls
+    assert (call[0], json.loads(call[1])) == ("get_time", SECOND)
+
+
 @pytest.mark.parametrize("name", [name for name, each in FORMATS.items() if each.writes])
 def test_nothing_but_calls(name: str) -> None:
     form = FORMATS[name]

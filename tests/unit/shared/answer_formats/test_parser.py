@@ -6,9 +6,10 @@ import itertools
 import json
 
 import pytest
-from support.recorded_answers import ANSWERS, FIRST, SECOND, TEXT, THOUGHT, Answer, parts_of, read
+from support.recorded_answers import ANSWERS, FIRST, SECOND, TEXT, THOUGHT, TOOLS, Answer, parts_of, read
 
 from shared.answer_formats.formats import FORMATS
+from shared.answer_formats.parser import AnswerParser
 from shared.answer_formats.reader import MAX_HEAD, MAX_HELD, Part
 
 NAMES = [f"{i}-{answer.form}" for i, answer in enumerate(ANSWERS)]
@@ -48,6 +49,43 @@ def test_one_call_at_most(answer: Answer) -> None:
         return
     assert [name for name, _ in found.calls] == ["get_weather"]
     assert "Europe/Berlin" in found.content
+
+
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+AFTER_CALLS = [
+    *((answer.form, f"{answer.text} and, {{so}}; on", answer.opened) for answer in ANSWERS),
+    ("hermes", f"<tool_call>\n{CALL}, then; more", False),
+    ("hermes", f"<tool_call>\n{CALL}; {{more}} <tool_call>", False),
+    ("llama3", '{"name": "get_time", "parameters": {}}, and more', False),
+    ("llama3", CALL, False),
+    ("xlam", f"[{CALL}]", False),
+    ("llama3", '{"answer": 4, "text": "{}"}\n', False),
+    ("xlam", "[1, 2]", False),
+]
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["calls", "one_call"])
+@pytest.mark.parametrize(
+    ("form", "text", "opened"), AFTER_CALLS, ids=[f"{a[0]}{i}" for i, a in enumerate(AFTER_CALLS)]
+)
+def test_text_after_calls_is_the_same_at_every_split_and_its_place_is_known(
+    form: str, text: str, opened: bool, parallel: bool
+) -> None:
+    whole = read(form, text, thinking=opened, parallel=parallel)
+    for cuts in [*range(1, len(text)), None]:
+        pieces = list(text) if cuts is None else [text[:cuts], text[cuts:]]
+        assert read(form, *pieces, thinking=opened, parallel=parallel) == whole, cuts
+        parser = AnswerParser(FORMATS[form], tools=TOOLS, thinking=opened, parallel=parallel)
+        placed, decided, end = "", 0, 0
+        for piece in [*pieces, ""]:
+            parser.feed(piece, last=not piece)
+            for begin, after in parser.content():
+                assert max(decided, end) <= begin < after <= parser.decided
+                placed, end = placed + text[begin:after], after
+            assert decided <= parser.decided
+            decided = parser.decided
+        assert decided == len(text)
+        assert "".join(placed.split()) == "".join(whole.content.split())
 
 
 def test_the_name_comes_first_and_the_arguments_as_they_arrive() -> None:

@@ -133,8 +133,15 @@ REPORTS = [
         "text after a call without a marker is content",
         f"{_GH}/vllm-project/vllm/pull/19024",
         "llama3",
-        '{"type": "function", "name": "f", "parameters": {}} \n\nWould you like to know more?',
-        Read(content="Would you like to know more?", calls=[("f", "{}")]),
+        '{"type": "function", "name": "get_time", "parameters": {}} \n\nWould you like to know more?',
+        Read(content="Would you like to know more?", calls=[("get_time", "{}")]),
+    ),
+    Report(
+        "JSON without a marker that names no function is content",
+        f"{_GH}/openai/openai-agents-python/issues/3709",
+        "llama3",
+        '{"name": "Ada", "parameters": {"age": 36}}',
+        Read(content='{"name": "Ada", "parameters": {"age": 36}}'),
     ),
     Report(
         "an end tag without a start is content",

@@ -101,10 +101,31 @@ def test_a_conversation_with_calls_and_reasoning() -> None:
     ]
 
 
+def test_null_fields_of_items_mean_none() -> None:
+    called = {"type": "function_call", "call_id": "c1", "name": "weather", "id": None, "status": None}
+    items: list[Any] = [
+        {**USER, "type": None, "id": None, "status": None},
+        {"type": "reasoning", "id": None, "summary": None, "content": None, "encrypted_content": None},
+        {"type": "message", "role": "assistant", "content": None},
+        *({**called, **more} for more in ({"arguments": ""}, {"arguments": None}, {})),
+        {"type": "function_call_output", "call_id": "c1", "output": None},
+    ]
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    assert read({"input": items, "tools": [{**TOOL, "strict": None}]})["messages"] == [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call] * 3},
+        {"role": "tool", "tool_call_id": "c1", "content": ""},
+    ]
+    given = {**TOOL, "parameters": {"properties": {"a": {"enum": [None, 1]}}, "default": None}}
+    asked = read({"input": "Hi", "tools": [given]})
+    assert asked["tools"][0]["function"]["parameters"] == given["parameters"]
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [
         ({"input": []}, "`input`"),
+        ({"input": [{"role": "user", "content": None}]}, "`content` is missing: a text is expected"),
         ({"input": [{"type": "reasoning"}]}, "`input` has no message"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type `item_reference` are not"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "parts of type `input_image`"),
