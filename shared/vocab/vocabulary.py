@@ -46,6 +46,8 @@ _END_NAMES = frozenset(
 _HARMONY = {"<|return|>", "<|call|>"}  # in a vocabulary with these, `<|end|>` ends only a part of an answer
 # Special for any entry in tokenizer.json, in transformers' order; absent ones get the next ids.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TO_LETTERS = str.maketrans("0123456789", "ghijklmnop")
+_TO_DIGITS = str.maketrans("ghijklmnop", "0123456789")
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")  # of an added token
 
 _WORDS = (
@@ -97,7 +99,9 @@ class Vocabulary:
         self.chat_template, self.named = parts.chat_template, parts.named
         self.context_tokens = parts.context_tokens
         self._tables: dict[frozenset[str], list[bytes]] = {}  # by markers: one for each answer format in use
-        self.secret = secrets.token_hex(8)  # of this process; never in an id or an answer
+        # Of this process; never in an id or an answer. Small letters alone: no normalizer changes them.
+        self.secret = secrets.token_hex(8).translate(_TO_LETTERS)
+        self._core = re.compile(f"{self.secret}n([a-p]+)x")  # of a secret name
 
     @cached_property
     def controls(self) -> dict[str, int]:
@@ -169,16 +173,36 @@ class Vocabulary:
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`, without `prefix_ids`. With `special`, `controls` in the text become their ids;
-        without it only their `secret_names` do. Thread-safe after the first use of each form. Raises
-        ValueError for a lone surrogate."""
-        tokenizer = self._with_controls if special else self._tokenizer
-        try:
-            # The fastest function of the library, and the one that releases the GIL.
-            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except TypeError as error:
-            raise ValueError("the text holds a lone surrogate") from error
-        ids: list[int] = encoding.ids
-        return ids
+        without it only their `secret_names` do. Where the tokenizer does not find a control token, because of
+        the text around it, its secret name is read as its own. Thread-safe after the first use of each form.
+        Raises ValueError for a lone surrogate."""
+        if special:
+            return _ids(self._with_controls, text)
+        while True:
+            ids = _ids(self._tokenizer, text)
+            named = self._core.findall(text)
+            if not named or len(named) == sum(map(self._control_ids.__contains__, ids)):
+                return ids
+            shown = self._lost_as_text(text)
+            if shown == text:
+                return ids
+            text = shown
+
+    def _lost_as_text(self, text: str) -> str:
+        """`text` with the own names of the control tokens that the tokenizer does not find in it: flags such
+        as `single_word` and a normalizer that changes a name with its neighbours decide where it does."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        cores = (self._core.search(text, *span) for i, span in pairs if i in self._control_ids)
+        found = {core.start() for core in cores if core}
+        parts, end = [], 0
+        for core in self._core.finditer(text):
+            if core.start() not in found:
+                name = self._parts.tokens[int(core[1].translate(_TO_DIGITS))]
+                left, right = _halves(name)
+                parts += [text[end : core.start() - len(left)], name]
+                end = core.end() + len(right)
+        return "".join([*parts, text[end:]])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Raises IndexError for an id outside the vocabulary."""
@@ -197,8 +221,18 @@ class Vocabulary:
 
     @cached_property
     def secret_names(self) -> dict[str, str]:
-        """A random name for each of `controls`, which no client can write."""
-        return {token: f"\ufdd0{self.secret}{i}\ufdd1" for token, i in self.controls.items()}
+        """A random name for each of `controls`, which no client can write. It begins and ends as the token
+        does: a normalizer and the flags of the token treat both alike beside any text."""
+
+        def secret(name: str, i: int) -> str:
+            left, right = _halves(name)
+            return f"{left}{self.secret}n{str(i).translate(_TO_LETTERS)}x{right}"
+
+        return {token: secret(token, i) for token, i in self.controls.items()}
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        return frozenset(self.controls.values())
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -208,6 +242,21 @@ class Vocabulary:
     @cached_property
     def _with_controls(self) -> Tokenizer:
         return self._parts.build({})
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    try:
+        # The fastest function of the library, and the one that releases the GIL.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    except TypeError as error:
+        raise ValueError("the text holds a lone surrogate") from error
+    found: list[int] = encoding.ids
+    return found
+
+
+def _halves(name: str) -> tuple[str, str]:
+    """The two halves of a token's name; of one character each, if it has only one."""
+    return name[: max(1, len(name) // 2)], name[len(name) // 2 :]
 
 
 def _byte_level_table(tokens: list[str]) -> list[bytes]:
@@ -552,8 +601,7 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     for token in source["added_tokens"]:
-        if token["content"] in names:  # a normalizer may change the name so that it is not found
-            token.update(content=names[token["content"]], normalized=False)
+        token["content"] = names.get(token["content"], token["content"])
     source["post_processor"] = None  # it adds tokens by name around a text, which no caller needs
     return Tokenizer.from_str(json.dumps(source))
 

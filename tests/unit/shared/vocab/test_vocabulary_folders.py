@@ -145,7 +145,7 @@ def test_an_end_that_is_a_plain_entry_is_matched_whole(tmp_path: Path) -> None:
 
 def sentencepiece(tmp_path: Path, **change: Any) -> Vocabulary:
     """A folder whose tokenizer decodes, and normalises, as in SentencePiece."""
-    folder = folder_of(tmp_path, "a<row>{{ messages[0].content }}")
+    folder = folder_of(tmp_path, change.get("template", "a"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.pre_tokenizer = None  # type: ignore[assignment]  # the library takes None
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -162,9 +162,9 @@ def test_a_space_before_the_first_word_goes_only_where_the_tokenizer_removes_it(
         assert vocabulary.decode([NEXT]) == text
 
 
-def test_a_normaliser_hides_no_token_of_the_template(tmp_path: Path) -> None:
-    ids = prompt(sentencepiece(tmp_path))
-    assert NEXT + 1 in ids
+def test_a_normaliser_hides_a_token_after_a_letter_as_in_the_library(tmp_path: Path) -> None:
+    assert NEXT + 1 not in prompt(sentencepiece(tmp_path, template="a<row>{{ messages[0].content }}"))
+    assert NEXT + 1 in prompt(sentencepiece(tmp_path / "b", template="a <row>{{ messages[0].content }}"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
