@@ -31,6 +31,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 from shared.errors import SetupError
 from shared.vocab.files import ModelFiles, unreadable
 from shared.vocab.gguf import read_metadata
+from shared.vocab.vector_settings import VectorSettings, vector_settings
 
 _LOOKS_CONTROL = re.compile(r"<[|｜].+[|｜]>")
 _MARKUP = re.compile(r"</?[a-z_]+>")
@@ -48,6 +49,7 @@ _HARMONY = {"<|return|>", "<|call|>"}  # in a vocabulary with these, `<|end|>` e
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TO_LETTERS = str.maketrans("0123456789", "ghijklmnop")
 _TO_DIGITS = str.maketrans("ghijklmnop", "0123456789")
+_OF_BERT = ("BertTokenizer", "BertTokenizerFast", "bert")  # classes of tokenizers; without one, of a model
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")  # of an added token
 
 _WORDS = (
@@ -78,6 +80,8 @@ class VocabularyParts:
     chat_template: str  # jinja source, "" if the model has none
     named: Mapping[str, str] = field(default_factory=dict)  # special tokens by their names in templates
     context_tokens: int  # the model's longest sequence, 0 if unknown
+    vectors: VectorSettings = field(default_factory=VectorSettings)
+    cuts_begin: bool = False  # a text over `vectors.most_tokens` loses its first tokens, and not its last
 
 
 def load_vocabulary(files: ModelFiles) -> Vocabulary:
@@ -98,8 +102,9 @@ class Vocabulary:
         self.eos_ids = parts.eos_ids
         self.chat_template, self.named = parts.chat_template, parts.named
         self.context_tokens = parts.context_tokens
+        self.vectors = parts.vectors
         self._tables: dict[frozenset[str], list[bytes]] = {}  # by markers: one for each answer format in use
-        # Of this process; never in an id or an answer. Small letters alone: no normalizer changes them.
+        # Never in an id or an answer. Small letters alone: no normalizer changes them.
         self.secret = secrets.token_hex(8).translate(_TO_LETTERS)
         self._core = re.compile(f"{self.secret}n([a-p]+)x")  # of a secret name
 
@@ -187,6 +192,19 @@ class Vocabulary:
             if shown == text:
                 return ids
             text = shown
+
+    def encode_for_vector(self, text: str, most_tokens: int) -> list[int]:
+        """Token ids of a text whose vector is wanted, with what the tokenizer puts around it. Over
+        `most_tokens` (0: no limit) the text itself is cut, as sentence-transformers does."""
+        ids = self.encode(text, special=True)
+        room = most_tokens - len(self.prefix_ids) - len(self.suffix_ids)
+        if most_tokens and len(ids) > room:
+            ids = ids[len(ids) - room :] if self._parts.cuts_begin else ids[: max(room, 0)]
+        return [*self.prefix_ids, *ids, *self.suffix_ids]
+
+    def leading(self, text: str, chars: int) -> str:
+        """The characters of a long text that a cut leaves: the first ones, or the last."""
+        return text[-chars:] if self._parts.cuts_begin else text[:chars]
 
     def _lost_as_text(self, text: str) -> str:
         """`text` with the own names of the control tokens that the tokenizer does not find in it: flags such
@@ -314,9 +332,12 @@ def hf_parts(folder: Path) -> VocabularyParts:
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise unreadable(folder / "tokenizer_config.json", "a tokenizer's configuration", error) from error
     ends = {_text_of(config.get(name)) for name in ("bos_token", "eos_token")}
+    vectors, model = vector_settings(folder), _json(folder / "config.json")
+    side = config.get("truncation_side")
 
     def read() -> Tokenizer:
         tokenizer = Tokenizer.from_str(source)
+        _normalize_as_configured(tokenizer, config, model, lower_case=vectors.lower_case)
         tokenizer.no_truncation()  # both are left over from a training
         tokenizer.no_padding()
         tokenizer.add_tokens(stated)
@@ -339,7 +360,9 @@ def hf_parts(folder: Path) -> VocabularyParts:
     kinds = _decoders(json.loads(source), file)
     byte_level, word_pieces = "ByteLevel" in kinds, "WordPiece" in kinds
     named = {name: _text_of(config[name]) for name in _NAMED if config.get(name)}
-    context = _json(folder / "config.json").get("max_position_embeddings")
+    context = model.get("max_position_embeddings")
+    if side is None:
+        side = (json.loads(source).get("truncation") or {}).get("direction")
     return VocabularyParts(
         tokens=tokens,
         special=frozenset(i for i, each in added.items() if each.special or each.content in named.values()),
@@ -355,7 +378,28 @@ def hf_parts(folder: Path) -> VocabularyParts:
         chat_template=template,
         named=named,
         context_tokens=context if isinstance(context, int) else 0,  # an executor names one that is no number
+        vectors=vectors,
+        cuts_begin=str(side).lower() == "left",
     )
+
+
+def _normalize_as_configured(
+    tokenizer: Tokenizer, config: Mapping[str, Any], model: Mapping[str, Any], *, lower_case: bool
+) -> None:
+    """transformers' tokenizer of BERT takes the fields of its normalizer from tokenizer_config.json, not from
+    tokenizer.json. `lower_case`: sentence-transformers puts a step before all others."""
+    normalizer = tokenizer.normalizer
+    of_bert = str(config.get("tokenizer_class") or model.get("model_type")) in _OF_BERT
+    if of_bert and isinstance(normalizer, normalizers.BertNormalizer):
+        lower, chinese = config.get("do_lower_case", True), config.get("tokenize_chinese_chars", True)
+        tokenizer.normalizer = normalizer = normalizers.BertNormalizer(
+            lowercase=normalizer.lowercase if lower is None else bool(lower),
+            strip_accents=config.get("strip_accents"),
+            handle_chinese_chars=normalizer.handle_chinese_chars if chinese is None else bool(chinese),
+        )
+    if lower_case:
+        steps = [normalizers.Lowercase(), *([] if normalizer is None else [normalizer])]
+        tokenizer.normalizer = normalizers.Sequence(steps)
 
 
 def _added_later(

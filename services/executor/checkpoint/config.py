@@ -19,13 +19,13 @@ from services.executor.model.shapes import ExpertShapes, Shapes
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 from shared.vocab.gguf import read_metadata
+from shared.vocab.vector_settings import vector_settings
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
 SUPPORTED = tuple(FAMILIES)
 # Far above any model's: with a damaged number the description or the rotations would take minutes.
 MOST_LAYERS, _MOST_DIM = 4096, 65_536
 _BIASES: Mapping[str, Any] = {"qkv_bias": True, "out_bias": True}
-_MODE = "pooling_mode_"
 _GGUF_POOLING = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
 IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
 
@@ -95,22 +95,10 @@ def pooling_of(path: Path, usual: str = LAST_TOKEN) -> str:
         data = read_metadata(path)
         kind = int(data.get(f"{data.get('general.architecture')}.pooling_type", 0))
         return _GGUF_POOLING.get(kind, f"pooling of type {kind}")
-    file = path / "modules.json"
-    if not file.is_file():
-        return usual
-    try:
-        modules = {str(each["type"]).rpartition(".")[2]: each for each in json.loads(file.read_text("utf-8"))}
-        if more := modules.keys() - {"Transformer", "Pooling", "Normalize"}:
-            return f"a module {min(more)}"
-        if "Pooling" not in modules:
-            return usual
-        file = path / str(modules["Pooling"]["path"]) / "config.json"
-        given = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise unreadable(file, "a configuration of sentence-transformers", error) from error
-    modes = [key.removeprefix(_MODE) for key, on in given.items() if key.startswith(_MODE) and on is True]
-    modes = modes or [str(given.get("pooling_mode", "mean"))]
-    return LAST_TOKEN if modes == [LAST_TOKEN] else f"pooling {'+'.join(modes)}"
+    found = vector_settings(path)
+    if found.refused or not found.pooling:
+        return found.refused or usual
+    return LAST_TOKEN if found.pooling == (LAST_TOKEN,) else f"pooling {'+'.join(found.pooling)}"
 
 
 def _rotated(head_dim: int) -> int:

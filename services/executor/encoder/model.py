@@ -79,6 +79,7 @@ _LAYER = {
 _POOLINGS = {
     "pooling mean_tokens": "mean",
     "pooling mean": "mean",
+    "pooling mean_sqrt_len_tokens": "mean",  # of another length, and every vector gets the length 1
     "pooling cls_token": "first",
     "pooling cls": "first",
     LAST_TOKEN: "last",
@@ -285,7 +286,7 @@ class Encoder:
         `kept_in` "int8" the matrices are in int8. With `deterministic` the bits of a vector do not depend on
         the other texts of a step. Raises SetupError for a model that is not supported or not whole."""
         if pooling not in _POOLINGS:
-            raise SetupError(f"{folder}: {pooling} of vectors is not supported")
+            raise SetupError(f"{folder}: {pooling} is not supported for vectors")
         self.shapes = shapes = read_shapes(folder)
         self._pooling, self._alone = _POOLINGS[pooling], deterministic
         tensors = _Tensors(folder, shapes)

@@ -137,6 +137,9 @@ def test_damaged_weights_and_other_poolings_are_named(tmp_path: Path) -> None:
     folder = encoder_folder("bert", tmp_path, "max_tokens")
     with pytest.raises(SetupError, match="max_tokens"):
         engine(folder)
+    (folder / "sentence_bert_config.json").write_text('{"surprise": 3}')
+    with pytest.raises(SetupError, match=r"surprise = 3 in sentence_bert_config\.json is not supported"):
+        engine(folder)
     (folder / "modules.json").unlink()
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
