@@ -27,6 +27,7 @@ SUPPORTED = tuple(FAMILIES)
 MOST_LAYERS, _MOST_DIM = 4096, 65_536
 _BIASES: Mapping[str, Any] = {"qkv_bias": True, "out_bias": True}
 _GGUF_POOLING = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
+_BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # as in llama.cpp
 IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
 
 
@@ -158,6 +159,7 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
     if kind not in IN_GGUF:
         raise refuse(f"GGUF architecture {kind!r}", IN_GGUF)
     check_gguf(metadata, kind)
+    metadata = {**metadata, **_of_all_layers(metadata, kind)}
     heads = int(metadata[f"{kind}.attention.head_count"])
     hidden = int(metadata[f"{kind}.embedding_length"])
     head_dim = _rotated(int(metadata.get(f"{kind}.attention.key_length", hidden // heads)))
@@ -184,3 +186,17 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
         out_bias="blk.0.attn_output.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
     ))  # fmt: skip
+
+
+def _of_all_layers(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The number of all layers for keys that have one for each layer. Raises SetupError if layers differ, and
+    ValueError for another count of them."""
+    found = {}
+    for key in (f"{kind}.{name}" for name in _BY_LAYER):
+        if isinstance(numbers := metadata.get(key), list):
+            if len(numbers) != metadata[f"{kind}.block_count"]:
+                raise ValueError(f"{key} has {len(numbers)} numbers, and not one for each layer")
+            if len({*numbers}) > 1:
+                raise refuse(f"{key} with layers of different sizes, {numbers!r:.60},", IN_GGUF)
+            found[key] = numbers[0]
+    return found
