@@ -111,10 +111,11 @@ class Vocabulary:
     @cached_property
     def controls(self) -> dict[str, int]:
         """Text and id of the tokens that give a prompt its form, which users must not be able to write:
-        control tokens, end tokens, and other added tokens that look like a control token or occur in the chat
-        template (fine-tunes do not mark all of theirs)."""
+        control tokens, end tokens that are no plain words, and other added tokens that look like a control
+        token or occur in the chat template (fine-tunes do not mark all of theirs)."""
         tokens, template = self._parts.tokens, self.chat_template
-        chosen = {*self.special_ids, *self.eos_ids}
+        ends = (i for i in self.eos_ids if i in self._parts.added or _LOOKS_CONTROL.fullmatch(tokens[i]))
+        chosen = {*self.special_ids, *ends}
         for i in self._parts.added - chosen:
             name = tokens[i].strip()
             if _LOOKS_CONTROL.fullmatch(name) or (name and not name.isalnum() and name in template):

@@ -143,6 +143,16 @@ def test_an_end_that_is_a_plain_entry_is_matched_whole(tmp_path: Path) -> None:
     assert vocabulary.decode([2]) == ""
 
 
+def test_an_end_that_is_a_plain_word_can_still_be_written(tmp_path: Path) -> None:
+    """Some models end at a line break: only its choice by the model ends an answer."""
+    tokenizer = Tokenizer.from_file(str(folder_of(tmp_path / "a") / "tokenizer.json"))
+    line = tokenizer.token_to_id("Ċ")
+    vocabulary = loaded(folder_of(tmp_path / "b", generation_config={"eos_token_id": [2, line]}))
+    assert vocabulary.eos_ids == (2, line)
+    assert vocabulary.encode("a\nb") == tokenizer.encode("a\nb").ids
+    assert "Ċ" not in vocabulary.controls
+
+
 def sentencepiece(tmp_path: Path, **change: Any) -> Vocabulary:
     """A folder whose tokenizer decodes, and normalises, as in SentencePiece."""
     folder = folder_of(tmp_path, change.get("template", "a"))
