@@ -49,7 +49,9 @@ _HARMONY = {"<|return|>", "<|call|>"}  # in a vocabulary with these, `<|end|>` e
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TO_LETTERS = str.maketrans("0123456789", "ghijklmnop")
 _TO_DIGITS = str.maketrans("ghijklmnop", "0123456789")
-_OF_BERT = ("BertTokenizer", "BertTokenizerFast", "bert")  # classes of tokenizers; without one, of a model
+# Classes of tokenizers; without one, of a model.
+_OF_BERT = ("BertTokenizer", "BertTokenizerFast", "bert")
+_OF_ROBERTA = ("RobertaTokenizer", "RobertaTokenizerFast", "roberta")
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")  # of an added token
 
 _WORDS = (
@@ -387,11 +389,13 @@ def hf_parts(folder: Path) -> VocabularyParts:
 def _normalize_as_configured(
     tokenizer: Tokenizer, config: Mapping[str, Any], model: Mapping[str, Any], *, lower_case: bool
 ) -> None:
-    """transformers' tokenizer of BERT takes the fields of its normalizer from tokenizer_config.json, not from
+    """transformers' tokenizers of BERT and RoBERTa take some settings from tokenizer_config.json, not from
     tokenizer.json. `lower_case`: sentence-transformers puts a step before all others."""
-    normalizer = tokenizer.normalizer
-    of_bert = str(config.get("tokenizer_class") or model.get("model_type")) in _OF_BERT
-    if of_bert and isinstance(normalizer, normalizers.BertNormalizer):
+    normalizer, kind = tokenizer.normalizer, str(config.get("tokenizer_class") or model.get("model_type"))
+    if kind in _OF_ROBERTA and isinstance(tokenizer.pre_tokenizer, ByteLevel):
+        spaced = bool(config.get("add_prefix_space", False))
+        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=spaced)
+    if kind in _OF_BERT and isinstance(normalizer, normalizers.BertNormalizer):
         lower, chinese = config.get("do_lower_case", True), config.get("tokenize_chinese_chars", True)
         tokenizer.normalizer = normalizer = normalizers.BertNormalizer(
             lowercase=normalizer.lowercase if lower is None else bool(lower),

@@ -148,6 +148,24 @@ def test_a_text_is_cut_as_in_transformers(
         assert loaded(folder).encode_for_vector(text, most) == wanted
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"add_prefix_space": True}, {"tokenizer_class": "RobertaTokenizerFast"}]
+)
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_space_before_a_text_is_that_of_roberta_in_transformers(
+    tmp_path: Path, given: dict[str, Any], stored: bool
+) -> None:
+    folder = encoder_folder("roberta", tmp_path)
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    body = json.loads(file.read_text())
+    body["pre_tokenizer"]["add_prefix_space"] = stored
+    file.write_text(json.dumps(body))
+    config.write_text(json.dumps({**json.loads(config.read_text()), **given}))
+    library = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("The fox", " The  fox"):
+        assert loaded(folder).encode_for_vector(text, 0) == library(text).input_ids
+
+
 def test_lower_case_is_a_step_before_all_others(tmp_path: Path) -> None:
     """As sentence-transformers puts it there: the names of tokens in a text stay."""
     cased = {"tokenizer_config": {"do_lower_case": False}}
