@@ -485,6 +485,9 @@ class EmbeddingRequest(BaseModel):
     dimensions: int | None = Field(
         None, ge=1, le=MAX_TOP_K, description="leading numbers of the vector, which gets the length 1 again"
     )
+    truncate: bool = Field(
+        True, description="cut a text over the limit that the model's files state; false: it is a 400"
+    )
     stream: Annotated[Any, only(False)] = Field(None, description=NOT_YET)
     user: str = Field("", description=NO_EFFECT)
     prompt_cache_key: str = Field("", description="requests with an equal one share a prefix cache")

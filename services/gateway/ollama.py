@@ -139,7 +139,7 @@ class OllamaEmbedRequest(BaseModel):
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
     input: Texts = Field(description="one text or several")
     dimensions: int | None = Field(None, ge=1, le=MAX_TOP_K, description="leading numbers of each vector")
-    truncate: Any = Field(None, description=f"{NO_EFFECT}: a text that is too long is refused")
+    truncate: bool | None = Field(None, description="as in embeddings")
     options: Any = _IDLE
     keep_alive: Any = _IDLE
 
@@ -357,7 +357,7 @@ def read_embed(fields: Body) -> Body:
         asked = OllamaEmbedRequest.model_validate(fields)
     except ValidationError as error:
         raise bad_field(error) from error
-    body = asked.model_dump(include={"model", "input", "dimensions"}, exclude_none=True)
+    body = asked.model_dump(include={"model", "input", "dimensions", "truncate"}, exclude_none=True)
     return {**body, "model": asked.model.removesuffix(LATEST)} if asked.model else body
 
 

@@ -55,6 +55,7 @@ log = logging.getLogger("headrace.tokenizer")
 DEFAULT_COMPLETION_TOKENS = 16  # as in the OpenAI API
 MAX_CANCELS = 10_000  # then the oldest is dropped: clients may cancel requests that do not exist
 ROUTING_TOKENS = 256  # of a completion: with more, texts with the same start find each other less often
+_CUT_CHARS = 4  # of the longest tokens: so much of a text is read for one that counts, if it is cut
 TAIL_TOKENS = 64  # of a prompt: more than the marker of reasoning and the white space after it take
 CANCELLED = "the request was cancelled"
 LATE = "the request's time limit passed in intake"
@@ -419,11 +420,26 @@ def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wal
 
 
 def encode_input(request: EmbeddingRequest, model: ServedModel) -> list[int]:
-    """The token ids of an input. A text gets what the model's tokenizer puts around it. Raises BadRequest."""
+    """The token ids of an input. A text gets what the model's tokenizer puts around it, and is cut where the
+    model's files set a limit; ids are used unchanged. Raises BadRequest."""
     if not request.input:
         raise BadRequest("the input is empty", param="input")
-    ids = _encoded("input", request.input, model)
-    return [*ids, *model.vocabulary.suffix_ids] if isinstance(request.input, str) else ids
+    if not isinstance(request.input, str):
+        return _encoded("input", request.input, model)
+    vocabulary, text = model.vocabulary, model.vocabulary.vectors.prompt + request.input
+    most = vocabulary.vectors.most_tokens
+    if not most or not request.truncate:
+        _check_chars("input", len(text), model)
+        ids = vocabulary.encode_for_vector(text, 0)
+        if most and len(ids) > most:
+            why = f"the input has {len(ids)} tokens; shorten it, or leave out `truncate`"
+            raise _over_context(most, why, "input")
+        return ids
+    chars = max(_CUT_CHARS * most, model.max_context) * vocabulary.longest_token_bytes
+    ids = vocabulary.encode_for_vector(vocabulary.leading(text, chars), most)
+    if len(ids) < most:  # it may be the rest that counts, where the tokenizer drops most characters
+        _check_chars("input", len(text), model)
+    return ids
 
 
 def _encoded(param: str, given: str | list[int], model: ServedModel) -> list[int]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from shared.errors import SetupError
 from shared.vocab.files import unreadable
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -44,9 +45,19 @@ def _header(path: Path, version: tuple[int, ...]) -> tuple[dict[str, Any], int]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data)
-            return cursor.header(), cursor.at
+            metadata = cursor.header()
     except (struct.error, IndexError, UnicodeDecodeError, ValueError) as error:
         raise unreadable(path, "a whole GGUF file", error) from error
+    except SetupError as error:
+        raise SetupError(f"{path} {error.message}") from error
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise SetupError(f"{path}: this GGUF file is of type {kind!r}, not a model: give a model")
+    if metadata.get("split.count", 0) > 1:  # only the first part has the other keys
+        raise SetupError(
+            f"{path}: this GGUF file is one part of several, which is not supported; join them with "
+            "`llama-gguf-split --merge` and give the result"
+        )
+    return metadata, cursor.at
 
 
 class _Cursor:
@@ -58,6 +69,15 @@ class _Cursor:
 
     def header(self) -> dict[str, Any]:
         magic, version = self._data[:4], _U32.unpack_from(self._data, 4)[0]
+        if magic == b"GGUF" and version and version & 0xFFFF == 0:
+            raise SetupError(
+                "is a GGUF file of big-endian order, which is not supported; give the usual one, or turn a "
+                "copy around with `gguf-convert-endian FILE little`"
+            )
+        if magic == b"GGUF" and version == 1:
+            raise SetupError(
+                "is a GGUF file of version 1, which is not supported; give one of version 2 or 3"
+            )
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(f"it starts with {magic!r} and version {version}, not with b'GGUF' and 2 or 3")
         count = _U64.unpack_from(self._data, 16)[0]  # after the tensor count

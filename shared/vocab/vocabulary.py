@@ -31,6 +31,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 from shared.errors import SetupError
 from shared.vocab.files import ModelFiles, unreadable
 from shared.vocab.gguf import read_metadata
+from shared.vocab.vector_settings import VectorSettings, vector_settings
 
 _LOOKS_CONTROL = re.compile(r"<[|｜].+[|｜]>")
 _MARKUP = re.compile(r"</?[a-z_]+>")
@@ -46,6 +47,11 @@ _END_NAMES = frozenset(
 _HARMONY = {"<|return|>", "<|call|>"}  # in a vocabulary with these, `<|end|>` ends only a part of an answer
 # Special for any entry in tokenizer.json, in transformers' order; absent ones get the next ids.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TO_LETTERS = str.maketrans("0123456789", "ghijklmnop")
+_TO_DIGITS = str.maketrans("ghijklmnop", "0123456789")
+# Classes of tokenizers; without one, of a model.
+_OF_BERT = ("BertTokenizer", "BertTokenizerFast", "bert")
+_OF_ROBERTA = ("RobertaTokenizer", "RobertaTokenizerFast", "roberta")
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")  # of an added token
 
 _WORDS = (
@@ -76,6 +82,8 @@ class VocabularyParts:
     chat_template: str  # jinja source, "" if the model has none
     named: Mapping[str, str] = field(default_factory=dict)  # special tokens by their names in templates
     context_tokens: int  # the model's longest sequence, 0 if unknown
+    vectors: VectorSettings = field(default_factory=VectorSettings)
+    cuts_begin: bool = False  # a text over `vectors.most_tokens` loses its first tokens, and not its last
 
 
 def load_vocabulary(files: ModelFiles) -> Vocabulary:
@@ -96,16 +104,20 @@ class Vocabulary:
         self.eos_ids = parts.eos_ids
         self.chat_template, self.named = parts.chat_template, parts.named
         self.context_tokens = parts.context_tokens
+        self.vectors = parts.vectors
         self._tables: dict[frozenset[str], list[bytes]] = {}  # by markers: one for each answer format in use
-        self.secret = secrets.token_hex(8)  # of this process; never in an id or an answer
+        # Never in an id or an answer. Small letters alone: no normalizer changes them.
+        self.secret = secrets.token_hex(8).translate(_TO_LETTERS)
+        self._core = re.compile(f"{self.secret}n([a-p]+)x")  # of a secret name
 
     @cached_property
     def controls(self) -> dict[str, int]:
         """Text and id of the tokens that give a prompt its form, which users must not be able to write:
-        control tokens, end tokens, and other added tokens that look like a control token or occur in the chat
-        template (fine-tunes do not mark all of theirs)."""
+        control tokens, end tokens that are no plain words, and other added tokens that look like a control
+        token or occur in the chat template (fine-tunes do not mark all of theirs)."""
         tokens, template = self._parts.tokens, self.chat_template
-        chosen = {*self.special_ids, *self.eos_ids}
+        ends = (i for i in self.eos_ids if i in self._parts.added or _LOOKS_CONTROL.fullmatch(tokens[i]))
+        chosen = {*self.special_ids, *ends}
         for i in self._parts.added - chosen:
             name = tokens[i].strip()
             if _LOOKS_CONTROL.fullmatch(name) or (name and not name.isalnum() and name in template):
@@ -169,16 +181,49 @@ class Vocabulary:
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`, without `prefix_ids`. With `special`, `controls` in the text become their ids;
-        without it only their `secret_names` do. Thread-safe after the first use of each form. Raises
-        ValueError for a lone surrogate."""
-        tokenizer = self._with_controls if special else self._tokenizer
-        try:
-            # The fastest function of the library, and the one that releases the GIL.
-            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except TypeError as error:
-            raise ValueError("the text holds a lone surrogate") from error
-        ids: list[int] = encoding.ids
-        return ids
+        without it only their `secret_names` do. Where the tokenizer does not find a control token, because of
+        the text around it, its secret name is read as its own. Thread-safe after the first use of each form.
+        Raises ValueError for a lone surrogate."""
+        if special:
+            return _ids(self._with_controls, text)
+        while True:
+            ids = _ids(self._tokenizer, text)
+            named = self._core.findall(text)
+            if not named or len(named) == sum(map(self._control_ids.__contains__, ids)):
+                return ids
+            shown = self._lost_as_text(text)
+            if shown == text:
+                return ids
+            text = shown
+
+    def encode_for_vector(self, text: str, most_tokens: int) -> list[int]:
+        """Token ids of a text whose vector is wanted, with what the tokenizer puts around it. Over
+        `most_tokens` (0: no limit) the text itself is cut, as sentence-transformers does."""
+        ids = self.encode(text, special=True)
+        room = most_tokens - len(self.prefix_ids) - len(self.suffix_ids)
+        if most_tokens and len(ids) > room:
+            ids = ids[len(ids) - room :] if self._parts.cuts_begin else ids[: max(room, 0)]
+        return [*self.prefix_ids, *ids, *self.suffix_ids]
+
+    def leading(self, text: str, chars: int) -> str:
+        """The characters of a long text that a cut leaves: the first ones, or the last."""
+        return text[-chars:] if self._parts.cuts_begin else text[:chars]
+
+    def _lost_as_text(self, text: str) -> str:
+        """`text` with the own names of the control tokens that the tokenizer does not find in it: flags such
+        as `single_word` and a normalizer that changes a name with its neighbours decide where it does."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        cores = (self._core.search(text, *span) for i, span in pairs if i in self._control_ids)
+        found = {core.start() for core in cores if core}
+        parts, end = [], 0
+        for core in self._core.finditer(text):
+            if core.start() not in found:
+                name = self._parts.tokens[int(core[1].translate(_TO_DIGITS))]
+                left, right = _halves(name)
+                parts += [text[end : core.start() - len(left)], name]
+                end = core.end() + len(right)
+        return "".join([*parts, text[end:]])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Raises IndexError for an id outside the vocabulary."""
@@ -197,8 +242,18 @@ class Vocabulary:
 
     @cached_property
     def secret_names(self) -> dict[str, str]:
-        """A random name for each of `controls`, which no client can write."""
-        return {token: f"\ufdd0{self.secret}{i}\ufdd1" for token, i in self.controls.items()}
+        """A random name for each of `controls`, which no client can write. It begins and ends as the token
+        does: a normalizer and the flags of the token treat both alike beside any text."""
+
+        def secret(name: str, i: int) -> str:
+            left, right = _halves(name)
+            return f"{left}{self.secret}n{str(i).translate(_TO_LETTERS)}x{right}"
+
+        return {token: secret(token, i) for token, i in self.controls.items()}
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        return frozenset(self.controls.values())
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -208,6 +263,21 @@ class Vocabulary:
     @cached_property
     def _with_controls(self) -> Tokenizer:
         return self._parts.build({})
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    try:
+        # The fastest function of the library, and the one that releases the GIL.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    except TypeError as error:
+        raise ValueError("the text holds a lone surrogate") from error
+    found: list[int] = encoding.ids
+    return found
+
+
+def _halves(name: str) -> tuple[str, str]:
+    """The two halves of a token's name; of one character each, if it has only one."""
+    return name[: max(1, len(name) // 2)], name[len(name) // 2 :]
 
 
 def _byte_level_table(tokens: list[str]) -> list[bytes]:
@@ -265,9 +335,12 @@ def hf_parts(folder: Path) -> VocabularyParts:
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise unreadable(folder / "tokenizer_config.json", "a tokenizer's configuration", error) from error
     ends = {_text_of(config.get(name)) for name in ("bos_token", "eos_token")}
+    vectors, model = vector_settings(folder), _json(folder / "config.json")
+    side = config.get("truncation_side")
 
     def read() -> Tokenizer:
         tokenizer = Tokenizer.from_str(source)
+        _normalize_as_configured(tokenizer, config, model, lower_case=vectors.lower_case)
         tokenizer.no_truncation()  # both are left over from a training
         tokenizer.no_padding()
         tokenizer.add_tokens(stated)
@@ -290,7 +363,9 @@ def hf_parts(folder: Path) -> VocabularyParts:
     kinds = _decoders(json.loads(source), file)
     byte_level, word_pieces = "ByteLevel" in kinds, "WordPiece" in kinds
     named = {name: _text_of(config[name]) for name in _NAMED if config.get(name)}
-    context = _json(folder / "config.json").get("max_position_embeddings")
+    context = model.get("max_position_embeddings")
+    if side is None:
+        side = (json.loads(source).get("truncation") or {}).get("direction")
     return VocabularyParts(
         tokens=tokens,
         special=frozenset(i for i, each in added.items() if each.special or each.content in named.values()),
@@ -306,7 +381,30 @@ def hf_parts(folder: Path) -> VocabularyParts:
         chat_template=template,
         named=named,
         context_tokens=context if isinstance(context, int) else 0,  # an executor names one that is no number
+        vectors=vectors,
+        cuts_begin=str(side).lower() == "left",
     )
+
+
+def _normalize_as_configured(
+    tokenizer: Tokenizer, config: Mapping[str, Any], model: Mapping[str, Any], *, lower_case: bool
+) -> None:
+    """transformers' tokenizers of BERT and RoBERTa take some settings from tokenizer_config.json, not from
+    tokenizer.json. `lower_case`: sentence-transformers puts a step before all others."""
+    normalizer, kind = tokenizer.normalizer, str(config.get("tokenizer_class") or model.get("model_type"))
+    if kind in _OF_ROBERTA and isinstance(tokenizer.pre_tokenizer, ByteLevel):
+        spaced = bool(config.get("add_prefix_space", False))
+        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=spaced)
+    if kind in _OF_BERT and isinstance(normalizer, normalizers.BertNormalizer):
+        lower, chinese = config.get("do_lower_case", True), config.get("tokenize_chinese_chars", True)
+        tokenizer.normalizer = normalizer = normalizers.BertNormalizer(
+            lowercase=normalizer.lowercase if lower is None else bool(lower),
+            strip_accents=config.get("strip_accents"),
+            handle_chinese_chars=normalizer.handle_chinese_chars if chinese is None else bool(chinese),
+        )
+    if lower_case:
+        steps = [normalizers.Lowercase(), *([] if normalizer is None else [normalizer])]
+        tokenizer.normalizer = normalizers.Sequence(steps)
 
 
 def _added_later(
@@ -552,8 +650,7 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     for token in source["added_tokens"]:
-        if token["content"] in names:  # a normalizer may change the name so that it is not found
-            token.update(content=names[token["content"]], normalized=False)
+        token["content"] = names.get(token["content"], token["content"])
     source["post_processor"] = None  # it adds tokens by name around a text, which no caller needs
     return Tokenizer.from_str(json.dumps(source))
 

@@ -19,14 +19,15 @@ from services.executor.model.shapes import ExpertShapes, Shapes
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 from shared.vocab.gguf import read_metadata
+from shared.vocab.vector_settings import vector_settings
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
 SUPPORTED = tuple(FAMILIES)
 # Far above any model's: with a damaged number the description or the rotations would take minutes.
 MOST_LAYERS, _MOST_DIM = 4096, 65_536
 _BIASES: Mapping[str, Any] = {"qkv_bias": True, "out_bias": True}
-_MODE = "pooling_mode_"
 _GGUF_POOLING = {0: LAST_TOKEN, 1: "pooling mean", 2: "pooling cls", 3: LAST_TOKEN, 4: "a head for ranks"}
+_BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # as in llama.cpp
 IN_GGUF = tuple(kind for kind, family in FAMILIES.items() if family.in_gguf)
 
 
@@ -95,22 +96,10 @@ def pooling_of(path: Path, usual: str = LAST_TOKEN) -> str:
         data = read_metadata(path)
         kind = int(data.get(f"{data.get('general.architecture')}.pooling_type", 0))
         return _GGUF_POOLING.get(kind, f"pooling of type {kind}")
-    file = path / "modules.json"
-    if not file.is_file():
-        return usual
-    try:
-        modules = {str(each["type"]).rpartition(".")[2]: each for each in json.loads(file.read_text("utf-8"))}
-        if more := modules.keys() - {"Transformer", "Pooling", "Normalize"}:
-            return f"a module {min(more)}"
-        if "Pooling" not in modules:
-            return usual
-        file = path / str(modules["Pooling"]["path"]) / "config.json"
-        given = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise unreadable(file, "a configuration of sentence-transformers", error) from error
-    modes = [key.removeprefix(_MODE) for key, on in given.items() if key.startswith(_MODE) and on is True]
-    modes = modes or [str(given.get("pooling_mode", "mean"))]
-    return LAST_TOKEN if modes == [LAST_TOKEN] else f"pooling {'+'.join(modes)}"
+    found = vector_settings(path)
+    if found.refused or not found.pooling:
+        return found.refused or usual
+    return LAST_TOKEN if found.pooling == (LAST_TOKEN,) else f"pooling {'+'.join(found.pooling)}"
 
 
 def _rotated(head_dim: int) -> int:
@@ -170,6 +159,7 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
     if kind not in IN_GGUF:
         raise refuse(f"GGUF architecture {kind!r}", IN_GGUF)
     check_gguf(metadata, kind)
+    metadata = {**metadata, **_of_all_layers(metadata, kind)}
     heads = int(metadata[f"{kind}.attention.head_count"])
     hidden = int(metadata[f"{kind}.embedding_length"])
     head_dim = _rotated(int(metadata.get(f"{kind}.attention.key_length", hidden // heads)))
@@ -196,3 +186,17 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> Shapes:
         out_bias="blk.0.attn_output.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
     ))  # fmt: skip
+
+
+def _of_all_layers(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The number of all layers for keys that have one for each layer. Raises SetupError if layers differ, and
+    ValueError for another count of them."""
+    found = {}
+    for key in (f"{kind}.{name}" for name in _BY_LAYER):
+        if isinstance(numbers := metadata.get(key), list):
+            if len(numbers) != metadata[f"{kind}.block_count"]:
+                raise ValueError(f"{key} has {len(numbers)} numbers, and not one for each layer")
+            if len({*numbers}) > 1:
+                raise refuse(f"{key} with layers of different sizes, {numbers!r:.60},", IN_GGUF)
+            found[key] = numbers[0]
+    return found

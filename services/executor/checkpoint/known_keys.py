@@ -139,13 +139,6 @@ def rope_type(rope: Mapping[str, Any]) -> str:
 def check_gguf(metadata: Mapping[str, Any], kind: str) -> None:
     """Raises SetupError for the first metadata key that may change what a model of this architecture
     computes."""
-    if metadata.get("general.type", "model") != "model":
-        raise SetupError(f"this GGUF file is of type {metadata['general.type']!r}, not a model: give a model")
-    if int(metadata.get("split.count", 0)) > 1:
-        raise SetupError(
-            "this GGUF file is one part of several, which is not supported; join them with "
-            "`llama-gguf-split --merge` and give the result"
-        )
     for key, value in metadata.items():
         name = key.removeprefix(f"{kind}.")
         if key.startswith((*_GGUF_NAMESPACES, "split.")):

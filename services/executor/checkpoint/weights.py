@@ -78,7 +78,7 @@ _LAYER = {
 }
 _ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 _STACKED = ("experts_gate_up", "experts_down")
-_PLAIN = ("F64", "F32", "F16", "BF16")
+PLAIN = ("F64", "F32", "F16", "BF16")
 _NOT_STORED = (".rotary_emb.inv_freq",)  # in old files; they follow from the configuration
 _DUMMY_STD = 0.02  # of random weights, as in the initialisation of models: activations stay in range
 _SEED = 7
@@ -309,7 +309,7 @@ class _Tensors:
             fp8 = isinstance(self._scheme, InBlocksOfFp8)
             if kind == STORED and fp8 and (scales := scale_name(name, self._files)):
                 of_weights.add(scales)
-            elif kind not in _PLAIN:
+            elif kind not in PLAIN:
                 raise SetupError(
                     f"{file}: tensor {name!r} is {kind}{', without scales' * (kind == STORED)}; quantised "
                     "safetensors of this kind are not supported; use the unquantised model or a GGUF file"

@@ -30,7 +30,7 @@ from torch import Tensor
 from services.executor.checkpoint.config import MOST_LAYERS
 from services.executor.checkpoint.known_keys import HARMLESS
 from services.executor.checkpoint.stored import Dense
-from services.executor.checkpoint.weights import check_tensors, weight_files
+from services.executor.checkpoint.weights import PLAIN, check_tensors, weight_files
 from services.executor.cpu.layers import TorchOperators, table
 from services.executor.cpu.linear import Products
 from services.executor.engine import LAST_TOKEN
@@ -60,6 +60,7 @@ _UNUSED = frozenset((  # of training, and of heads that give no vector
 ))  # fmt: skip
 _ONE_VALUE = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 _HEADS = ("pooler.", "cls.", "lm_head.")  # tensors that no vector needs
+_OLD_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # of TensorFlow
 _MODEL = {
     "words": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
@@ -79,6 +80,7 @@ _LAYER = {
 _POOLINGS = {
     "pooling mean_tokens": "mean",
     "pooling mean": "mean",
+    "pooling mean_sqrt_len_tokens": "mean",  # of another length, and every vector gets the length 1
     "pooling cls_token": "first",
     "pooling cls": "first",
     LAST_TOKEN: "last",
@@ -247,9 +249,18 @@ class _Tensors:
                 raise unreadable(file, "a whole safetensors file", error) from error
             for stored in opened.offset_keys():
                 name = stored.removeprefix(KINDS[shapes.kind][0])
-                if not name.startswith(_HEADS) and not name.endswith(".position_ids"):
-                    self._files[name] = opened, stored
-                    sizes[name] = tuple(opened.get_slice(stored).get_shape())
+                for old, new in _OLD_NAMES.items():
+                    name = f"{name.removesuffix(old)}{new}" if name.endswith(old) else name
+                if name.startswith(_HEADS) or name.endswith(".position_ids"):
+                    continue
+                if name in self._files:
+                    raise SetupError(f"{folder} has tensor {name!r} twice; fetch the model again")
+                if (dtype := opened.get_slice(stored).get_dtype()) not in PLAIN:
+                    raise SetupError(
+                        f"{file}: tensor {stored!r} is {dtype}, not supported; use a plain model"
+                    )
+                self._files[name] = opened, stored
+                sizes[name] = tuple(opened.get_slice(stored).get_shape())
         hidden, positions = shapes.hidden, shapes.positions + shapes.first_position
         wanted: dict[str, tuple[int, ...]] = {
             _name("words", -1): (shapes.vocab, hidden),
@@ -285,7 +296,7 @@ class Encoder:
         `kept_in` "int8" the matrices are in int8. With `deterministic` the bits of a vector do not depend on
         the other texts of a step. Raises SetupError for a model that is not supported or not whole."""
         if pooling not in _POOLINGS:
-            raise SetupError(f"{folder}: {pooling} of vectors is not supported")
+            raise SetupError(f"{folder}: {pooling} is not supported for vectors")
         self.shapes = shapes = read_shapes(folder)
         self._pooling, self._alone = _POOLINGS[pooling], deterministic
         tensors = _Tensors(folder, shapes)

@@ -81,7 +81,10 @@ def encoder_folder(kind: str, folder: Path, pooling: str = "") -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     if pooling:
         kinds = ("Transformer", "Pooling", "Normalize")
-        modules = [{"path": f"{i}_{each}" if i else "", "type": f"x.{each}"} for i, each in enumerate(kinds)]
+        library = "sentence_transformers.models"
+        modules = [
+            {"path": f"{i}_{each}" if i else "", "type": f"{library}.{each}"} for i, each in enumerate(kinds)
+        ]
         (folder / "modules.json").write_text(json.dumps(modules))
         (folder / "1_Pooling").mkdir()
         (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))

@@ -9,7 +9,14 @@ import pytest
 from support.structured import grammar_of
 
 from services.gateway import anthropic, ollama
-from services.gateway.ollama import Lines, OllamaChatRequest, OllamaGenerateRequest, read, read_show
+from services.gateway.ollama import (
+    Lines,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    read,
+    read_embed,
+    read_show,
+)
 from services.tokenizer.prepare import read_request
 from shared.errors import BadRequest
 from shared.openai.call import read_call
@@ -140,6 +147,11 @@ def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
     assert refused.value.message.startswith(why)
     with pytest.raises(BadRequest, match="`suffix` is not supported yet"):
         read({"prompt": "x", "suffix": "y"}, OllamaGenerateRequest)
+
+
+def test_a_call_for_vectors() -> None:
+    body = {"model": "m:latest", "input": ["a"], "truncate": False, "keep_alive": "5m"}
+    assert read_embed(body) == {"model": "m", "input": ["a"], "truncate": False}
 
 
 def test_the_model_to_show() -> None:

@@ -18,6 +18,8 @@ from services.executor.checkpoint.stored import Cut
 from services.executor.checkpoint.weights import load_hf
 from services.executor.cpu.engine import TorchOptions, build
 from shared.errors import SetupError
+from shared.vocab.files import ModelFiles
+from shared.vocab.vocabulary import load_vocabulary
 
 CPU = torch.device("cpu")
 
@@ -137,6 +139,83 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(SetupError, match=r"not a whole GGUF file .*past the end.*fetch the model again"):
         load_gguf(path, torch.float32, CPU)
+
+
+def test_equal_numbers_for_each_layer_are_one_number(tmp_path: Path) -> None:
+    """As llama.cpp's converters write them for models whose layers may differ."""
+    plain, weights = load_gguf(write_gguf("llama", tmp_path / "a.gguf"), torch.float32, CPU)
+    layers = plain.layers
+    more = {
+        "llama.attention.head_count": [plain.heads] * layers,
+        "llama.attention.head_count_kv": [plain.kv_heads] * layers,
+        "llama.feed_forward_length": [plain.intermediate] * layers,
+    }
+    types = dict.fromkeys(("attn_norm.weight", "ffn_norm.weight"), gguf.GGMLQuantizationType.F16)
+    found, same = load_gguf(
+        write_gguf("llama", tmp_path / "b.gguf", more=more, types=types), torch.float32, CPU
+    )
+    assert found == plain
+    assert torch.equal(same.layers[-1]["qkv"].values, weights.layers[-1]["qkv"].values)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        (
+            [112, 112, 96],
+            r"feed_forward_length with layers of different sizes, \[112, 112, 96\], is not supported",
+        ),
+        ([112] * 2, "feed_forward_length has 2 numbers, and not one for each layer"),
+    ],
+)
+def test_numbers_that_differ_between_layers_are_refused(
+    numbers: list[int], said: str, tmp_path: Path
+) -> None:
+    path = write_gguf("llama", tmp_path / "m.gguf", more={"llama.feed_forward_length": numbers})
+    with pytest.raises(SetupError, match=rf"m\.gguf.*{said}"):
+        load_gguf(path, torch.float32, CPU)
+
+
+def test_a_file_of_the_other_byte_order_is_refused_for_that_reason(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_tensor("token_embd.weight", np.ones((2, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for read in (lambda: load_gguf(path, torch.float32, CPU), lambda: load_vocabulary(ModelFiles("m", path))):
+        with pytest.raises(
+            SetupError, match=r"m\.gguf is .* big-endian order.*gguf-convert-endian FILE little"
+        ):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"split.no": 1, "split.count": 3},
+            "one part of several.*--merge",
+        ),  # the first one has the model's keys
+        ({"general.type": "adapter", "general.architecture": "llama"}, "of type 'adapter'.*give a model"),
+        ({"general.type": "mmproj", "general.architecture": "clip"}, "of type 'mmproj'.*give a model"),
+    ],
+)
+def test_a_file_that_holds_no_whole_model_is_refused_for_that_reason(
+    keys: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.kv_data[0].clear()
+    for key, value in keys.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    for read in (lambda: load_gguf(path, torch.float32, CPU), lambda: load_vocabulary(ModelFiles("m", path))):
+        with pytest.raises(SetupError, match=rf"m\.gguf: .*{said}"):
+            read()
 
 
 @pytest.mark.parametrize(

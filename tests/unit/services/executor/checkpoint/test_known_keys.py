@@ -252,15 +252,9 @@ GGUF_CHANGES: dict[str, Any] = {
     "llama.nextn_predict_layers": 1,
     "llama.nobody_knows_this": 0,
     "nobody.knows_that": True,
-    "general.type": "adapter",
-    "split.count": 2,
 }
 
-SAID_OF_GGUF = {
-    "split.count": "one part of several",
-    "general.type": "of type 'adapter'",
-    "llama.rope.scaling.type": "rope scaling 'longrope'",
-}
+SAID_OF_GGUF = {"llama.rope.scaling.type": "rope scaling 'longrope'"}
 
 
 @pytest.mark.parametrize("key", GGUF_CHANGES)
@@ -268,7 +262,7 @@ def test_one_unknown_key_refuses_a_gguf_file(key: str, tmp_path: Path) -> None:
     path = gguf_of(tmp_path, **{key: GGUF_CHANGES[key]})
     assert read_metadata(path)[key] == pytest.approx(GGUF_CHANGES[key])
     word = SAID_OF_GGUF.get(key, key.removeprefix("llama."))
-    with pytest.raises(SetupError, match=rf"m\.gguf: .*{word}.* (not supported|give a model)"):
+    with pytest.raises(SetupError, match=rf"m\.gguf: .*{word}.* not supported"):
         load_gguf(path, torch.float32, CPU)
 
 

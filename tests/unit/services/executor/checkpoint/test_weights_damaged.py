@@ -110,7 +110,7 @@ def test_a_broken_configuration_is_named(
     "more",
     [
         {"llama.block_count": 0},
-        {"llama.attention.head_count": [4, 4, 2]},
+        {"llama.attention.head_count": [4, 4]},
         {"llama.attention.head_count_kv": 3},
         {"llama.embedding_length": "many"},
     ],

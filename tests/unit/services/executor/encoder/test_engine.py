@@ -62,6 +62,41 @@ def test_vectors_are_those_of_transformers(
         assert float(vector @ wanted_vector(kind, ids, pooling or "mean_tokens")) > least
 
 
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_old_names_and_buffers_of_a_checkpoint_are_read(tmp_path: Path, prefix: str) -> None:
+    """BERT's first checkpoints, such as bert-base-uncased, call the parts of a norm gamma and beta."""
+    folder = encoder_folder("bert", tmp_path)
+    file = folder / "model.safetensors"
+
+    def old(name: str) -> str:
+        return prefix + name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+
+    tensors = {old(name): tensor for name, tensor in load_file(file).items()}
+    heads = {
+        "cls.predictions.transform.LayerNorm.gamma": torch.ones(64),
+        "cls.predictions.bias": torch.ones(9),
+    }
+    save_file({**tensors, **heads, f"{prefix}embeddings.position_ids": torch.arange(CONTEXT)[None]}, file)
+    for ids, vector in zip(texts(), vectors(engine(folder), texts()), strict=True):
+        assert float(vector @ wanted_vector("bert", ids)) > 0.999999
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "named"),
+    [
+        ("embeddings.LayerNorm.gamma", torch.ones(64), r"'embeddings\.LayerNorm\.weight' twice"),
+        ("embeddings.LayerNorm.weight", torch.ones(64, dtype=torch.int8), "is I8, not supported"),
+    ],
+)
+def test_tensors_that_could_be_misread_are_refused(
+    tmp_path: Path, name: str, tensor: torch.Tensor, named: str
+) -> None:
+    folder = encoder_folder("bert", tmp_path)
+    save_file({**load_file(folder / "model.safetensors"), name: tensor}, folder / "model.safetensors")
+    with pytest.raises(SetupError, match=named):
+        engine(folder)
+
+
 def test_chunks_and_prefix_hits_and_other_texts_change_nothing(tmp_path: Path) -> None:
     maker, ids = engine(encoder_folder("bert", tmp_path), deterministic=True), texts()[-1]
     (alone,) = vectors(maker, [ids])
@@ -136,6 +171,9 @@ def test_options_that_cannot_work_are_named(tmp_path: Path, options: dict[str, A
 def test_damaged_weights_and_other_poolings_are_named(tmp_path: Path) -> None:
     folder = encoder_folder("bert", tmp_path, "max_tokens")
     with pytest.raises(SetupError, match="max_tokens"):
+        engine(folder)
+    (folder / "sentence_bert_config.json").write_text('{"surprise": 3}')
+    with pytest.raises(SetupError, match=r"surprise = 3 in sentence_bert_config\.json is not supported"):
         engine(folder)
     (folder / "modules.json").unlink()
     data = (folder / "model.safetensors").read_bytes()
