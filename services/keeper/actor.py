@@ -250,14 +250,16 @@ class KeeperActor(Actor):
     def _on_work(self, delivery: Delivery) -> None:
         try:
             if subjects.is_batch_job(delivery.subject):
-                self._batches.deliver(delivery)
+                self._batches.deliver(delivery, self._queues.age_us(delivery.reply))
                 return
             work = work_of(delivery.data)
         except (ValueError, TypeError, LookupError):  # of another version, or of another writer
             log.error("dropped %s: it is not a durable request of this version", delivery.subject)
             self._streams.ack(delivery.reply)
             return
-        self._handle(Delivered(work, delivery.reply, deliveries(delivery.reply), len(delivery.data)))
+        reply = delivery.reply
+        stored_us = self._queues.age_us(reply)
+        self._handle(Delivered(work, reply, deliveries(reply), len(delivery.data), stored_us))
 
     async def _tick(self) -> None:
         while True:
@@ -347,7 +349,8 @@ class KeeperActor(Actor):
 
     def _ask(self, work: Work, checkpoint: bytes) -> None:
         if self._forwarder.forwards(work.model):
-            self._forwarder.ask(work)
+            age_us = self._core.age_us((work.tenant, work.id), self._mailbox.clock.now_us())
+            self._forwarder.ask(work, age_us)
             return
         make = subjects.resume if checkpoint else subjects.generate
         subject, reply = make(work.tenant, work.model), reply_subject(work.tenant, work.id)

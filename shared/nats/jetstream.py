@@ -308,6 +308,12 @@ def deliveries(reply: str) -> int:
     return int(tokens[4 if len(tokens) == 9 else 6])
 
 
+def stored_us(reply: str) -> int:
+    """When the server stored a delivered message, by its own wall clock, from the reply subject."""
+    tokens = reply.split(".")
+    return int(tokens[7 if len(tokens) == 9 else 9]) // 1_000
+
+
 def _error(subject: str, error: Mapping[str, Any]) -> HeadraceError:
     number, text = int(error.get("err_code", 0)), str(error.get("description", ""))
     if number in (_EXISTS, _NAME_IN_USE):

@@ -20,6 +20,7 @@ from shared.actor.membership import NEEDED
 from shared.actor.runtime import Runtime
 from shared.checkpoints import body_hash
 from shared.client import Client
+from shared.clock import SystemClock
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -371,6 +372,31 @@ async def test_a_refused_request_is_tried_again(world: World) -> None:
     await world.until(world.news)
     assert len(world.asked) == 3
     assert (await world.result())["status"] == "completed"
+
+
+class SetClock(SystemClock):
+    """A wall clock that a test may set."""
+
+    ahead_us = 0
+
+    def wall_us(self) -> int:
+        return super().wall_us() + self.ahead_us
+
+
+@pytest.mark.parametrize("days", [2, -2])
+async def test_a_keeper_whose_clock_is_set_fails_no_request_that_waits(world: World, days: int) -> None:
+    """An edge device without a battery clock does that when its link comes."""
+    keeper = await world.opened()
+    world.ready(keeper, *NEEDED)
+    clock = keeper.clock = keeper.mailbox.clock = SetClock()
+    world.outcomes = [Unavailable("no executor")] * 8
+    for number in range(8):
+        await world.submit(request_id=f"r{number}")
+    await world.until(world.asked, 8)
+    clock.ahead_us = days * 86_400_000_000
+    world.outcomes = [None] * 8
+    await world.until(world.news, 8)
+    assert {each["status"] for each in world.news} == {"completed"}
 
 
 async def test_without_an_executor_one_request_is_tried_and_the_others_follow_when_it_is_there(
