@@ -61,7 +61,7 @@ from shared.errors import (
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
-from shared.nats.jetstream import JetStream, StreamFull, Taken, Unwritten, deliveries
+from shared.nats.jetstream import JetStream, Made, StreamFull, Taken, Unwritten, deliveries
 from shared.nats.object_store import ObjectStore
 from shared.processes import Rarely
 from shared.replies import error_reply
@@ -87,6 +87,7 @@ STATE: Body = {  # checkpoints: the last one of each request; full, it drops the
     "max_bytes": STATE_BYTES, "max_age": STATE_S * 1_000_000_000, "allow_direct": True,
 }  # fmt: skip
 OPEN_AGAIN_S = 1.0
+LOOK_S = 10.0  # between two looks at the streams
 TICK_S = 0.5
 MAX_ASKED = 1_024  # submits and results in work at a time
 
@@ -111,7 +112,8 @@ class KeeperActor(Actor):
         self._mailbox, bus = mailbox, mailbox.bus
         self._core = KeeperCore()
         self._unwritten = Unwritten(mailbox.clock)
-        self._streams = JetStream(bus, self._replicas > 1, self._unwritten)
+        self._made = Made(mailbox.clock)
+        self._streams = JetStream(bus, self._replicas > 1, self._unwritten, self._made)
         self._queues = TenantQueues(self._streams, mailbox.guarded(self._on_work), self._core.room)
         self._webhooks = Webhooks(self._streams, mailbox.clock, self._hosts)
         core, here = self._core, self._here
@@ -157,7 +159,7 @@ class KeeperActor(Actor):
         await bus.subscribe(subjects.RUNS_ALL, self._on_runs)
         await bus.flush()  # the server has them before this keeper is ready
         loop = asyncio.get_running_loop()
-        loops = self._pull(), self._tick(), self._webhooks.run(self._replicas)
+        loops = self._pull(), self._keep_streams(), self._tick(), self._webhooks.run(self._replicas)
         self._tasks = [loop.create_task(each) for each in loops]
 
     def on_broker(self, online: bool) -> None:
@@ -206,6 +208,7 @@ class KeeperActor(Actor):
             "batches": len(self._batches),
             "lines_in_flight": self._batches.in_flight,
             "unwritten": self._unwritten.facts(),
+            "removed": self._made.facts(),
         }
 
     async def drain(self) -> None:
@@ -229,23 +232,37 @@ class KeeperActor(Actor):
         """Pull for ever, after the streams have been made if they are missing."""
         while True:
             try:
-                for name, config in STREAMS.items():
-                    await self._streams.make_stream(name, {**config, "num_replicas": self._replicas})
-                try:
-                    await self._streams.make_stream(
-                        subjects.STATE_STREAM, {**STATE, "num_replicas": self._replicas}
-                    )
-                    self._keeps_state = True
-                except HeadraceError as error:  # requests then start over
-                    self._away.warning("there are no checkpoints: %s", error.message)
-                try:
-                    await self._files.open(self._replicas)
-                except StreamFull as error:  # durable requests need none
-                    self._away.warning("there is no store of files, and no batch: %s", error.message)
+                await self._make_streams()
                 await self._queues.run()
             except HeadraceError as error:
                 self._away.warning("durable requests wait: %s", error.message)
                 await asyncio.sleep(OPEN_AGAIN_S)
+
+    async def _make_streams(self) -> None:
+        for name, config in STREAMS.items():
+            await self._streams.make_stream(name, {**config, "num_replicas": self._replicas})
+        try:
+            await self._streams.make_stream(subjects.STATE_STREAM, {**STATE, "num_replicas": self._replicas})
+            self._keeps_state = True
+        except HeadraceError as error:  # requests then start over
+            self._away.warning("there are no checkpoints: %s", error.message)
+        try:
+            await self._files.open(self._replicas)
+        except StreamFull as error:  # durable requests need none
+            self._away.warning("there is no store of files, and no batch: %s", error.message)
+
+    async def _keep_streams(self) -> None:
+        """Make again what is removed: at once if a call misses it, else at the next look."""
+        while True:
+            await asyncio.sleep(OPEN_AGAIN_S)  # also between two that are missed: JetStream may be off
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._made.lacking.wait()
+            self._made.lacking.clear()
+            try:
+                await self._make_streams()
+            except HeadraceError as error:
+                self._away.warning("durable requests wait: %s", error.message)
 
     def _on_work(self, delivery: Delivery) -> None:
         try:
