@@ -129,14 +129,13 @@ class KeeperActor(Actor):
             self._aliases,
             self._forwarder.forwards,
         )
-        store = ObjectStore(self._streams)
+        self._store_files = store = ObjectStore(self._streams)
         self._files = FileVerbs(store, mailbox.clock)
         self._batches = Batches(bus, mailbox.clock, store, self._call, self._ack, self._aliases, here)
         batches = BatchVerbs(store, mailbox.clock, self._queues, self._webhooks.check)
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
-        self._keeps_state = False  # there is a stream of checkpoints
         await self._aliases.follow(bus)  # from here on it may be asked for its status
         await self._forwarder.start(bus)
         self._answers = await bus.subscribe(REPLIES, mailbox.guarded(self._on_reply))
@@ -159,7 +158,8 @@ class KeeperActor(Actor):
         await bus.subscribe(subjects.RUNS_ALL, self._on_runs)
         await bus.flush()  # the server has them before this keeper is ready
         loop = asyncio.get_running_loop()
-        loops = self._pull(), self._keep_streams(), self._tick(), self._webhooks.run(self._replicas)
+        kept = keep_streams(self._store_files, self._replicas, self._away)
+        loops = self._pull(), kept, self._tick(), self._webhooks.run(self._replicas)
         self._tasks = [loop.create_task(each) for each in loops]
 
     def on_broker(self, online: bool) -> None:
@@ -232,37 +232,11 @@ class KeeperActor(Actor):
         """Pull for ever, after the streams have been made if they are missing."""
         while True:
             try:
-                await self._make_streams()
+                await make_streams(self._store_files, self._replicas, self._away)
                 await self._queues.run()
             except HeadraceError as error:
                 self._away.warning("durable requests wait: %s", error.message)
                 await asyncio.sleep(OPEN_AGAIN_S)
-
-    async def _make_streams(self) -> None:
-        for name, config in STREAMS.items():
-            await self._streams.make_stream(name, {**config, "num_replicas": self._replicas})
-        try:
-            await self._streams.make_stream(subjects.STATE_STREAM, {**STATE, "num_replicas": self._replicas})
-            self._keeps_state = True
-        except HeadraceError as error:  # requests then start over
-            self._away.warning("there are no checkpoints: %s", error.message)
-        try:
-            await self._files.open(self._replicas)
-        except StreamFull as error:  # durable requests need none
-            self._away.warning("there is no store of files, and no batch: %s", error.message)
-
-    async def _keep_streams(self) -> None:
-        """Make again what is removed: at once if a call misses it, else at the next look."""
-        while True:
-            await asyncio.sleep(OPEN_AGAIN_S)  # also between two that are missed: JetStream may be off
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._made.lacking.wait()
-            self._made.lacking.clear()
-            try:
-                await self._make_streams()
-            except HeadraceError as error:
-                self._away.warning("durable requests wait: %s", error.message)
 
     def _on_work(self, delivery: Delivery) -> None:
         try:
@@ -334,7 +308,7 @@ class KeeperActor(Actor):
         exists: bool | None = None
         found: bytes | None = None
         try:
-            if checkpoint and self._keeps_state:
+            if checkpoint and self._made.has(subjects.STATE_STREAM):
                 found = await self._streams.last(subjects.STATE_STREAM, subjects.state(*key))
             exists = await self._streams.last(subjects.RECORD_STREAM, subjects.record(*key)) is not None
         except HeadraceError as error:
@@ -342,7 +316,7 @@ class KeeperActor(Actor):
         self._handle(LookedUp(key, exists, found or b""))
 
     async def _drop(self, key: Key) -> None:
-        if self._keeps_state:
+        if self._made.has(subjects.STATE_STREAM):
             with contextlib.suppress(HeadraceError):  # it expires
                 await self._streams.purge(subjects.STATE_STREAM, subjects.state(*key))
 
@@ -457,6 +431,35 @@ class KeeperActor(Actor):
             self._mailbox.bus.publish(asked.reply, error_reply(bug, "", ""))
         finally:
             self._asked -= 1
+
+
+async def make_streams(store: ObjectStore, replicas: int, away: Rarely) -> None:
+    """Make the streams that are missing. Raises HeadraceError."""
+    for name, config in STREAMS.items():
+        await store.streams.make_stream(name, {**config, "num_replicas": replicas})
+    try:
+        await store.streams.make_stream(subjects.STATE_STREAM, {**STATE, "num_replicas": replicas})
+    except HeadraceError as error:  # requests then start over
+        away.warning("there are no checkpoints: %s", error.message)
+    try:
+        await store.open(replicas)
+    except StreamFull as error:  # durable requests need none
+        away.warning("there is no store of files, and no batch: %s", error.message)
+
+
+async def keep_streams(store: ObjectStore, replicas: int, away: Rarely) -> None:
+    """Make removed streams again, for ever: at once if a call has missed one, else at the next look."""
+    lacking = store.streams.made.lacking
+    while True:
+        await asyncio.sleep(OPEN_AGAIN_S)  # also between two calls that miss one: JetStream may be off
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await lacking.wait()
+        lacking.clear()
+        try:
+            await make_streams(store, replicas, away)
+        except HeadraceError as error:
+            away.warning("durable requests wait: %s", error.message)
 
 
 def outcome_of(delivery: Delivery, max_payload: int) -> Body | HeadraceError:

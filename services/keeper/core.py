@@ -11,7 +11,8 @@ or another keeper, and starts at `looking`. A request that still runs is not sta
 the same reply subject, and the services take this for a repetition. A request with checkpoints is looked up
 each time before it is asked for, and goes on after its last one.
 
-A request waits for KEPT_S. No wall clock says when they are over, since one may be set: see `age_at_first`.
+A request waits for KEPT_S. Wall clocks do not decide when that is over, since one may be set: see
+`age_at_first`.
 
 A model that lacks a service is held back: its requests are not asked for, but for one in LAST_DELAY_US, until
 the service is there. Otherwise services would read and refuse each of them again and again.

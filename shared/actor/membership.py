@@ -29,7 +29,7 @@ WORK, WAITS = "work", "waits_us"  # in a scheduler's load, if models share memor
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
 PEER_READS = "peer_reads"  # in the load of a kv_offload, 1: those of other hosts may read its L1
 AGE = "age_s"  # in the load of a tokenizer or detokenizer: seconds since its start
-SAME_START_S = 2  # two ages that differ by less, with the time of a heartbeat, say nothing
+SAME_START_S = 2  # two ages that differ by less, with the time of a heartbeat, are equal
 MIXED = "accepts_mixed"  # in a scheduler's load, 1: executors with other weights or modes serve, too
 
 
@@ -179,7 +179,7 @@ def detection_us(heartbeat_interval_us: int) -> int:
 
 def _is_earlier(peer: Peer, epoch: int, age_s: int) -> bool:
     """True if `peer` has started before this process, which is `age_s` old. Ages decide: epochs are of the
-    wall clocks of two hosts, and tell apart two that start at about the same time. Near the border between
+    wall clocks of two hosts, and order two that start at about the same time. Near the border between
     the two rules both processes may count as the later one, and never neither."""
     older_s = dict(peer.heartbeat.load).get(AGE, age_s) - age_s
     return older_s > SAME_START_S or (abs(older_s) <= 2 * SAME_START_S and peer.epoch < epoch)

@@ -516,8 +516,8 @@ class Faults:
             self.report("error", text(error))
 
     def _refused(self, why: str, *, configured: bool) -> None:
-        """The login or the certificate is wrong if the configured addresses say so, one of them twice. What a
-        cluster advertises may be out of date, or another server's by now."""
+        """The login or the certificate is wrong if the configured addresses refuse it, one of them twice.
+        What a cluster advertises may be out of date, or another server's by now."""
         self.cause = why
         self.refusals += configured
         if self.refusals <= self.addresses:

@@ -30,7 +30,7 @@ _FULL = (10005, 10047, 10077)  # of a cluster, of a server: too little storage; 
 _NAME_IN_USE = 10058  # a stream of this name with other settings
 _NO_STREAM, _NO_CONSUMER, _NO_MESSAGE = 10059, 10014, 10037
 
-REMOVED_S = 3_600  # that a stream was removed is told for so long
+REMOVED_S = 3_600  # for so long it is a fact that a stream was removed
 
 Json = dict[str, Any]
 log = logging.getLogger("headrace.nats")
@@ -114,6 +114,10 @@ class Made:
     def found(self, name: str) -> None:
         """There is a stream of this name."""
         self._known.add(name)
+
+    def has(self, name: str) -> bool:
+        """True if there was a stream of this name."""
+        return name in self._known
 
     def missing(self, name: str) -> None:
         """There is none, and it is made now."""
