@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """Two clocks in microseconds: monotonic for decisions, wall for spans."""
+    """Two clocks in microseconds: monotonic for decisions, wall for spans and names. A wall clock may be set
+    at any time, and differs between hosts: no decision compares those of two processes."""
 
     def now_us(self) -> int:
         """Monotonic time; meaningless between machines."""

@@ -25,7 +25,7 @@ from services.detokenizer.open_requests import Command, Fault, Finished, Publish
 from services.detokenizer.reconnect import TURN_S
 from services.detokenizer.response import ResponseText
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import VOCABULARY, Peer, check_vocabulary, vocabulary_number
+from shared.actor.membership import AGE, VOCABULARY, Peer, check_vocabulary, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import BadRequest, HeadraceError, PayloadTooLarge
@@ -97,7 +97,7 @@ class DetokenizerActor(Actor):
             asyncio.get_running_loop().call_soon(self._mailbox.guarded(self._flush))
 
     def on_peer(self, peer: Peer) -> None:
-        check_vocabulary(peer, self._model, self._number, self._mailbox.epoch)
+        check_vocabulary(peer, self._model, self._number, self._mailbox.epoch, self._mailbox.age_s)
         heartbeat = peer.heartbeat
         ours = (heartbeat.kind, heartbeat.model, heartbeat.state) == (self.kind, self._model, "ready")
         if ours and peer.source != self._mailbox.source and (known := self._core.backups.known).done:
@@ -129,7 +129,7 @@ class DetokenizerActor(Actor):
     def heartbeat_payload(self) -> HeartbeatPayload:
         load = self._core.load()
         counts = {name: load[name] for name in ("frames", "tokens")}
-        figures = (*load.items(), (VOCABULARY, self._number))
+        figures = (*load.items(), (VOCABULARY, self._number), (AGE, self._mailbox.age_s))
         return HeartbeatPayload(model=self._model, load=figures, counts=counts)
 
     @property

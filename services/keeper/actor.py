@@ -61,7 +61,7 @@ from shared.errors import (
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
-from shared.nats.jetstream import JetStream, StreamFull, Taken, Unwritten, deliveries
+from shared.nats.jetstream import JetStream, Made, StreamFull, Taken, Unwritten, deliveries
 from shared.nats.object_store import ObjectStore
 from shared.processes import Rarely
 from shared.replies import error_reply
@@ -87,6 +87,7 @@ STATE: Body = {  # checkpoints: the last one of each request; full, it drops the
     "max_bytes": STATE_BYTES, "max_age": STATE_S * 1_000_000_000, "allow_direct": True,
 }  # fmt: skip
 OPEN_AGAIN_S = 1.0
+LOOK_S = 10.0  # between two looks at the streams
 TICK_S = 0.5
 MAX_ASKED = 1_024  # submits and results in work at a time
 
@@ -111,7 +112,8 @@ class KeeperActor(Actor):
         self._mailbox, bus = mailbox, mailbox.bus
         self._core = KeeperCore()
         self._unwritten = Unwritten(mailbox.clock)
-        self._streams = JetStream(bus, self._replicas > 1, self._unwritten)
+        self._made = Made(mailbox.clock)
+        self._streams = JetStream(bus, self._replicas > 1, self._unwritten, self._made)
         self._queues = TenantQueues(self._streams, mailbox.guarded(self._on_work), self._core.room)
         self._webhooks = Webhooks(self._streams, mailbox.clock, self._hosts)
         core, here = self._core, self._here
@@ -127,14 +129,13 @@ class KeeperActor(Actor):
             self._aliases,
             self._forwarder.forwards,
         )
-        store = ObjectStore(self._streams)
+        self._store_files = store = ObjectStore(self._streams)
         self._files = FileVerbs(store, mailbox.clock)
         self._batches = Batches(bus, mailbox.clock, store, self._call, self._ack, self._aliases, here)
         batches = BatchVerbs(store, mailbox.clock, self._queues, self._webhooks.check)
         self._away = Rarely(log, mailbox.clock)
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
-        self._keeps_state = False  # there is a stream of checkpoints
         await self._aliases.follow(bus)  # from here on it may be asked for its status
         await self._forwarder.start(bus)
         self._answers = await bus.subscribe(REPLIES, mailbox.guarded(self._on_reply))
@@ -157,7 +158,8 @@ class KeeperActor(Actor):
         await bus.subscribe(subjects.RUNS_ALL, self._on_runs)
         await bus.flush()  # the server has them before this keeper is ready
         loop = asyncio.get_running_loop()
-        loops = self._pull(), self._tick(), self._webhooks.run(self._replicas)
+        kept = keep_streams(self._store_files, self._replicas, self._away)
+        loops = self._pull(), kept, self._tick(), self._webhooks.run(self._replicas)
         self._tasks = [loop.create_task(each) for each in loops]
 
     def on_broker(self, online: bool) -> None:
@@ -206,6 +208,7 @@ class KeeperActor(Actor):
             "batches": len(self._batches),
             "lines_in_flight": self._batches.in_flight,
             "unwritten": self._unwritten.facts(),
+            "removed": self._made.facts(),
         }
 
     async def drain(self) -> None:
@@ -229,19 +232,7 @@ class KeeperActor(Actor):
         """Pull for ever, after the streams have been made if they are missing."""
         while True:
             try:
-                for name, config in STREAMS.items():
-                    await self._streams.make_stream(name, {**config, "num_replicas": self._replicas})
-                try:
-                    await self._streams.make_stream(
-                        subjects.STATE_STREAM, {**STATE, "num_replicas": self._replicas}
-                    )
-                    self._keeps_state = True
-                except HeadraceError as error:  # requests then start over
-                    self._away.warning("there are no checkpoints: %s", error.message)
-                try:
-                    await self._files.open(self._replicas)
-                except StreamFull as error:  # durable requests need none
-                    self._away.warning("there is no store of files, and no batch: %s", error.message)
+                await make_streams(self._store_files, self._replicas, self._away)
                 await self._queues.run()
             except HeadraceError as error:
                 self._away.warning("durable requests wait: %s", error.message)
@@ -250,14 +241,16 @@ class KeeperActor(Actor):
     def _on_work(self, delivery: Delivery) -> None:
         try:
             if subjects.is_batch_job(delivery.subject):
-                self._batches.deliver(delivery)
+                self._batches.deliver(delivery, self._queues.age_us(delivery.reply))
                 return
             work = work_of(delivery.data)
         except (ValueError, TypeError, LookupError):  # of another version, or of another writer
             log.error("dropped %s: it is not a durable request of this version", delivery.subject)
             self._streams.ack(delivery.reply)
             return
-        self._handle(Delivered(work, delivery.reply, deliveries(delivery.reply), len(delivery.data)))
+        reply = delivery.reply
+        stored_us = self._queues.age_us(reply)
+        self._handle(Delivered(work, reply, deliveries(reply), len(delivery.data), stored_us))
 
     async def _tick(self) -> None:
         while True:
@@ -315,7 +308,7 @@ class KeeperActor(Actor):
         exists: bool | None = None
         found: bytes | None = None
         try:
-            if checkpoint and self._keeps_state:
+            if checkpoint and self._made.has(subjects.STATE_STREAM):
                 found = await self._streams.last(subjects.STATE_STREAM, subjects.state(*key))
             exists = await self._streams.last(subjects.RECORD_STREAM, subjects.record(*key)) is not None
         except HeadraceError as error:
@@ -323,7 +316,7 @@ class KeeperActor(Actor):
         self._handle(LookedUp(key, exists, found or b""))
 
     async def _drop(self, key: Key) -> None:
-        if self._keeps_state:
+        if self._made.has(subjects.STATE_STREAM):
             with contextlib.suppress(HeadraceError):  # it expires
                 await self._streams.purge(subjects.STATE_STREAM, subjects.state(*key))
 
@@ -347,7 +340,8 @@ class KeeperActor(Actor):
 
     def _ask(self, work: Work, checkpoint: bytes) -> None:
         if self._forwarder.forwards(work.model):
-            self._forwarder.ask(work)
+            age_us = self._core.age_us((work.tenant, work.id), self._mailbox.clock.now_us())
+            self._forwarder.ask(work, age_us)
             return
         make = subjects.resume if checkpoint else subjects.generate
         subject, reply = make(work.tenant, work.model), reply_subject(work.tenant, work.id)
@@ -437,6 +431,35 @@ class KeeperActor(Actor):
             self._mailbox.bus.publish(asked.reply, error_reply(bug, "", ""))
         finally:
             self._asked -= 1
+
+
+async def make_streams(store: ObjectStore, replicas: int, away: Rarely) -> None:
+    """Make the streams that are missing. Raises HeadraceError."""
+    for name, config in STREAMS.items():
+        await store.streams.make_stream(name, {**config, "num_replicas": replicas})
+    try:
+        await store.streams.make_stream(subjects.STATE_STREAM, {**STATE, "num_replicas": replicas})
+    except HeadraceError as error:  # requests then start over
+        away.warning("there are no checkpoints: %s", error.message)
+    try:
+        await store.open(replicas)
+    except StreamFull as error:  # durable requests need none
+        away.warning("there is no store of files, and no batch: %s", error.message)
+
+
+async def keep_streams(store: ObjectStore, replicas: int, away: Rarely) -> None:
+    """Make removed streams again, for ever: at once if a call has missed one, else at the next look."""
+    lacking = store.streams.made.lacking
+    while True:
+        await asyncio.sleep(OPEN_AGAIN_S)  # also between two calls that miss one: JetStream may be off
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await lacking.wait()
+        lacking.clear()
+        try:
+            await make_streams(store, replicas, away)
+        except HeadraceError as error:
+            away.warning("durable requests wait: %s", error.message)
 
 
 def outcome_of(delivery: Delivery, max_payload: int) -> Body | HeadraceError:

@@ -7,6 +7,9 @@ A batch is one message of the work queue; each line that ends is a create-only r
 anywhere: the delivery comes again, and the next one feeds the lines without a record. Invariants: a line has
 one record; the delivery is acked only if there is a record of the end.
 
+Its time is over after a duration, which is noted with its state. `expires_at` is only shown, since a wall
+clock may be set. A time in which no keeper holds the batch does not count.
+
 The window of lines in flight starts small, doubles while lines are answered, is halved when the fleet refuses
 one for lack of room, and then grows by one line in the time of an answer, as congestion windows do.
 """
@@ -51,10 +54,12 @@ READ_AHEAD, READ_BYTES = 1_024, 8_388_608  # lines and bytes that wait to be sen
 LOOK_AHEAD = 1_024  # lines of the file that are sent in the order of their prompts
 PREFIX_BYTES = 4_096  # of a prompt that are compared: some thousand tokens
 SAVE_US = 1_000_000  # between two notes of a batch's state
+NOTE_AGE_US = 60_000_000  # and, if nothing else has changed, of its age
 CLOSE_US = 5_000_000  # for the lines in flight of a cancelled or expired batch to end
 GIVEN_UP_S = 3_600  # after its time, a batch whose files find no room has failed
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
 COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"
+AGE = "_age_s"  # the private field with the seconds for which keepers have held it
 _PROMPT = re.compile(rb'"(?:instructions|messages|prompt|input)"\s*:')  # within a text its quotes are escaped
 
 
@@ -299,7 +304,8 @@ class BatchCore:
     _save_us: int = 0
     _changed: bool = False
     _now_us: int = 0
-    _wall_s: int = 0
+    _since_us: int = 0  # it was created, as far as keepers have held it
+    _wall_s: int = 0  # shown, and never compared
 
     @property
     def id(self) -> str:
@@ -311,9 +317,10 @@ class BatchCore:
         """Lines that were sent and have no record."""
         return len(self._flights)
 
-    def begin(self, now_us: int) -> list[BatchCommand]:
-        """The first commands."""
+    def begin(self, now_us: int, age_us: int = 0) -> list[BatchCommand]:
+        """The first commands. `age_us`: how long it has waited in the queue."""
         self._now_us, self._progress_us = now_us, now_us + PROGRESS_US
+        self._since_us = now_us - age_us
         return [self._run(OpenBatch())]
 
     def handle(self, event: BatchEvent, now_us: int, now_wall_us: int) -> list[BatchCommand]:
@@ -373,6 +380,7 @@ class BatchCore:
             yield from self._finish(Over())
             return
         self.batch = dict(event.state or self.batch)
+        self._since_us = min(self._since_us, self._now_us - self.batch.get(AGE, 0) * 1_000_000)
         self.ok, self.failed = set(event.ok), set(event.failed)
         if self.batch["status"] == CANCELLING:
             yield from self._close(CANCELLED)
@@ -585,7 +593,7 @@ class BatchCore:
         if self._now_us >= self._progress_us:
             self._progress_us = self._now_us + PROGRESS_US
             yield Progress(self.ack)
-        if self._wall_s >= self.batch["expires_at"]:
+        if self._late_s >= 0:
             yield from self._late()
         if self._call is not None and 0 < self._again_us <= self._now_us:
             yield self._run(self._call)
@@ -602,18 +610,28 @@ class BatchCore:
             elif flight.asked or asked < self.window.size:
                 asked += not flight.asked
                 yield from self._ask(flight)
-        if self._changed and self._now_us >= self._save_us:
+        note_us = self._save_us + NOTE_AGE_US if self.batch["status"] == IN_PROGRESS else self._now_us + 1
+        if self._now_us >= (self._save_us if self._changed else note_us):
             yield self._save()
+
+    @property
+    def _age_s(self) -> int:
+        return (self._now_us - self._since_us) // 1_000_000
+
+    @property
+    def _late_s(self) -> int:
+        """Seconds since its time is over; below 0: until then."""
+        return int(self._age_s - (self.batch["expires_at"] - self.batch["created_at"]))
 
     def _late(self) -> Iterator[BatchCommand]:
         yield from self._close(EXPIRED)
-        given_up = self._wall_s >= self.batch["expires_at"] + GIVEN_UP_S
-        if given_up and self._again_us and isinstance(self._call, WriteFiles):
+        if self._late_s >= GIVEN_UP_S and self._again_us and isinstance(self._call, WriteFiles):
             yield from self._fail(error_entry("store_full", "its files found no room: delete some files"))
 
     def _save(self) -> SaveState:
         counts = self.batch["request_counts"]
         self.batch["request_counts"] = {**counts, "completed": len(self.ok), "failed": len(self.failed)}
+        self.batch[AGE] = self._age_s
         self._changed, self._save_us = False, self._now_us + SAVE_US
         return SaveState(dict(self.batch))
 

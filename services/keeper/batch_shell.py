@@ -42,7 +42,7 @@ from services.keeper.batch_core import (
     Written,
     error_entry,
 )
-from services.keeper.core import Ack, Key, Nak, Progress
+from services.keeper.core import Ack, Key, Nak, Progress, age_at_first
 from services.keeper.file_verbs import KEPT_S, file_object
 from services.keeper.records import BATCH, Body, Hook, to_json
 from services.keeper.verbs import reply_subject
@@ -52,7 +52,7 @@ from shared.clock import Clock
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable, UnknownRequest
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
-from shared.nats.jetstream import JetStream, Taken
+from shared.nats.jetstream import JetStream, Taken, deliveries
 from shared.nats.object_store import ObjectStore, new_id
 from shared.openai.batch_lines import InputCheck, read_line
 from shared.processes import Rarely
@@ -114,8 +114,8 @@ class Batches:
         """Lines that were sent and have no record."""
         return sum(held.core.in_flight for held in self._held.values())
 
-    def deliver(self, delivery: Delivery) -> None:
-        """The work queue delivers a batch."""
+    def deliver(self, delivery: Delivery, stored_us: int) -> None:
+        """The work queue delivers a batch that it has had for `stored_us` by the clock of the store."""
         tenant = subjects.untoken(delivery.subject.split(".")[3])
         batch: Body = json.loads(delivery.data)
         key = tenant, batch["id"]
@@ -128,7 +128,8 @@ class Batches:
             core.resolve = lambda name, request: self._aliases.resolve(name, tenant, request) or name
             held = self._held[key] = _Held(tenant, core)
             self._share()
-            self._run(held, held.core.begin(self._clock.now_us()))
+            age_us = age_at_first(stored_us, deliveries(delivery.reply), FULL_DELAY_US)
+            self._run(held, held.core.begin(self._clock.now_us(), age_us))
 
     def answered(self, key: Key, outcome: Body | HeadraceError, size: int) -> bool:
         """A service answered a request; False: it is none of a batch here."""

@@ -11,6 +11,9 @@ or another keeper, and starts at `looking`. A request that still runs is not sta
 the same reply subject, and the services take this for a repetition. A request with checkpoints is looked up
 each time before it is asked for, and goes on after its last one.
 
+A request waits for KEPT_S. Wall clocks do not decide when that is over, since one may be set: see
+`age_at_first`.
+
 A model that lacks a service is held back: its requests are not asked for, but for one in LAST_DELAY_US, until
 the service is there. Otherwise services would read and refuse each of them again and again.
 """
@@ -42,6 +45,7 @@ RETRY_US = 1_000_000  # after a call to JetStream that failed
 FIRST_DELAY_US, LAST_DELAY_US = 1_000_000, 15_000_000  # of a refused request, doubled at each delivery
 HELD_GAP_US = 10_000  # between two deliveries of held requests: a delivery costs CPU even if nothing is asked
 KEPT_S = 86_400  # a record stays for a day, and a request waits for a day
+MAX_SINCE = 100_000  # requests whose first delivery is remembered: as many as the queue holds
 EXPIRED = "no service has answered this request within the day for which it is kept: submit it again"
 
 Key = tuple[str, str]  # tenant and id
@@ -59,6 +63,7 @@ class Delivered:
     ack: str
     times: int = 1
     size: int = 0  # bytes
+    stored_us: int = 0  # how long it has been stored, by the clock of the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,7 @@ class KeeperCore:
         self._flights: dict[Key, _Flight] = {}
         self._by_tenant = Counter[str]()
         self._holds: dict[str, _Hold] = {}  # by model
+        self._since_us: dict[Key, int] = {}  # since when requests wait; the oldest entries are first
         self._bytes = self._away = 0
         self._progress_us = 0  # of the next one
         self.stored = 0  # records
@@ -265,6 +271,10 @@ class KeeperCore:
         """A request in flight."""
         return self._flights[key].work if key in self._flights else None
 
+    def age_us(self, key: Key, now_us: int) -> int:
+        """How long a request has waited."""
+        return now_us - self._since_us.get(key, now_us)
+
     def reconnected(self, now_us: int) -> None:
         """The nats-server was away: an answer may be lost."""
         for flight in self._flights.values():
@@ -283,6 +293,10 @@ class KeeperCore:
         if (flight := self._flights.get(key)) is not None:  # the progress acks were late
             flight.ack, flight.times = event.ack, event.times
             return []
+        if key not in self._since_us:
+            self._since_us[key] = now_us - age_at_first(event.stored_us, event.times, LAST_DELAY_US)
+            if len(self._since_us) > MAX_SINCE:  # perhaps landed by another keeper
+                del self._since_us[next(iter(self._since_us))]
         self._flights[key] = _Flight(event.work, event.ack, event.times, event.size, now_us + RETRY_US)
         self._by_tenant[event.work.tenant] += 1
         self._bytes += event.size
@@ -295,7 +309,7 @@ class KeeperCore:
             return []
         if event.exists:
             return self._land(event.key)
-        if now_wall_us - flight.work.submitted_us > KEPT_S * 1_000_000:
+        if self.age_us(event.key, now_us) > KEPT_S * 1_000_000:
             record = flight.work.record(now_wall_us, DeadlineExceeded(EXPIRED))
             return self._store(event.key, flight, record, now_us)
         if (hold := self._holds.get(flight.work.model)) is not None and not flight.asked:
@@ -351,6 +365,7 @@ class KeeperCore:
 
     def _land(self, key: Key) -> list[Command]:
         flight = self._forget(key)
+        self._since_us.pop(key, None)
         return [Ack(flight.ack, flight.work.hook), *([Drop(key)] if flight.work.checkpoints else [])]
 
     def _leave(self, key: Key, flight: _Flight) -> None:
@@ -389,3 +404,11 @@ class KeeperCore:
         if now_us >= self._progress_us:
             self._progress_us = now_us + PROGRESS_US
             yield from (Progress(flight.ack) for flight in self._flights.values())
+
+
+def age_at_first(stored_us: int, times: int, gap_us: int) -> int:
+    """How long a message has waited when a keeper gets it for the first time. The smaller one of two answers:
+    the clock of the store may have been set forward, and a count of deliveries alone may grow fast. `gap_us`:
+    the longest time between two deliveries of a message that waits. A time in which there was no keeper
+    does not count."""
+    return min(stored_us, (times - 1) * gap_us)

@@ -49,6 +49,7 @@ class Asked:
     """A request is to be answered by the centre. It may be asked several times."""
 
     work: Work
+    age_us: int = 0  # how long it has waited so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +127,25 @@ class ForwardCore:
         """True if the centre has accepted a request."""
         return key in self._requests and self._requests[key].there
 
-    def handle(self, event: ForwardEvent, now_us: int, now_wall_us: int) -> list[ForwardCommand]:
+    def handle(self, event: ForwardEvent, now_us: int) -> list[ForwardCommand]:
         """Apply one event."""
         commands: list[ForwardCommand] = []
         match event:
-            case Asked(work):
-                commands += self._asked(work, now_us, now_wall_us)
+            case Asked(work, age_us):
+                commands += self._asked(work, age_us, now_us)
             case Called():
                 commands += self._called(event, now_us)
             case CancelledHere(key):
                 commands += self._cancelled(key, now_us)
         return [*commands, *self._next(now_us)]
 
-    def _asked(self, work: Work, now_us: int, now_wall_us: int) -> Iterator[ForwardCommand]:
+    def _asked(self, work: Work, age_us: int, now_us: int) -> Iterator[ForwardCommand]:
         key = (work.tenant, work.id)
         request = self._requests.get(key)
         if request is not None and request.cancelled:
             return
         kept_s = 2 * KEPT_S if request is not None and request.there else KEPT_S  # its day there began later
-        if now_wall_us - work.submitted_us > kept_s * 1_000_000:
+        if age_us > kept_s * 1_000_000:
             if request is not None:
                 self._forget(key)
             yield Done(key, DeadlineExceeded(EXPIRED))

@@ -72,16 +72,16 @@ class Forwarder:
         """True if the centre has accepted a request."""
         return self._core.is_there(key)
 
-    def ask(self, work: Work) -> None:
-        """Have a request answered by the centre; an event `Answered` follows."""
-        self._feed(Asked(work))
+    def ask(self, work: Work, age_us: int) -> None:
+        """Have a request that has waited for `age_us` answered by the centre; an event `Answered` follows."""
+        self._feed(Asked(work, age_us))
 
     def tick(self) -> None:
         """Time has passed."""
         self._feed(Later())
 
     def _feed(self, event: ForwardEvent) -> None:
-        for command in self._core.handle(event, self._clock.now_us(), self._clock.wall_us()):
+        for command in self._core.handle(event, self._clock.now_us()):
             match command:
                 case Call():
                     self._spawn(self._call(command))

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime
 from hashlib import sha256
 
 from services.keeper.core import KEPT_S
@@ -19,7 +20,7 @@ from shared.errors import Overloaded, Unavailable
 from shared.fair_share import over_share
 from shared.nats import subjects
 from shared.nats.interface import Delivery
-from shared.nats.jetstream import FULL_RETRY_MS, JetStream, Puller, UnknownStream
+from shared.nats.jetstream import FULL_RETRY_MS, JetStream, Puller, UnknownStream, stored_us
 
 MAX_QUEUED = 100_000  # requests in stream WORK
 SHARED_OUT = MAX_QUEUED // 2  # above, a tenant with more than its equal share is refused
@@ -51,6 +52,17 @@ class TenantQueues:
         self._turns: dict[str, None] = {}  # tenants that may have work, the next one first
         self._held = Counter[str]()  # messages in the stream, by tenant, at the last look and since
         self._wake = asyncio.Event()
+        self._server_us = 0  # wall clock of the nats-server minus the monotonic one here; 0: not known
+
+    def age_us(self, reply: str) -> int:
+        """How long a delivered message has been stored, by the clock of the nats-server, as of the last look;
+        0 if that is not known."""
+        now_us = self._now_us()
+        return max(now_us + self._server_us - stored_us(reply), 0) if self._server_us else 0
+
+    @staticmethod
+    def _now_us() -> int:
+        return round(asyncio.get_running_loop().time() * 1e6)
 
     @property
     def queued(self) -> int:
@@ -127,6 +139,9 @@ class TenantQueues:
         """Take turns with all tenants that have work."""
         held, known = Counter[str](), set[str]()
         for consumer in await self._streams.consumers(subjects.WORK_STREAM):
+            if "ts" in consumer:  # nats-server from 2.10 on
+                at = datetime.fromisoformat(consumer["ts"])
+                self._server_us = round(at.timestamp() * 1e6) - self._now_us()
             subject = consumer["config"].get("filter_subject", "")
             if not subject.startswith(subjects.WORK_ALL.rstrip(">")):
                 continue  # not a keeper's

@@ -167,7 +167,7 @@ class Verbs:
         if not all(isinstance(body.get(name), dict) for name in ("request", "keep", "answer")):
             raise BadRequest("`request`, `keep` and `answer` are expected, each an object")
         now_us, model = self._clock.wall_us(), str(body.get("model", ""))
-        if not await self._room_to_keep(now_us):
+        if not await self._room_to_keep(self._clock.now_us()):
             full = "the store is half full: the rest is for the answers of durable requests"
             raise StreamFull(full, retry_after_ms=FULL_RETRY_MS)
         work = Work(tenant, request_id, model, body["request"], digest_of(model, body), now_us, body["keep"])

@@ -18,8 +18,7 @@ from services.scheduler.state.requests import MAX_IDS, Request, Scores, Sequence
 from services.scheduler.state.state import State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.kv_blocks import choice_seed, rendezvous
-from shared.messages import MOVED, Accepted, Cancel, Close, Detached, Open, Tokenized, Tokens, ints
-from shared.telemetry.traces import RequestRecord
+from shared.messages import ATTEMPTS, MOVED, Accepted, Cancel, Close, Detached, Open, Tokenized, Tokens, ints
 
 CLIENT = "client"  # source of messages that come from no service
 MAX_TOMBSTONES = 10_000  # then the oldest go: a client may cancel requests that never existed
@@ -233,7 +232,10 @@ def detach(state: State, source: str, message: Detached) -> None:
 
 def _known(state: State, tokenized: Tokenized) -> bool:
     """True for a resend of a running or ended request: the same id and inbox. A request that a tokenizer
-    received after that one's end is new: its client has lost the answer."""
+    received after that one's end is new: its client has lost the answer.
+
+    The stamp of the tokenizer's wall clock names a submission and is compared for equality alone. Which of
+    two submissions came first is a question of ages, by this scheduler's clock."""
     key = (tokenized.tenant, tokenized.request)
     request = state.requests.get(key)
     if request is not None:
@@ -241,15 +243,11 @@ def _known(state: State, tokenized: Tokenized) -> bool:
     ended = state.ended.by_key.get(key)
     if ended is None or ended.inbox != tokenized.inbox:
         return False
-    return tokenized.received_wall_us <= _ended_wall_us(ended.record)
-
-
-def _ended_wall_us(facts: RequestRecord) -> int:
-    """When a request has ended by the clock of its tokenizer, with a margin for the time of messages and for
-    the clocks of two tokenizers."""
-    timings = [choice.close.timings for choice in facts.choices]
-    lived_us = max((t.received_us + t.tokenize_us + t.live_us for t in timings), default=0)
-    return facts.received_wall_us + lived_us + load_shedding.OVERTAKE_US
+    if tokenized.received_wall_us == ended.record.received_wall_us:
+        return True
+    taken_over = tokenized.attempt > ATTEMPTS  # perhaps the same submission, from a second tokenizer
+    margin_us = load_shedding.OVERTAKE_US if taken_over else 0
+    return load_shedding.received_us(state, tokenized) <= ended.ended_us + margin_us
 
 
 def accept(state: State, source: str, tokenized: Tokenized) -> None:

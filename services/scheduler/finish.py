@@ -125,7 +125,9 @@ def forget(state: State, sequence: Sequence) -> None:
         _count_usage(state, request)
         state.ended.add(
             request.key,
-            EndedRequest(request.tokenized.inbox, request.trace, request_record(request, state.now_us)),
+            EndedRequest(
+                request.tokenized.inbox, request.trace, request_record(request, state.now_us), state.now_us
+            ),
         )
         request.sequences = []  # breaks the reference cycle, so that it is freed now
 

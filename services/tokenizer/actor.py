@@ -38,6 +38,7 @@ from services.tokenizer.queries import STANDS_BY, Queries, refuse
 from services.tokenizer.standby import MAX_COPIES, TURN_US, PendingRequest, Standby, key_of
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import (
+    AGE,
     MIN_DETECTION_US,
     VOCABULARY,
     Peer,
@@ -161,7 +162,8 @@ class TokenizerActor(Actor):
         self._on_peer(peer)
 
     def on_peer(self, peer: Peer) -> None:
-        check_vocabulary(peer, self._name, self._vocabulary, self._mailbox.epoch)
+        box = self._mailbox
+        check_vocabulary(peer, self._name, self._vocabulary, box.epoch, box.age_s)
         self._on_peer(peer)
 
     def upkeep(self) -> None:
@@ -180,6 +182,7 @@ class TokenizerActor(Actor):
             (STANDS_BY, 1),
             (STAMP, self._table.stamp),
             (VOCABULARY, self._vocabulary),
+            (AGE, self._mailbox.age_s),
         )
         core = self._core
         counts = {

@@ -222,6 +222,7 @@ class Mailbox:
         self.source = source  # kind.id of this actor
         self.kind, _, self.actor = source.partition(".")
         self.epoch = epoch
+        self._born_us = clock.now_us()
         self.peers = Peers()
         self.wire_errors = 0
         self.tracer: Tracer | None = None  # None: this process sends no spans
@@ -233,6 +234,11 @@ class Mailbox:
         self._lost: OnSource = lambda source: None
         self._restarted: OnSource = lambda source: None
         self._upkeeps = 0
+
+    @property
+    def age_s(self) -> int:
+        """Seconds since this actor's start, by the monotonic clock."""
+        return (self.clock.now_us() - self._born_us) // 1_000_000
 
     async def open(self, receive: Receive, stream_lost: OnSource, restarted: OnSource | None = None) -> None:
         """Subscribe the mailbox. `receive` gets every message once and in order per source. `stream_lost`

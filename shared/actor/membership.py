@@ -28,6 +28,8 @@ ONLY_TIER = "only_tier"  # in an executor's load, 1: its KV cache has the memory
 WORK, WAITS = "work", "waits_us"  # in a scheduler's load, if models share memory
 COLD_START = "cold_start_wait_us"  # in a scheduler's load: without an executor it keeps requests so long
 PEER_READS = "peer_reads"  # in the load of a kv_offload, 1: those of other hosts may read its L1
+AGE = "age_s"  # in the load of a tokenizer or detokenizer: seconds since its start
+SAME_START_S = 2  # two ages that differ by less, with the time of a heartbeat, are equal
 MIXED = "accepts_mixed"  # in a scheduler's load, 1: executors with other weights or modes serve, too
 
 
@@ -175,13 +177,22 @@ def detection_us(heartbeat_interval_us: int) -> int:
     return max(MIN_DETECTION_US, (MISSED_HEARTBEATS + 2) * heartbeat_interval_us)
 
 
-def check_vocabulary(peer: Peer, model: str, number: int, epoch: int) -> None:
+def _is_earlier(peer: Peer, epoch: int, age_s: int) -> bool:
+    """True if `peer` has started before this process, which is `age_s` old. Ages decide: epochs are of the
+    wall clocks of two hosts, and order two that start at about the same time. Near the border between
+    the two rules both processes may count as the later one, and never neither."""
+    older_s = dict(peer.heartbeat.load).get(AGE, age_s) - age_s
+    return older_s > SAME_START_S or (abs(older_s) <= 2 * SAME_START_S and peer.epoch < epoch)
+
+
+def check_vocabulary(peer: Peer, model: str, number: int, epoch: int, age_s: int) -> None:
     """Raise SetupError in a tokenizer or detokenizer of a model if `peer`, an earlier one of its fleet, has
-    another vocabulary: the ids of one would be read as the other's text. `number`: see vocabulary_number."""
+    another vocabulary: the ids of one would be read as the other's text. `number`: see vocabulary_number;
+    `age_s`: of this process."""
     beat = peer.heartbeat
     if beat.kind in ("tokenizer", "detokenizer") and (beat.model, beat.state) == (model, "ready"):
         theirs = dict(beat.load).get(VOCABULARY, number)
-        if theirs != number and peer.epoch < epoch:
+        if theirs != number and _is_earlier(peer, epoch, age_s):
             raise SetupError(
                 f"{peer.source} on host {beat.host_id} serves another model under the name {model!r} in this "
                 "fleet: a second fleet on one nats-server needs a --fleet and a --model-name of its own"

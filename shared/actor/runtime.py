@@ -144,13 +144,11 @@ class Runtime:
     _failed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _heartbeats: asyncio.Task[None] | None = field(init=False, default=None)
     _held_back: list[Callable[[], None]] | None = field(init=False, default_factory=list)
-    _born_us: int = field(init=False)  # monotonic: the wall clock may be set
     _upkeep_us: int = field(init=False, default=0)
     _cut_off: bool = field(init=False, default=False)
     _recent: Recent = field(init=False, default_factory=Recent)
 
     def __post_init__(self) -> None:
-        self._born_us = self.clock.now_us()
         source = f"{self.actor.kind}.{self.actor_id}"
         self.mailbox = Mailbox(self.bus, self.clock, self.fleet, source, new_epoch(self.clock))
         self.mailbox.tracer = self.tracer
@@ -303,7 +301,7 @@ class Runtime:
                 "fleet": self.mailbox.fleet,
                 "host": self.host_id,
                 "state": self.state,
-                "age_s": (self.clock.now_us() - self._born_us) // 1_000_000,
+                "age_s": self.mailbox.age_s,
                 "wire_errors": self.mailbox.wire_errors,
                 "last_10_s": self._recent.change(self.clock.now_us(), self._payload().counts),
             }

@@ -23,6 +23,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+from urllib.parse import urlparse
 
 from shared.clock import end_task
 from shared.errors import SetupError, Unavailable
@@ -57,6 +58,7 @@ with _without("aiohttp"):  # only for WebSockets, see _open: the import takes 0.
     from nats import errors as nats_errors
     from nats.aio import transport
     from nats.aio.client import Client as NatsClient
+    from nats.aio.client import Srv
     from nats.aio.subscription import Subscription as NatsSubscription
     from nats.protocol.command import pub_cmd
 
@@ -86,11 +88,48 @@ class _Client(NatsClient):
 
     Its own reader puts each message into the queue of a subscription, and a task takes it from there: this
     one calls the handler. Its own parses all that one read of the socket brought, 256 kB with uvloop, before
-    another task runs: this one stops after `turn_messages`."""
+    another task runs: this one stops after `turn_messages`.
+
+    Its own adds each address that a cluster advertises without a login, keeps those that are gone, and takes
+    a configured address for a new one. Here they have the login, and leave with the server."""
 
     turn = 0  # messages since other tasks ran
     turn_messages = TURN_MESSAGES
     write_due = False  # in the next turn
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        await super()._process_info({**info, "connect_urls": None}, initial_connection)
+        if info.get("connect_urls"):
+            self._learn(info["connect_urls"], tls=bool(info.get("tls_required")))
+
+    def _learn(self, advertised: list[str], *, tls: bool) -> None:
+        """Have the configured addresses and those that the cluster advertises now in the pool."""
+        current = self._current_server
+        assert current is not None, "the addresses come from a server"
+        given, _, _ = current.uri.netloc.rpartition("@")
+        login = f"{given}@" if given else ""
+        urls = [urlparse(current.uri._replace(netloc=f"{login}{each}").geturl()) for each in advertised]
+        alive = {(url.hostname, url.port) for url in urls}
+        pool = self._server_pool
+        pool[:] = [
+            each
+            for each in pool
+            if not each.discovered or each is current or (each.uri.hostname, each.uri.port) in alive
+        ]
+        known = {(each.uri.hostname, each.uri.port) for each in pool}
+        for url in urls:
+            if (url.hostname, url.port) not in known:
+                name = (
+                    current.tls_name or current.uri.hostname
+                    if tls and self._host_is_ip(url.hostname)
+                    else None
+                )
+                pool.append(Srv(url, discovered=True, tls_name=name))
+
+    @property
+    def at_discovered(self) -> bool:
+        """True if the last address that was tried is one that a server has advertised."""
+        return self._current_server is not None and bool(self._current_server.discovered)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         subscription = self._subs.get(sid)
@@ -218,6 +257,7 @@ class NatsBus:
     async def _open(self, url: str, name: str) -> None:
         who = access.parse(url)
         self.user, self._accounts, self._url, self._name = who.user, who.accounts, url, name
+        self._faults.addresses = len(who.servers)
         if who.servers[0].startswith("ws"):
             vars(transport).update({name: import_module(name) for name in ("aiohttp", "multidict")})
         options: dict[str, Any] = {
@@ -228,7 +268,7 @@ class NatsBus:
             "max_reconnect_attempts": -1,
             "reconnect_time_wait": RECONNECT_WAIT_S,
             "ping_interval": PING_INTERVAL_S,
-            "error_cb": self._faults.on_error,
+            "error_cb": self._on_error,
             "disconnected_cb": self._on_disconnected,
             "reconnected_cb": self._on_reconnected,
             "closed_cb": self._faults.on_closed,
@@ -339,13 +379,16 @@ class NatsBus:
         if answer is not None and not answer.done():
             answer.set_result(delivery)
 
+    async def _on_error(self, error: Any) -> None:
+        await self._faults.on_error(error, configured=not self._nc.at_discovered)
+
     async def _on_disconnected(self) -> None:
         self._online.clear()
         self._faults.online = False
         self._faults.report("disconnected", f"the nats-server is away ({self._faults.cause}); reconnecting")
 
     async def _on_reconnected(self) -> None:
-        self._faults.online = True
+        self._faults.online, self._faults.refusals = True, 0
         server = self._nc.connected_url
         self._faults.report("reconnected", f"back on {server.hostname}:{server.port}" if server else "back")
         self._online.set()
@@ -444,6 +487,8 @@ class Faults:
         self.opened = False  # since the first connection
         self.online = False
         self.silent = False
+        self.refusals = 0  # by configured addresses, since the last connection
+        self.addresses = 1  # configured ones
 
     def report(self, kind: str, detail: str) -> None:
         """Tell every handler."""
@@ -451,14 +496,15 @@ class Faults:
             for handler in self.handlers:
                 handler(BusFault(kind, detail))
 
-    async def on_error(self, error: Any) -> None:
+    async def on_error(self, error: Any, *, configured: bool = True) -> None:
         """What `error_cb` of nats-py gets: permissions, failed attempts to connect, a handler's error. Raises
-        Refused out of the first `connect`, which would try for ever."""
+        Refused out of the first `connect`, which would try for ever. `configured`: the address is none that a
+        cluster has advertised."""
         words = str(error).lower()
+        if isinstance(error, ssl.SSLCertVerificationError) and not self.opened:
+            raise Refused(text(error))  # nats-py does not try again: it waits for the end of the handshake
         if _VIOLATION in words or isinstance(error, ssl.SSLCertVerificationError):
-            if not self.opened:
-                raise Refused(text(error))
-            self.report("refused", text(error))  # other credentials since
+            self._refused(text(error), configured=configured)
         elif _DENIED in words:
             self.report("refused" if _DENIED_READING in words else "permission", str(error))
         elif not self.opened and isinstance(error, _CLOSED_AT_ONCE):
@@ -468,6 +514,17 @@ class Faults:
             self.cause, self.told = text(error), not isinstance(error, _CUTS)
         elif self.online:  # a failed attempt to reconnect follows "disconnected" anyway
             self.report("error", text(error))
+
+    def _refused(self, why: str, *, configured: bool) -> None:
+        """The login or the certificate is wrong if the configured addresses refuse it, one of them twice.
+        What a cluster advertises may be out of date, or another server's by now."""
+        self.cause = why
+        self.refusals += configured
+        if self.refusals <= self.addresses:
+            return
+        if not self.opened:
+            raise Refused(why)
+        self.report("refused", why)  # other credentials since
 
     async def on_closed(self) -> None:
         """The server ended the connection, and nats-py does not try again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,19 +30,22 @@ _FULL = (10005, 10047, 10077)  # of a cluster, of a server: too little storage; 
 _NAME_IN_USE = 10058  # a stream of this name with other settings
 _NO_STREAM, _NO_CONSUMER, _NO_MESSAGE = 10059, 10014, 10037
 
+REMOVED_S = 3_600  # for so long it is a fact that a stream was removed
+
 Json = dict[str, Any]
+log = logging.getLogger("headrace.nats")
 
 
 class Taken(DuplicateRequest):
     """A create-only publish to a subject that has a message."""
 
 
-class UnknownStream(EngineError):
-    """There is no stream of this name."""
-
-
 class NothingStored(Unavailable):
     """JetStream is off, or has no stream of this name."""
+
+
+class UnknownStream(NothingStored):
+    """There is no stream of this name."""
 
 
 class NoMessage(EngineError):
@@ -98,6 +102,36 @@ class Unwritten:
         self._found.pop(kind, None)
 
 
+@dataclass(slots=True)
+class Made:
+    """The streams that this process has made or found, and those of them that were removed since."""
+
+    clock: Clock = field(default_factory=SystemClock)
+    lacking: asyncio.Event = field(default_factory=asyncio.Event)  # set by a call that found no stream
+    _known: set[str] = field(default_factory=set)
+    _removed_us: dict[str, int] = field(default_factory=dict)
+
+    def found(self, name: str) -> None:
+        """There is a stream of this name."""
+        self._known.add(name)
+
+    def has(self, name: str) -> bool:
+        """True if there was a stream of this name."""
+        return name in self._known
+
+    def missing(self, name: str) -> None:
+        """There is none, and it is made now."""
+        if name in self._known:
+            log.error("stream %s was removed, with all that it held: it is made again", name)
+            self._removed_us[name] = self.clock.now_us()
+
+    def facts(self) -> dict[str, float]:
+        """How many seconds ago streams were found to be removed, by name."""
+        now_us = self.clock.now_us()
+        ago_s = {name: (now_us - at_us) / 1e6 for name, at_us in self._removed_us.items()}
+        return {name: ago for name, ago in ago_s.items() if ago < REMOVED_S}
+
+
 @dataclass(frozen=True, slots=True)
 class JetStream:
     """The calls. All raise Unavailable if JetStream is off, or does not answer within CALL_US."""
@@ -105,6 +139,7 @@ class JetStream:
     bus: Bus
     replicated: bool = False  # streams have replicas
     unwritten: Unwritten = field(default_factory=Unwritten)
+    made: Made = field(default_factory=Made)
 
     async def make_stream(self, name: str, config: Mapping[str, Any]) -> None:
         """Make a stream unless there is one of this name, whose settings then stay. Raises StreamFull if the
@@ -112,8 +147,10 @@ class JetStream:
         try:
             await self._call(f"{_API}.STREAM.INFO.{name}", b"")
         except UnknownStream:  # made again, it would need its space on disk a second time
+            self.made.missing(name)
             with contextlib.suppress(Taken):  # by another keeper
                 await self._call(f"{_API}.STREAM.CREATE.{name}", _json({"name": name, **config}))
+        self.made.found(name)
 
     async def make_consumer(self, stream: str, name: str, config: Mapping[str, Any]) -> None:
         """Make a durable pull consumer, or give one of this name these settings."""
@@ -183,7 +220,8 @@ class JetStream:
         try:
             return await self._call(f"{_API}.STREAM.INFO.{stream}", _json(asked))
         except UnknownStream:
-            raise NothingStored(f"there is no stream {stream} yet: try again", retry_after_ms=1_000) from None
+            self.made.lacking.set()
+            raise NothingStored(f"there is no stream {stream} now: try again", retry_after_ms=1_000) from None
 
     async def last(self, stream: str, subject: str) -> bytes | None:
         """The newest message of a subject, None without one. The stream must allow direct reads, which any
@@ -212,7 +250,10 @@ class JetStream:
     ) -> Json:
         answer: Json = json.loads((await self._request(subject, data, headers, timeout_us)).data)
         if "error" in answer:
-            raise _error(subject, answer["error"])
+            error = _error(subject, answer["error"])
+            if isinstance(error, UnknownStream):
+                self.made.lacking.set()
+            raise error
         return answer
 
     async def _request(
@@ -225,8 +266,14 @@ class JetStream:
         try:
             return await self.bus.request(subject, data, timeout_us=timeout_us, headers=headers)
         except NoResponders:
-            why = "the nats-server has no JetStream, or not the streams of Headrace: see docs/durability.md"
-            raise NothingStored(why, retry_after_ms=1_000) from None
+            self.made.lacking.set()
+            kind = ".".join(subject.split(".")[:3])  # without names
+            why = "the nats-server has no JetStream"
+            if (direct := f"{_API}.DIRECT.GET.") in subject:
+                why = f"there is no stream {subject.removeprefix(direct).split('.')[0]} now, or {why}"
+            elif not subject.startswith(f"{_API}."):
+                why = f"there is no stream of {kind} now, or {why}"
+            raise NothingStored(f"{why}: see docs/durability.md", retry_after_ms=1_000) from None
         except RequestTimeout:
             why = f"JetStream has not answered on {subject} within {timeout_us / 1e6:g} s: try again"
         raise Unavailable(why, retry_after_ms=1_000)
@@ -308,12 +355,19 @@ def deliveries(reply: str) -> int:
     return int(tokens[4 if len(tokens) == 9 else 6])
 
 
+def stored_us(reply: str) -> int:
+    """When the server stored a delivered message, by its own wall clock, from the reply subject."""
+    tokens = reply.split(".")
+    return int(tokens[7 if len(tokens) == 9 else 9]) // 1_000
+
+
 def _error(subject: str, error: Mapping[str, Any]) -> HeadraceError:
     number, text = int(error.get("err_code", 0)), str(error.get("description", ""))
     if number in (_EXISTS, _NAME_IN_USE):
         return Taken(text)
     if number == _NO_STREAM:
-        return UnknownStream(text)
+        why = f"{text}, on {subject}: a keeper makes the streams of Headrace again"
+        return UnknownStream(why, retry_after_ms=1_000)
     if number == _NO_MESSAGE:
         return NoMessage(text)
     if number == _NO_CONSUMER:

@@ -20,6 +20,7 @@ from shared.actor.membership import NEEDED
 from shared.actor.runtime import Runtime
 from shared.checkpoints import body_hash
 from shared.client import Client
+from shared.clock import SystemClock
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -32,7 +33,7 @@ from shared.errors import (
     UnknownRequest,
 )
 from shared.messages import Heartbeat
-from shared.nats import subjects
+from shared.nats import object_store, subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 from shared.nats.jetstream import JetStream
@@ -373,6 +374,31 @@ async def test_a_refused_request_is_tried_again(world: World) -> None:
     assert (await world.result())["status"] == "completed"
 
 
+class SetClock(SystemClock):
+    """A wall clock that a test may set."""
+
+    ahead_us = 0
+
+    def wall_us(self) -> int:
+        return super().wall_us() + self.ahead_us
+
+
+@pytest.mark.parametrize("days", [2, -2])
+async def test_a_keeper_whose_clock_is_set_fails_no_request_that_waits(world: World, days: int) -> None:
+    """An edge device without a battery clock does that when its link comes."""
+    keeper = await world.opened()
+    world.ready(keeper, *NEEDED)
+    clock = keeper.clock = keeper.mailbox.clock = SetClock()
+    world.outcomes = [Unavailable("no executor")] * 8
+    for number in range(8):
+        await world.submit(request_id=f"r{number}")
+    await world.until(world.asked, 8)
+    clock.ahead_us = days * 86_400_000_000
+    world.outcomes = [None] * 8
+    await world.until(world.news, 8)
+    assert {each["status"] for each in world.news} == {"completed"}
+
+
 async def test_without_an_executor_one_request_is_tried_and_the_others_follow_when_it_is_there(
     world: World,
 ) -> None:
@@ -611,6 +637,61 @@ async def test_the_nats_server_is_killed_while_requests_run(world: World) -> Non
                     pass
                 await asyncio.sleep(0.05)
     assert await world.messages(subjects.RECORD_STREAM) == 5
+
+
+def actor_of(keeper: Runtime) -> KeeperActor:
+    assert isinstance(keeper.actor, KeeperActor)
+    return keeper.actor
+
+
+@pytest.mark.parametrize("stream", ["HR_WORK", "HR_DONE", "HR_FILES", "HR_STATE"])
+async def test_a_stream_that_is_removed_is_made_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    """Without a restart of the keeper; the error names the stream, and the status says it."""
+    monkeypatch.setitem(object_store.STREAM, "max_bytes", 67_108_864)
+    keeper = await world.opened()
+    world.ready(keeper, *NEEDED)
+    await world.submit(request_id="before")
+    await world.until(world.asked)
+    assert keeper.actor.status()["removed"] == {}
+    await world.bus.request(f"$JS.API.STREAM.DELETE.{stream}", b"", timeout_us=5_000_000)
+    if stream == "HR_DONE":
+        with pytest.raises(Unavailable, match="there is no stream HR_DONE now"):
+            await world.result("before")
+    if stream == "HR_FILES":
+        with pytest.raises(Unavailable, match="there is no stream HR_FILES now"):
+            await world.client.request(subjects.files("public", "list"), {})
+    if stream in ("HR_FILES", "HR_STATE"):
+        actor_of(keeper)._made.lacking.set()  # as the next look finds it, sooner
+    async with asyncio.timeout(30):
+        while stream not in actor_of(keeper)._made.facts():
+            await asyncio.sleep(0.02)
+    world.outcomes = [None]
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await world.submit(request_id="after", prompt="again")
+                break
+            except Unavailable:
+                await asyncio.sleep(0.05)
+    removed: Any = keeper.actor.status()["removed"]
+    assert [*removed] == [stream]
+    while not any(each["id"] == "after" for each in world.news):
+        await world.until(world.news, len(world.news) + 1)
+    assert (await world.result("after"))["status"] == "completed"
+
+
+async def test_a_consumer_that_is_removed_is_made_again(world: World) -> None:
+    keeper = await world.opened()
+    world.ready(keeper, *NEEDED)
+    world.outcomes = [None, None]
+    await world.submit(request_id="before")
+    await world.until(world.news)
+    subject = "$JS.API.CONSUMER.DELETE.HR_WORK.tenant-public"
+    await world.bus.request(subject, b"", timeout_us=5_000_000)
+    await world.submit(request_id="after")
+    await world.until(world.news, 2)
 
 
 async def test_without_jetstream_a_keeper_refuses_with_the_reason_and_lives_on(

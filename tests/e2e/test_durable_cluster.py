@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from support import nats_cluster
 from support.running_up import StartUp
 
-from loadtest.durable import all_records, simulated, submit_all
-from services.launcher import nats_server
-from services.launcher.nats_server import NatsServer, ServerLimits
+from loadtest.durable import MODEL, all_records, simulated, submit_all
+from services.launcher.nats_server import NatsServer
 from shared.client import Client
 from shared.errors import Unavailable
 from shared.nats import subjects
@@ -27,23 +25,17 @@ from shared.nats.jetstream import JetStream, StreamFull, Taken
 REQUESTS = 200
 
 
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return ports
+@pytest.fixture
+def cluster() -> Iterator[list[NatsServer]]:
+    servers = nats_cluster.start_three()
+    yield servers
+    for server in servers:
+        server.stop()
 
 
 @pytest.fixture
-def cluster() -> Iterator[list[NatsServer]]:
-    ports = free_ports(3)
-    routes = json.dumps([f"nats://127.0.0.1:{port}" for port in ports])
-    limits = replace(ServerLimits(), jetstream_memory="16MB", jetstream_file="1GB")
-    servers = []
-    for number, port in enumerate(ports):
-        listen = f'cluster {{ name: c, listen: "127.0.0.1:{port}", routes: {routes} }}'
-        servers.append(nats_server.start(limits=limits, extra=f"server_name: n{number}\n{listen}\n"))
+def with_users() -> Iterator[list[NatsServer]]:
+    servers = nats_cluster.start_three(users=True)
     yield servers
     for server in servers:
         server.stop()
@@ -83,6 +75,32 @@ def test_the_leader_dies_and_every_accepted_request_has_a_record(
     records, counts = asyncio.run(all_records(url, numbered, replies))
     assert {record["status"] for record in records} == {"completed"}
     assert counts == {subjects.WORK_STREAM: 0, subjects.RECORD_STREAM: REQUESTS}
+
+
+def test_the_death_of_a_server_with_users_ends_no_service(
+    with_users: list[NatsServer], start_up: StartUp
+) -> None:
+    """The services know one address and the login; the cluster advertises the others, without it."""
+    dies, lives, _ = with_users
+    up = start_up("--nats-url", nats_cluster.url_of(dies))
+    before = sorted(up.children())
+
+    async def live() -> None:
+        bus = await NatsBus.connect(nats_cluster.url_of(lives), timeout_s=20)
+        client = await Client.open(bus)
+        body = {"model": MODEL, "prompt": "Hi", "max_tokens": 4, "ignore_eos": True}
+        await client.complete(body)
+        dies.process.kill()
+        dies.process.wait()
+        answers = [client.complete({**body, "request_id": f"r{n}"}, timeout_s=60) for n in range(24)]
+        done = await asyncio.gather(*answers, return_exceptions=True)
+        late = [n for n, each in enumerate(done) if isinstance(each, BaseException)]
+        for number in late:  # no service was there for a moment
+            await client.complete({**body, "request_id": f"again{number}"}, timeout_s=60)
+        await bus.drain()
+
+    asyncio.run(live())
+    assert sorted(up.children()) == before, up.log.read_text()[-4000:]
 
 
 async def test_another_try_while_the_first_one_is_being_stored_may_be_repeated(

@@ -19,6 +19,7 @@ from support.text_models import served
 
 from shared.client import Client
 from shared.nats.interface import BusFault, Delivery
+from shared.replies import to_json
 
 KINDS = ("kv_offload", "scheduler", "detokenizer", "executor", "tokenizer")
 REQUESTS = 75  # three at a time
@@ -217,6 +218,43 @@ def test_a_client_that_was_cut_off_gets_each_answer_that_it_has_missed(
         fleet.broker.subscriptions += mine
         bus.report(BusFault("reconnected", "back"))
         assert await asyncio.gather(*asking) == [20, 21, 22, 23, 90, 91]
+        await fleet.stop()
+
+    virtual_loop.run(live())
+
+
+@pytest.mark.parametrize("wall_s", [2, -2, 600, -600, 172_800, -172_800])
+@pytest.mark.parametrize("stepped", [False, True], ids=["set apart", "stepped in the middle"])
+def test_a_lost_answer_is_computed_again_whatever_the_wall_clocks_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wall_s: int, *, stepped: bool
+) -> None:
+    """One tokenizer's wall clock differs from those of the other processes. A client that has lost answers
+    sends each request again after its end, and the other tokenizer gets it."""
+    model = served(tmp_path)
+    monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
+
+    async def live() -> None:
+        fleet = VirtualFleet(model, 1)
+        names = [await fleet.add(kind) for kind in (*KINDS, "tokenizer")]
+        bus, got = fleet.broker.connect(), list[str]()
+        await bus.subscribe("inbox.*", lambda delivery: got.append(delivery.subject))
+        await asyncio.sleep(3)
+
+        async def send_all() -> None:
+            for number in range(15):  # an odd number: sent again, each one goes to the other tokenizer
+                body = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True, "request_id": f"r{number}"}
+                bus.publish("headrace.v1.generate.public.tiny", to_json(body), reply=f"inbox.r{number}")
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(1)
+
+        clock = fleet.clocks[names[-1]]
+        clock.offset_us += 0 if stepped else wall_s * 1_000_000
+        await send_all()
+        assert sorted(got) == sorted(f"inbox.r{number}" for number in range(15))
+        clock.offset_us += wall_s * 1_000_000 if stepped else 0
+        await send_all()
+        silent = 30 - len(got)
+        assert silent == 0, f"{silent} of 15 requests that were sent again have no answer"
         await fleet.stop()
 
     virtual_loop.run(live())

@@ -134,7 +134,7 @@ def timing_for(
 ) -> Timing | None:
     """The stored timing for an engine in `dtype`, or a new one, measured in about a second (the first also
     compiles kernels). None on a GPU, if the settings fix the threads, and if there is only one choice. One
-    that is not believed is made again after RETRY_S, or if `again`."""
+    that is not believed is made again after RETRY_S, or after the clock was set back, or if `again`."""
     device, ranks = settings.device_and_ranks
     chosen = settings.threads or settings.deterministic or ranks > 1 or settings.backend in ("dummy", "sim")
     if chosen or dtype not in _TYPES or device_of(device).type != "cpu":
@@ -150,7 +150,7 @@ def timing_for(
     name = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
     file = settings.cache_dir.expanduser() / "timings" / f"{name}.json"
     kept = _read(file, about, dtypes, threads)
-    if kept is not None and (kept.steady or (not again and time.time() < kept.made + RETRY_S)):
+    if kept is not None and (kept.steady or (not again and 0 <= time.time() - kept.made < RETRY_S)):
         return Timing(dtype, cores, {each: kept.ms[each] for each in dtypes}, kept.steady)
     with _alone(file.parent) as alone:
         if not alone:

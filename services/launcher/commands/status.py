@@ -620,6 +620,11 @@ def _gateways(fleet: Fleet) -> Iterator[str]:
 
 def _keepers(fleet: Fleet) -> Iterator[str]:
     for name, facts in fleet.of_kind("keeper"):
+        for stream, ago_s in sorted(facts.get("removed", {}).items()):
+            yield (
+                f"{name} found stream {stream} removed, {age(ago_s)} ago, and made it again: what it held is "
+                "gone. Headrace removes no stream: look for what else does at that nats-server."
+            )
         if failing := facts.get("unwritten"):
             first = max(failing.values(), key=lambda each: each["for_s"])
             tried = min(each["tried_ago_s"] for each in failing.values())

@@ -445,6 +445,7 @@ class EndedRequest:
     inbox: str
     trace: str  # the traceparent of its root span, empty when not traced
     record: RequestRecord
+    ended_us: int  # by the scheduler's monotonic clock
 
 
 @dataclass(slots=True)

@@ -156,8 +156,8 @@ class VirtualFleet:
     beat_s: int
     broker: MemoryBroker = field(default_factory=MemoryBroker)
     runtimes: dict[str, Runtime] = field(default_factory=dict)
+    clocks: dict[str, LoopClock] = field(default_factory=dict)  # by actor: a test may set its wall clock
     _arenas: dict[str, dict[int, Arena]] = field(default_factory=dict)
-    _clock: LoopClock = field(default_factory=LoopClock)
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
@@ -182,9 +182,9 @@ class VirtualFleet:
         """One more of a kind; its name is new. A process takes a moment to start."""
         await asyncio.sleep(0.1)
         name = f"{kind}{next(self._names)}"
-        bus = self.broker.connect()
-        runtime = Runtime(self.actor(kind, host), bus, "week", name, host, self._clock, self._beat_us)
-        self.runtimes[name] = runtime
+        bus, clock = self.broker.connect(), LoopClock()
+        runtime = Runtime(self.actor(kind, host), bus, "week", name, host, clock, self._beat_us)
+        self.runtimes[name], self.clocks[name] = runtime, clock
         await runtime.start()
         return name
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -337,16 +338,40 @@ def test_a_batch_whose_time_is_over_ends_expired_with_what_it_has() -> None:
     core, first = running()
     assert isinstance(core.handle(LineAnswered(first[0], dict(NATIVE)), 1, 1)[0], StoreLine)
     core.handle(LineStored(1, True), 1, 1)
-    commands = core.handle(BatchTick(), 2, DAY_S * 1_000_000)
+    day_us = DAY_S * 1_000_000
+    assert not [c for c in core.handle(BatchTick(), day_us - 1, 0) if isinstance(c, CancelLine)]
+    commands = core.handle(BatchTick(), day_us, 7_000_000)
     cancelled = [command.request for command in commands if isinstance(command, CancelLine)]
     assert len(cancelled) == core.in_flight
     for request in cancelled:
-        commands = core.handle(LineAnswered(request, Cancelled("c")), 3, DAY_S * 1_000_000)
+        commands = core.handle(LineAnswered(request, Cancelled("c")), day_us, 7_000_000)
     assert WriteFiles(unfinished=True) in commands
-    (end,) = core.handle(Written("out", "errors", 1, 39), 3, DAY_S * 1_000_000)
+    (end,) = core.handle(Written("out", "errors", 1, 39), day_us, 7_000_000)
     assert isinstance(end, StoreEnd)
-    assert (end.batch["status"], end.batch["expired_at"]) == ("expired", DAY_S)
+    assert (end.batch["status"], end.batch["expired_at"]) == ("expired", 7)
     assert end.batch["request_counts"] == {"total": 40, "completed": 1, "failed": 39}
+
+
+@pytest.mark.parametrize("wall_s", [2, -2, 600, -600, 2 * DAY_S, -2 * DAY_S])
+def test_a_clock_that_is_set_ends_no_batch(wall_s: int) -> None:
+    core, first = running()
+    for at_us in (1, 2_000_000):
+        found = core.handle(BatchTick(), at_us, (10 * DAY_S + wall_s) * 1_000_000)
+        assert not [each for each in found if isinstance(each, CancelLine)]
+    assert core.in_flight == len(first)
+
+
+def test_the_next_keeper_knows_for_how_long_others_have_held_a_batch() -> None:
+    """A keeper notes it each minute, also while no line ends."""
+    core, _ = running()
+    (saved,) = [c for c in core.handle(BatchTick(), 7_200_000_000, 0) if isinstance(c, SaveState)]
+    again = BatchCore(dict(core.batch), "ack2", 1 << 20)
+    again.begin(50_000_000)
+    again.handle(Opened(False, saved.batch), 50_000_000, 0)
+    again.handle(LinesRead(((1, TEXTS[1]),), end=True), 50_000_000, 0)
+    rest_us = (DAY_S - 7_200) * 1_000_000
+    assert again.handle(BatchTick(), 50_000_000 + rest_us - 1, 0)[-1] != CancelLine("batch_1.1")
+    assert CancelLine("batch_1.1") in again.handle(BatchTick(), 50_000_000 + rest_us, 0)
 
 
 def test_a_cancelled_batch_does_not_wait_for_lines_that_never_end() -> None:

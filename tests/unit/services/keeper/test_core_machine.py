@@ -6,6 +6,7 @@ Deliveries come again, keepers die at any point, the store and the services are 
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -335,18 +336,66 @@ def test_a_model_is_released_when_its_services_are_there() -> None:
     assert isinstance(held(core, "x", 1)[0], Ask)
 
 
+DAY_US = KEPT_S * 1_000_000
+MANY = KEPT_S * 1_000_000 // LAST_DELAY_US + 2  # deliveries of a day and more
+_CLOCKS_US = [s * 1_000_000 for s in (0, 2, -2, 600, -600, 172_800, -172_800)]
+
+
+def late(core: KeeperCore, key: Key, times: int, now_us: int, wall_us: int, stored_us: int = 0) -> bool:
+    """Whether the next delivery of a request ends it because its day is over; else no service takes it."""
+    core.handle(Delivered(work(key), f"ack{times}", times, stored_us=stored_us), now_us, wall_us)
+    (command,) = core.handle(LookedUp(key, False), now_us, wall_us)
+    if isinstance(command, Store):
+        assert (command.record["status"], command.record["error"]["code"]) == (FAILED, 408)
+        return True
+    (nak,) = core.handle(Answered(key, Unavailable("away")), now_us, wall_us)
+    assert isinstance(nak, Nak)
+    return False
+
+
 def test_deliveries_alone_never_fail_a_request() -> None:
     """Whole fleets are killed again and again: no count of deliveries ends a request."""
-    for times in range(1, 50):
-        flown(KeeperCore(), times=times)
+    for times in (*range(1, 50), MANY):
+        assert not late(KeeperCore(), KEYS[0], times, 0, 0)
 
 
-def test_a_request_that_waits_for_more_than_a_day_gets_a_record_with_the_reason() -> None:
-    core, key, late_us = KeeperCore(), KEYS[0], (KEPT_S + 1) * 1_000_000
-    core.handle(Delivered(work(key), "ack"), 0, late_us)
-    (store,) = core.handle(LookedUp(key, False), 0, late_us)
-    assert isinstance(store, Store)
-    assert (store.record["status"], store.record["error"]["code"]) == (FAILED, 408)
+@pytest.mark.parametrize("clock_us", _CLOCKS_US)
+def test_a_request_that_waits_for_more_than_a_day_gets_a_record_with_the_reason(clock_us: int) -> None:
+    """Whatever the wall clock of the keeper says, also if it is set in the middle."""
+    core, key = KeeperCore(), KEYS[0]
+    assert not late(core, key, 1, 0, clock_us)
+    assert not late(core, key, 2, DAY_US, DAY_US - clock_us)
+    assert late(core, key, 3, DAY_US + 1, DAY_US + 1 + clock_us)
+
+
+@pytest.mark.parametrize("clock_us", _CLOCKS_US)
+def test_a_clock_that_is_set_fails_no_request_that_waits(clock_us: int) -> None:
+    """That of the store or of the keeper, before or after the request has come; also for the next keeper."""
+    for first_us in (0, clock_us):
+        core, stored_us = KeeperCore(), max(first_us, 0)
+        for number, at_us in enumerate((0, 15_000_000, 30_000_000), 1):
+            assert not late(core, KEYS[0], number, at_us, clock_us, stored_us)
+            stored_us = max(clock_us, 0) + at_us
+        assert not late(KeeperCore(), KEYS[0], 4, 0, clock_us, stored_us)
+
+
+@pytest.mark.parametrize(
+    ("times", "stored_us", "over"),
+    [(MANY, DAY_US + 1, True), (MANY, DAY_US - 1, False), (2, 3 * DAY_US, False), (MANY, 0, False)],
+    ids=["both say so", "not stored for so long", "no keeper was there", "the clock was set back"],
+)
+def test_the_next_keeper_ends_a_request_that_has_waited_for_a_day(
+    times: int, stored_us: int, *, over: bool
+) -> None:
+    assert late(KeeperCore(), KEYS[0], times, 0, 0, stored_us) is over
+
+
+def test_what_is_known_of_the_wait_of_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.keeper.core.MAX_SINCE", 2)
+    core = KeeperCore()
+    for number, key in enumerate(KEYS[:3]):
+        late(core, key, 1, number, 0)
+    assert [core.age_us(key, 10) for key in KEYS[:3]] == [0, 9, 8]
 
 
 def test_the_window_is_bounded_by_requests_and_by_bytes() -> None:

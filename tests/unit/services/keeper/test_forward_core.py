@@ -65,7 +65,7 @@ class Edge(RuleBasedStateMachine):
         self.cancelled: set[Key] = set()  # here
 
     def feed(self, event: ForwardEvent) -> None:
-        for command in self.core.handle(event, self.now_us, self.now_us):
+        for command in self.core.handle(event, self.now_us):
             match command:
                 case Call(key, verb, sent):
                     assert key not in {call.key for call in self.calls}, "one call at a time"
@@ -165,7 +165,7 @@ TestEdge = Edge.TestCase
 
 
 def ask(core: ForwardCore, *keys: Key, now_us: int = 0) -> list[ForwardCommand]:
-    return [command for key in keys for command in core.handle(Asked(work(key)), now_us, now_us)]
+    return [command for key in keys for command in core.handle(Asked(work(key)), now_us)]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_refused_submit_is_answered_with_its_error(
 ) -> None:
     core, (key, *_) = ForwardCore(), KEYS
     assert ask(core, key) == [Call(key, SUBMIT, work(key))]
-    (done,) = core.handle(Called(key, SUBMIT, refusal), 0, 0)
+    (done,) = core.handle(Called(key, SUBMIT, refusal), 0)
     assert isinstance(done, Done)
     assert (type(done.outcome), done.outcome.code) == (answer, refusal.code)  # type: ignore[union-attr]
     assert len(core) == 0
@@ -194,11 +194,11 @@ def test_a_refused_submit_is_answered_with_its_error(
 def test_an_error_in_a_record_there_is_final(error: HeadraceError, kind: type[HeadraceError]) -> None:
     core, (key, *_) = ForwardCore(), KEYS
     ask(core, key)
-    assert core.handle(Called(key, SUBMIT, {"status": "queued"}), 0, 0) == [Away(key)]
+    assert core.handle(Called(key, SUBMIT, {"status": "queued"}), 0) == [Away(key)]
     assert core.is_there(key)
-    assert core.handle(Later(), RETRY_US, 0) == [Call(key, RESULT)]
+    assert core.handle(Later(), RETRY_US) == [Call(key, RESULT)]
     record = {"status": FAILED, **error_body(error)}
-    (done,) = core.handle(Called(key, RESULT, record), RETRY_US, 0)
+    (done,) = core.handle(Called(key, RESULT, record), RETRY_US)
     assert isinstance(done, Done)
     assert type(done.outcome) is kind
 
@@ -208,20 +208,20 @@ def test_one_call_looks_whether_the_link_is_back_and_then_all_go() -> None:
     assert len(ask(core, *keys)) == MOST_CALLS
     for key in keys:  # all but one are due a little later
         at_us = 0 if key == keys[0] else RETRY_US // 2
-        assert core.handle(Called(key, SUBMIT, NoResponders("?")), at_us, 0) == []
+        assert core.handle(Called(key, SUBMIT, NoResponders("?")), at_us) == []
     (refused,) = ask(core, ("t", "one more"))
     assert isinstance(refused, Done)
     assert isinstance(refused.outcome, Unavailable), "the queue keeps it"
     gone, late = keys.pop(), ("t", "one more")
-    cancelled, cancel = core.handle(CancelledHere(gone), 0, 0)
+    cancelled, cancel = core.handle(CancelledHere(gone), 0)
     assert (type(cancelled), cancel) == (Done, Call(gone, CANCEL))
     assert ask(core, late) == [], "there is room, and one call at a time"
     late_call = Call(late, SUBMIT, work(late))
-    assert core.handle(Called(gone, CANCEL, NoResponders("?")), 0, 0) == [late_call]
-    assert core.handle(Called(late, SUBMIT, NoResponders("?")), 0, 0) == []
-    (probe,) = core.handle(Later(), RETRY_US, 0)
+    assert core.handle(Called(gone, CANCEL, NoResponders("?")), 0) == [late_call]
+    assert core.handle(Called(late, SUBMIT, NoResponders("?")), 0) == []
+    (probe,) = core.handle(Later(), RETRY_US)
     assert isinstance(probe, Call)
-    away, *others = core.handle(Called(probe.key, SUBMIT, {"status": "queued"}), RETRY_US, 0)
+    away, *others = core.handle(Called(probe.key, SUBMIT, {"status": "queued"}), RETRY_US)
     assert (probe.key, away) == (keys[0], Away(keys[0]))
     assert len(others) == MOST_HERE, "one of them is the cancel"
 
@@ -230,9 +230,9 @@ def test_refused_requests_leave_their_places_in_memory() -> None:
     core, keys = ForwardCore(), [("t", f"{number}") for number in range(MOST_HERE)]
     ask(core, *keys)
     for key in keys:
-        core.handle(Called(key, SUBMIT, BadRequest("wrong")), 0, 0)
+        core.handle(Called(key, SUBMIT, BadRequest("wrong")), 0)
     ask(core, ("t", "waits"))
-    core.handle(Called(("t", "waits"), SUBMIT, NoResponders("?")), 0, 0)
+    core.handle(Called(("t", "waits"), SUBMIT, NoResponders("?")), 0)
     assert not [each for each in ask(core, ("t", "too")) if isinstance(each, Done)]
     assert len(core) == 2
 
@@ -240,12 +240,12 @@ def test_refused_requests_leave_their_places_in_memory() -> None:
 def test_looks_become_rare() -> None:
     core, (key, *_), now_us, looks = ForwardCore(), KEYS, 0, []
     ask(core, key)
-    core.handle(Called(key, SUBMIT, {"status": "queued"}), 0, 0)
+    core.handle(Called(key, SUBMIT, {"status": "queued"}), 0)
     while now_us < 600_000_000:
         now_us += 50_000
-        for _ in core.handle(Later(), now_us, 0):
+        for _ in core.handle(Later(), now_us):
             looks.append(now_us)
-            core.handle(Called(key, RESULT, {"status": RUNNING}), now_us, 0)
+            core.handle(Called(key, RESULT, {"status": RUNNING}), now_us)
     gaps = [after - before for before, after in itertools.pairwise(looks)]
     assert gaps[0] <= 300_000
     assert LAST_LOOK_US <= gaps[-1] <= LAST_LOOK_US + 50_000
@@ -256,10 +256,10 @@ def test_a_request_waits_for_the_link_for_a_day_and_for_its_answer_for_two() -> 
     day_us = KEPT_S * 1_000_000
     core, (here, there, _) = ForwardCore(), KEYS
     ask(core, here, there)
-    core.handle(Called(there, SUBMIT, {"status": "queued"}), 0, 0)
-    core.handle(Called(here, SUBMIT, NoResponders("?")), 0, 0)
+    core.handle(Called(there, SUBMIT, {"status": "queued"}), 0)
+    core.handle(Called(here, SUBMIT, NoResponders("?")), 0)
     for key, kept_us in ((here, day_us), (there, 2 * day_us)):
-        assert not [c for c in core.handle(Asked(work(key)), 0, kept_us) if isinstance(c, Done)]
-        (done,) = [c for c in core.handle(Asked(work(key)), 0, kept_us + 1) if isinstance(c, Done)]
+        assert not [c for c in core.handle(Asked(work(key), kept_us), 0) if isinstance(c, Done)]
+        (done,) = [c for c in core.handle(Asked(work(key), kept_us + 1), 0) if isinstance(c, Done)]
         assert isinstance(done.outcome, DeadlineExceeded)
         assert done.outcome.message == EXPIRED

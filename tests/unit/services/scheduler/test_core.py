@@ -21,7 +21,7 @@ from services.scheduler.state.requests import (
 )
 from services.scheduler.state.state import Limits
 from shared.kv_blocks import choice_seed
-from shared.messages import Cancel, Detached, Ended, StepResult, StopFound, ints
+from shared.messages import ATTEMPTS, Cancel, Detached, Ended, StepResult, StopFound, ints
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
@@ -156,22 +156,46 @@ def test_a_late_resend_of_an_ended_request_is_not_run_again() -> None:
     world.assert_idle()
 
 
-@pytest.mark.parametrize("after_us", [-1_000, 0, 200, OVERTAKE_US, 1_000_000])
-def test_a_request_that_came_after_its_like_had_ended_is_run_again(after_us: int) -> None:
+_CLOCKS_S = [0, 2, -2, 600, -600, 172_800, -172_800]  # of the second tokenizer, against the first one's
+
+
+@pytest.mark.parametrize("clock_s", _CLOCKS_S)
+@pytest.mark.parametrize("attempt", [1, 1 + ATTEMPTS], ids=["sent again", "taken over"])
+@pytest.mark.parametrize("after_us", [-1_000, 200, OVERTAKE_US + 100, 1_000_000])
+def test_a_request_that_came_after_its_like_had_ended_is_run_again(
+    after_us: int, attempt: int, clock_s: int
+) -> None:
     """Its client has lost the answer, and asks again. A tokenizer that takes it over has seen it before."""
     world = World()
     world.add_engine()
-    world.ask("a", [5], 3, received_wall_us=5_000_000, handled_wall_us=5_000_100, sent_wall_us=5_000_200)
+    world.ask("a", [5], 3, received_wall_us=5_000_000)
     world.run()
-    (trace,) = world.scheduler.state.ended.by_key.values()
-    lived_us = 200 + trace.record.choices[0].close.timings.live_us
-    stamp_us = 5_000_000 + lived_us + after_us
-    world.handle(
-        Arrived("tokenizer.t2", dataclasses.replace(world.asked["a"], attempt=101, received_wall_us=stamp_us))
+    world.tick(1_000_000)
+    (ended,) = world.scheduler.state.ended.by_key.values()
+    again = dataclasses.replace(
+        world.asked["a"],
+        attempt=attempt,
+        received_wall_us=6_000_000 + clock_s * 1_000_000,
+        waited_us=world.now_us - ended.ended_us - after_us,
     )
+    world.handle(Arrived("tokenizer.t2", again))
     assert world.accepted == ["a", "a"]
     world.run()
-    assert len(world.readers_of("a")) == (2 if after_us > OVERTAKE_US else 1)
+    is_new = after_us > (OVERTAKE_US if attempt > 1 else 0)
+    assert len(world.readers_of("a")) == (2 if is_new else 1)
+    world.assert_idle()
+
+
+def test_a_resend_of_a_tokenizer_that_was_long_on_its_way_is_not_run_again() -> None:
+    """The stamp names the submission, so the time of its message does not count."""
+    world = World()
+    world.add_engine()
+    world.ask("a", [5], 3, received_wall_us=5_000_000)
+    world.run()
+    world.tick(60_000_000)
+    world.handle(Arrived("tokenizer.t1", dataclasses.replace(world.asked["a"], attempt=2, waited_us=5_000)))
+    world.run()
+    assert (world.accepted, len(world.readers_of("a"))) == (["a", "a"], 1)
     world.assert_idle()
 
 

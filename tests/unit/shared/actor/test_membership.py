@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shared.actor.membership import Peers, missing
+import pytest
+
+from shared.actor.membership import AGE, VOCABULARY, Peer, Peers, check_vocabulary, missing
+from shared.errors import SetupError
 from shared.messages import Heartbeat
 
 BEAT = Heartbeat(kind="executor", actor="e0", host_id="h", state="ready", model="m", interval_us=100)
@@ -125,3 +128,40 @@ def test_a_model_has_a_digest_where_its_schedulers_agree() -> None:
     assert [peers.model_digest(name) for name in ("m", "small", "other", "third")] == ["aa", "aa", "bb", ""]
     peers.update(1, replace(scheduler, actor="s1", model_digest="cc"), 0)
     assert peers.model_digest("m") == ""
+
+
+@pytest.mark.parametrize("clock_us", [s * 1_000_000 for s in (0, 2, -2, 600, -600, 172_800, -172_800)])
+@pytest.mark.parametrize(
+    ("old_s", "new_s"), [(3_600, 10), (3_600, 3_590), (5, 0), (4, 1), (3, 1), (1, 0), (0, 0)]
+)
+def test_the_later_of_two_with_other_vocabularies_ends_whatever_their_clocks_say(
+    old_s: int, new_s: int, clock_us: int
+) -> None:
+    """The ages are of one moment, in each process; a heartbeat may be a second old."""
+    old, new = 10**15, 10**15 + (old_s - new_s) * 1_000_000 + 1 + clock_us
+
+    def ends(epoch: int, age_s: int, its_epoch: int, its_age_s: int, number: int) -> bool:
+        load = ((VOCABULARY, 3 - number), (AGE, its_age_s))
+        beat = Heartbeat(kind="tokenizer", actor="a", host_id="h", state="ready", model="m", load=load)
+        try:
+            check_vocabulary(Peer("tokenizer.a", its_epoch, beat, 0), "m", number, epoch, age_s)
+        except SetupError:
+            return True
+        return False
+
+    for late in (0, 1):
+        new_ends = ends(new, new_s, old, max(old_s - late, 0), 1)
+        old_ends = ends(old, old_s, new, max(new_s - late, 0), 2)
+        assert new_ends or old_ends
+        if clock_us == 0:
+            assert new_ends
+        if old_s - new_s > 5:
+            assert (new_ends, old_ends) == (True, False)
+
+
+def test_an_earlier_version_tells_no_age_and_its_epoch_decides() -> None:
+    load = ((VOCABULARY, 2),)
+    beat = Heartbeat(kind="tokenizer", actor="a", host_id="h", state="ready", model="m", load=load)
+    check_vocabulary(Peer("tokenizer.a", 11, beat, 0), "m", 1, 10, 5)
+    with pytest.raises(SetupError, match="serves another model under the name 'm'"):
+        check_vocabulary(Peer("tokenizer.a", 9, beat, 0), "m", 1, 10, 5)

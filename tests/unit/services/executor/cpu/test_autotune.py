@@ -177,6 +177,11 @@ def test_a_disturbed_timing_is_made_again_an_hour_later_or_if_asked(
     for _ in range(2):
         time_f32(tmp_path)
     assert machine.measured == 3
+    monkeypatch.setattr(autotune.time, "time", lambda: now - 2 * 86_400)
+    machine.steady = [True]
+    for _ in range(2):
+        time_f32(tmp_path)
+    assert machine.measured == 4, "the clock was set back"
 
 
 def damaged(change: Callable[[dict[str, object]], object]) -> Callable[[bytes], bytes]:

@@ -322,7 +322,14 @@ def test_a_store_that_takes_no_writes_is_a_problem_of_the_keeper() -> None:
         "headrace.store.record, headrace.store.work for 4m, the last try was 3s ago (no answer). The disk of "
         "that nats-server may be full: look at its log and at the folder of durable requests."
     ]
-    assert not list(status.problems(Fleet("f", "nats://h", [{**keeper, "unwritten": {}}])))
+    assert not list(status.problems(Fleet("f", "nats://h", [{**keeper, "unwritten": {}, "removed": {}}])))
+
+
+def test_a_removed_stream_is_a_problem() -> None:
+    keeper = {"kind": "keeper", "id": "keep", "state": "ready", "last_10_s": {}, "removed": {"HR_DONE": 65.0}}
+    (problem,) = status.problems(Fleet("f", "nats://h", [keeper]))
+    assert "keep found stream HR_DONE removed, " in problem
+    assert "and made it again: what it held is gone" in problem
 
 
 def test_a_service_that_a_scheduler_counts_on_is_not_missed_too() -> None:
