@@ -185,15 +185,19 @@ class JetStream:
         except UnknownStream:
             raise NothingStored(f"there is no stream {stream} yet: try again", retry_after_ms=1_000) from None
 
-    async def last(self, stream: str, subject: str) -> bytes | None:
+    async def last(self, stream: str, subject: str, *, sure: bool = True) -> bytes | None:
         """The newest message of a subject, None without one. The stream must allow direct reads, which any
-        replica answers: only the leader knows that there is none."""
+        replica answers, and any mirror that an operator has made: a mirror keeps what the stream has removed,
+        and may not have its newest messages. So only the leader knows that there is none; not `sure`: a
+        caller that loses nothing by a wrong None saves the second call."""
         answer = await self._request(f"{_API}.DIRECT.GET.{stream}.{subject}", b"")
         status = answer.headers.get("Status")
-        if status == "404":
-            return await self._last_at_leader(stream, subject) if self.replicated else None
+        if status == "404":  # without the name of the stream that lacks it
+            return await self._last_at_leader(stream, subject) if sure or self.replicated else None
         if status is not None:
             raise EngineError(f"stream {stream}: {status} {answer.headers.get('Description', '')}")
+        if answer.headers.get("Nats-Stream") != stream:
+            return await self._last_at_leader(stream, subject)
         return answer.data
 
     async def _last_at_leader(self, stream: str, subject: str) -> bytes | None:
