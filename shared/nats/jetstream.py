@@ -256,7 +256,7 @@ class Puller:
 
     def __init__(self, bus: Bus, deliver: Callable[[Delivery], None]) -> None:
         self._bus, self._deliver = bus, deliver
-        self._inbox = bus.new_inbox()
+        self._inbox = ""
         self._number = 0  # of the current pull
         self._came, self._most = 0, 0
         self._heard = False
@@ -267,9 +267,13 @@ class Puller:
     async def open(cls, bus: Bus, deliver: Callable[[Delivery], None]) -> Puller:
         """A puller whose inbox the server knows."""
         puller = cls(bus, deliver)
-        puller._subscription = await bus.subscribe(f"{puller._inbox}.*", puller._on_message)
+        await puller._listen()
         await bus.flush()
         return puller
+
+    async def _listen(self) -> None:
+        self._inbox = self._bus.new_inbox()
+        self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._on_message)
 
     async def close(self) -> None:
         """Take no more messages: what still comes is delivered again to others."""
@@ -277,7 +281,8 @@ class Puller:
 
     async def pull(self, stream: str, consumer: str, most: int) -> int | None:
         """Have up to `most` of the waiting messages delivered. Returns their number; None if neither a
-        message nor the end of the pull arrived: the consumer may be gone."""
+        message nor the end of the pull arrived: the consumer may be gone. Or it waits for acks: then the
+        server keeps the pull, also one without a wait, until nothing listens at its inbox."""
         self._number, self._came, self._most, self._heard = self._number + 1, 0, most, False
         self._ended.clear()
         asked = _json({"batch": most, "no_wait": True})
@@ -286,6 +291,9 @@ class Puller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CALL_US / 1e6):  # wait_for of Python 3.11 may lose a cancellation
                 await self._ended.wait()
+        if not self._ended.is_set():  # what came late would be more than the next pull asks for
+            await self._subscription.drain()
+            await self._listen()
         return self._came if self._heard else None
 
     def _on_message(self, delivery: Delivery) -> None:

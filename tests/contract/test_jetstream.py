@@ -13,6 +13,7 @@ import pytest
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.errors import Unavailable
+from shared.nats import jetstream
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 from shared.nats.jetstream import JetStream, Puller, StreamFull, Taken, _json, deliveries
@@ -229,3 +230,22 @@ async def test_without_jetstream_every_call_is_unavailable_with_the_reason(nats_
         with pytest.raises(Unavailable, match="no JetStream"):
             await call
     await bus.drain()
+
+
+async def test_a_pull_without_an_answer_brings_nothing_later(
+    bus: NatsBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server keeps a pull of a consumer that waits for acks, also one without a wait."""
+    js, got = await streams(bus), list[Delivery]()
+    await js.make_consumer("W", "k", {**CONSUMER, "max_ack_pending": 1})
+    for name in "123":
+        await js.create(f"w.{name}", b"x")
+    puller = await Puller.open(bus, got.append)
+    assert await puller.pull("W", "k", 2) == 1
+    monkeypatch.setattr(jetstream, "CALL_US", 50_000)
+    assert [await puller.pull("W", "k", 2) for _ in range(3)] == [None] * 3
+    monkeypatch.undo()
+    assert [consumer["num_waiting"] for consumer in await js.consumers("W")] == [0]
+    js.ack(got[0].reply)
+    assert await puller.pull("W", "k", 1) == 1
+    assert [each.subject for each in got] == ["w.1", "w.2"]
