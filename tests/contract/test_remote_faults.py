@@ -164,20 +164,6 @@ def test_passwords() -> None:
         right.close()
 
 
-def test_a_vanished_folder_is_an_error_and_made_anew(tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    remote = open_remote(f"file://{folder}", 60.0)
-    remote.put("aa", memoryview(DATA))
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
-    with pytest.raises(RemoteError):
-        remote.put("bb", memoryview(DATA))
-    remote.put("bb", memoryview(DATA))
-    assert remote.has(["aa", "bb"]) == [False, True]
-    remote.close()
-
-
 def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     remote = open_remote(f"file://{tmp_path}/file/kv", 60.0)

@@ -1,4 +1,4 @@
-"""Opens any L2 by its URL, on LMCache (==0.5.6): its native clients for Redis and for folders.
+"""Opens any L2 by its URL; Redis on the native client of LMCache (==0.5.6).
 
 L1 is our own: of LMCache's StorageManager it would use the segment alone. A call of its allocator takes 30 to
 350 µs a range on the event loop, its eviction is a loop of 1 s, and its import and start take 2 to 5 s.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from services.kv_offload.backends.folder import Folder
 from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, Remote, RemoteError
 from shared.errors import SetupError
 
@@ -41,8 +44,9 @@ def load_lmcache() -> None:
 
 
 def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
-    """The remote store at `url`: redis://[user[:password]@]host[:port] or file:///folder. Imports LMCache
-    (2–5 s) and connects at the first call; each call ends within about `deadline_s`.
+    """The remote store at `url`: redis://[user[:password]@]host[:port], whose calls end within about
+    `deadline_s`, or file:///folder[?gib=most]. For Redis it imports LMCache (2–5 s). Connects at the first
+    call.
 
     Raises SetupError for any other URL, and if LMCache is not installed."""
     parts = urlsplit(url)
@@ -55,12 +59,22 @@ def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
         own = RedisQuestions(address, login)
         return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s, own)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
-        load_lmcache()
-        return LmcacheRemote(lambda: _file_client(unquote(parts.path)), deadline_s)
+        limit = re.fullmatch(r"(?:gib=([0-9]{1,6}(?:\.[0-9]{1,3})?))?", parts.query)
+        if limit is not None:
+            return Folder(unquote(parts.path), int(float(limit[1] or 0) * (1 << 30)))
     raise SetupError(
         f"the remote store {parts.scheme}://{parts.hostname or ''}{parts.path} is unknown: "
-        "use redis://host:port (database 0) or file:///folder"
+        "use redis://host:port (database 0), file:///folder or file:///folder?gib=100 (the most it may hold)"
     )
+
+
+def connector(url: str) -> Callable[[], Remote]:
+    """Opens the remote store at `url` as often as it is called: a connection to Redis for each call, a folder
+    once, since it counts what all threads write. Raises SetupError like `open_remote`, later for Redis."""
+    if urlsplit(url).scheme != "file":
+        return partial(open_remote, url)
+    folder = open_remote(url)
+    return lambda: folder
 
 
 def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: float) -> Any:
@@ -69,12 +83,6 @@ def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: 
     # The client does not report a failed connection or login; our own connection does.
     RedisQuestions(address, login).check(time.monotonic() + deadline_s)
     return LMCacheRedisClient(*address, 1, *login)
-
-
-def _file_client(folder: str) -> Any:
-    from lmcache.lmcache_fs import LMCacheFSClient
-
-    return LMCacheFSClient(folder, 1, "", False, 0)  # one thread, no temporary folder, with page cache
 
 
 class LmcacheRemote:
