@@ -136,7 +136,7 @@ class Settings(BaseSettings):
     sim: str = Field("step=5000,token=20", description="sim: us of a step and a token; or h200-8b, ...")
     # tiers below the device
     l1: str = Field("auto", description="DRAM for KV copies, MiB; auto: a quarter, on a cpu 2048 if shared")
-    l2: str = Field("", description="remote KV: redis://host:port or file:///folder; empty: none")
+    l2: str = Field("", description="remote KV: redis://host:port or file:///folder[?gib=most]; empty: none")
     # scheduler
     window: int = Field(2, ge=1, le=4, description="steps in flight; 2 hides the whole round trip")
     overlap: Literal[

@@ -199,6 +199,7 @@ class KeeperActor(Actor):
     def status(self) -> dict[str, object]:
         return {
             "queued": self._queues.queued,
+            "taken_by": self._queues.taker,
             "in_flight": len(self._core),
             "forwarded": len(self._forwarder),
             "submitted": self._verbs.submitted,
@@ -310,7 +311,8 @@ class KeeperActor(Actor):
         try:
             if checkpoint and self._made.has(subjects.STATE_STREAM):
                 found = await self._streams.last(subjects.STATE_STREAM, subjects.state(*key))
-            exists = await self._streams.last(subjects.RECORD_STREAM, subjects.record(*key)) is not None
+            record = subjects.record(*key)  # one that a mirror lacks is taken when it is stored again
+            exists = await self._streams.last(subjects.RECORD_STREAM, record, sure=False) is not None
         except HeadraceError as error:
             self._away.warning("durable requests wait: %s", error.message)
         self._handle(LookedUp(key, exists, found or b""))

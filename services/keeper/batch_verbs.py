@@ -94,13 +94,13 @@ class BatchVerbs:
     async def _found(self, tenant: str, batch: str) -> Body | None:
         """A batch. The job is read first: it goes after the record of the end has come."""
 
-        async def read(stream: str, subject: str) -> Any:
-            data = await self._streams.last(stream, subject)
+        async def read(stream: str, subject: str, *, sure: bool = True) -> Any:
+            data = await self._streams.last(stream, subject, sure=sure)
             return None if data is None else json.loads(data)
 
         job = await read(subjects.WORK_STREAM, subjects.batch_job(tenant, batch))
         end, state, cancel = [
-            await read(subjects.RECORD_STREAM, subjects.batch_part(tenant, batch, part))
+            await read(subjects.RECORD_STREAM, subjects.batch_part(tenant, batch, part), sure=job is None)
             for part in ("end", "state", "cancel")
         ]
         if end is None and job is None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from hashlib import sha256
+from typing import Any
 
 from services.keeper.core import KEPT_S
 from shared.errors import Overloaded, Unavailable
@@ -21,6 +23,8 @@ from shared.fair_share import over_share
 from shared.nats import subjects
 from shared.nats.interface import Delivery
 from shared.nats.jetstream import FULL_RETRY_MS, JetStream, Puller, UnknownStream, stored_us
+
+log = logging.getLogger("headrace.keeper")
 
 MAX_QUEUED = 100_000  # requests in stream WORK
 SHARED_OUT = MAX_QUEUED // 2  # above, a tenant with more than its equal share is refused
@@ -50,6 +54,7 @@ class TenantQueues:
         self._known: set[str] = set()  # tenants with a consumer, as of the last look and since
         self._adopted = False
         self._turns: dict[str, None] = {}  # tenants that may have work, the next one first
+        self.taker = ""  # another reader of the stream, as of the last look
         self._held = Counter[str]()  # messages in the stream, by tenant, at the last look and since
         self._wake = asyncio.Event()
         self._server_us = 0  # wall clock of the nats-server minus the monotonic one here; 0: not known
@@ -76,6 +81,9 @@ class TenantQueues:
     async def before(self, tenant: str) -> None:
         """Prepare the storing of a request. Raises Overloaded for a tenant with more than its share of the
         stream, Unavailable."""
+        if self.taker:
+            why = f"{self.taker} takes durable requests out of {subjects.WORK_STREAM}"
+            raise Unavailable(f"{why}: the operator must delete it", retry_after_ms=FULL_RETRY_MS)
         held = self._held.total() + 1
         if over_share(self._held[tenant] + 1, held, SHARED_OUT, len(+self._held)):
             wait = f"{held - 1:,} durable requests wait, {self._held[tenant]:,} of them yours"
@@ -136,21 +144,25 @@ class TenantQueues:
         self._wake.set()
 
     async def _look(self) -> None:
-        """Take turns with all tenants that have work."""
-        held, known = Counter[str](), set[str]()
+        """Take turns with all tenants that have work, and look for readers that are no keepers."""
+        held, known, taker = Counter[str](), set[str](), ""
         for consumer in await self._streams.consumers(subjects.WORK_STREAM):
             if "ts" in consumer:  # nats-server from 2.10 on
                 at = datetime.fromisoformat(consumer["ts"])
                 self._server_us = round(at.timestamp() * 1e6) - self._now_us()
-            subject = consumer["config"].get("filter_subject", "")
-            if not subject.startswith(subjects.WORK_ALL.rstrip(">")):
-                continue  # not a keeper's
-            tenant = subjects.untoken(subject.split(".")[3])
+            if consumer["name"] == EARLIER:
+                continue
+            if (tenant := _tenant_of(consumer)) is None:
+                taker = _reader(consumer)
+                continue
             known.add(tenant)
             if count := consumer["num_pending"] + consumer["num_ack_pending"]:
                 held[tenant] = count
                 self._turns.setdefault(tenant)
-        self._held, self._known = held, known
+        if taker != self.taker:
+            why = f"refused: {taker} takes them out of {subjects.WORK_STREAM}"
+            log.warning("new durable requests are %s", why if taker else "accepted again")
+        self._held, self._known, self.taker = held, known, taker
 
     async def _adopt(self) -> None:
         """Make the consumers that the stored requests need; at first also those that are there, whose
@@ -168,6 +180,23 @@ class TenantQueues:
         await self._streams.make_consumer(subjects.WORK_STREAM, _name(tenant), config)
         self._known.add(tenant)
         self._turn(tenant)
+
+
+def _tenant_of(consumer: Mapping[str, Any]) -> str | None:
+    """The tenant of a keeper's consumer, None of any other."""
+    parts = consumer["config"].get("filter_subject", "").split(".")
+    with contextlib.suppress(LookupError, ValueError):
+        if consumer["name"] == _name(tenant := subjects.untoken(parts[3])):
+            return tenant
+    return None
+
+
+def _reader(consumer: Mapping[str, Any]) -> str:
+    """The name of a reader: a mirror or source, which the server names, else the consumer. Both get messages
+    that no consumer of a keeper wants yet, and the server then removes them."""
+    facts = consumer["config"].get("metadata") or {}
+    copy = facts.get("_nats.mirror.stream") or facts.get("_nats.src.stream")
+    return f"stream {copy:.200}" if copy else f"consumer {consumer['name']:.200}"
 
 
 def _name(tenant: str) -> str:

@@ -96,7 +96,8 @@ class Verbs:
         if len(reply_subject(tenant, request_id)) > subjects.MAX_INBOX_CHARS:
             raise BadRequest("`request_id` is too long beside the name of this tenant", param="request_id")
         digest, keep = digest_of(model, body), _kept(body)
-        if (known := await self._known(tenant, request_id)) is not None:
+        # a record that a mirror lacks costs a second run, whose record is then taken
+        if (known := await self._known(tenant, request_id, sure=False)) is not None:
             return _same(known, digest, model)
         asked, model = model, self._aliases.resolve(model, tenant, request_id) or model
         body |= {"model": model} if "model" in body and model != asked else {}
@@ -133,7 +134,8 @@ class Verbs:
     async def cancel(self, tenant: str, request_id: str) -> bool:
         """Store that a request was cancelled, if it waits or runs; services that run it end it themselves.
         Returns whether this call has ended it. Raises Unavailable."""
-        waits = await self._streams.last(subjects.WORK_STREAM, subjects.work(tenant, request_id))
+        at = subjects.work(tenant, request_id)
+        waits = await self._streams.last(subjects.WORK_STREAM, at, sure=False)  # most cancels are of others
         if waits is None:
             return False
         ended = work_of(waits).record(self._clock.wall_us(), Cancelled("cancelled by the client"))
@@ -184,13 +186,14 @@ class Verbs:
             self._half_full = most > 0 and 2 * used > most
         return not self._half_full
 
-    async def _known(self, tenant: str, request_id: str) -> Body | None:
+    async def _known(self, tenant: str, request_id: str, *, sure: bool = True) -> Body | None:
         """The record of a request, or its state without one. The work is read first: it goes after the record
-        has come."""
-        waits = await self._streams.last(subjects.WORK_STREAM, subjects.work(tenant, request_id))
-        if (
-            record := await self._streams.last(subjects.RECORD_STREAM, subjects.record(tenant, request_id))
-        ) is not None:
+        has come. `sure`: as of `JetStream.last`."""
+        work_at, record_at = subjects.work(tenant, request_id), subjects.record(tenant, request_id)
+        waits = await self._streams.last(subjects.WORK_STREAM, work_at, sure=sure)
+        lacks_both = sure and waits is None
+        record = await self._streams.last(subjects.RECORD_STREAM, record_at, sure=lacks_both)
+        if record is not None:
             found: Body = json.loads(record)
             return found
         if waits is None:

@@ -42,6 +42,7 @@ CONSUMER = {
     "ack_policy": "explicit",
     "ack_wait": 30_000_000_000,  # three times TRY_S
     "max_deliver": -1,  # MAX_TRIES counts
+    "max_ack_pending": -1,  # all events of a host that is down: by default, 1,000 of them end its deliveries
 }
 TRY_S = 10.0
 TRIES_OF_HOST = 8  # at a time, of one keeper
@@ -60,6 +61,7 @@ class Webhooks:
         self._streams, self._clock = streams, clock
         self._hosts = WatchedFile("webhooks", path, read_hosts, log) if path else None
         self._ready = False  # there is a stream
+        self._made: set[str] = set()  # hosts with a consumer of these settings
         self._due: set[str] = set()  # hosts that may have events now
         self._busy = Counter[str]()  # tries that run, by host
         self._tries: set[asyncio.Task[None]] = set()
@@ -142,11 +144,14 @@ class Webhooks:
 
     async def _pull(self, puller: Puller, key: str, room: int) -> None:
         self._due.discard(key)
-        came = await puller.pull(subjects.HOOK_STREAM, key, room)
-        if came is None:  # its first time
+        if key not in self._made:
             config = {**CONSUMER, "filter_subject": subjects.hook(key, "*")}
             await self._streams.make_consumer(subjects.HOOK_STREAM, key, config)
-        if came is None or came == room:
+            self._made.add(key)
+        came = await puller.pull(subjects.HOOK_STREAM, key, room)
+        if came is None:  # it may be gone; its next turn is that of the next look
+            self._made.discard(key)
+        elif came == room:
             self._turn(key)
 
     def _turn(self, key: str) -> None:

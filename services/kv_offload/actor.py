@@ -285,9 +285,9 @@ def build(settings: Settings) -> KvOffloadActor:
         return KvOffloadActor(plan, open_wire=open_wire)
     if not plan.bytes:
         log.warning("l2 is not used: values pass through L1, which is off")
-    from services.kv_offload.backends.lmcache import open_remote
+    from services.kv_offload.backends.lmcache import connector
 
-    return KvOffloadActor(plan, partial(open_remote, settings.l2), _without_password(settings.l2), open_wire)
+    return KvOffloadActor(plan, connector(settings.l2), _without_password(settings.l2), open_wire)
 
 
 def _without_password(url: str) -> str:

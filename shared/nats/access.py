@@ -111,7 +111,7 @@ _WRITES = {
         *(f"{PUBLIC}.{verb}.*.*" for verb in ("generate", "tokenize", "detokenize")),  # forwarded: aliases.py
         *(ALIASES, ALIAS_ALL),
         *(f"$JS.API.STREAM.{verb}.{ALIAS_STREAM}" for verb in ("INFO", "CREATE")),
-        f"$JS.API.DIRECT.GET.{ALIAS_STREAM}.>",
+        *(f"$JS.API.DIRECT.GET.{ALIAS_STREAM}.>", f"$JS.API.STREAM.MSG.GET.{ALIAS_STREAM}"),
     ),
     "gateway": (ALIASES,),
     "scheduler": (f"{PUBLIC}.events.*",),

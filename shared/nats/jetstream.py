@@ -223,15 +223,19 @@ class JetStream:
             self.made.lacking.set()
             raise NothingStored(f"there is no stream {stream} now: try again", retry_after_ms=1_000) from None
 
-    async def last(self, stream: str, subject: str) -> bytes | None:
+    async def last(self, stream: str, subject: str, *, sure: bool = True) -> bytes | None:
         """The newest message of a subject, None without one. The stream must allow direct reads, which any
-        replica answers: only the leader knows that there is none."""
+        replica answers, and any mirror that an operator has made: a mirror keeps what the stream has removed,
+        and may not have its newest messages. So only the leader knows that there is none; not `sure`: a
+        caller that loses nothing by a wrong None saves the second call."""
         answer = await self._request(f"{_API}.DIRECT.GET.{stream}.{subject}", b"")
         status = answer.headers.get("Status")
-        if status == "404":
-            return await self._last_at_leader(stream, subject) if self.replicated else None
+        if status == "404":  # without the name of the stream that lacks it
+            return await self._last_at_leader(stream, subject) if sure or self.replicated else None
         if status is not None:
             raise EngineError(f"stream {stream}: {status} {answer.headers.get('Description', '')}")
+        if answer.headers.get("Nats-Stream") != stream:
+            return await self._last_at_leader(stream, subject)
         return answer.data
 
     async def _last_at_leader(self, stream: str, subject: str) -> bytes | None:
@@ -299,7 +303,7 @@ class Puller:
 
     def __init__(self, bus: Bus, deliver: Callable[[Delivery], None]) -> None:
         self._bus, self._deliver = bus, deliver
-        self._inbox = bus.new_inbox()
+        self._inbox = ""
         self._number = 0  # of the current pull
         self._came, self._most = 0, 0
         self._heard = False
@@ -310,9 +314,13 @@ class Puller:
     async def open(cls, bus: Bus, deliver: Callable[[Delivery], None]) -> Puller:
         """A puller whose inbox the server knows."""
         puller = cls(bus, deliver)
-        puller._subscription = await bus.subscribe(f"{puller._inbox}.*", puller._on_message)
+        await puller._listen()
         await bus.flush()
         return puller
+
+    async def _listen(self) -> None:
+        self._inbox = self._bus.new_inbox()
+        self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._on_message)
 
     async def close(self) -> None:
         """Take no more messages: what still comes is delivered again to others."""
@@ -320,7 +328,8 @@ class Puller:
 
     async def pull(self, stream: str, consumer: str, most: int) -> int | None:
         """Have up to `most` of the waiting messages delivered. Returns their number; None if neither a
-        message nor the end of the pull arrived: the consumer may be gone."""
+        message nor the end of the pull arrived: the consumer may be gone. Or it waits for acks: then the
+        server keeps the pull, also one without a wait, until nothing listens at its inbox."""
         self._number, self._came, self._most, self._heard = self._number + 1, 0, most, False
         self._ended.clear()
         asked = _json({"batch": most, "no_wait": True})
@@ -329,6 +338,9 @@ class Puller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CALL_US / 1e6):  # wait_for of Python 3.11 may lose a cancellation
                 await self._ended.wait()
+        if not self._ended.is_set():  # what came late would be more than the next pull asks for
+            await self._subscription.drain()
+            await self._listen()
         return self._came if self._heard else None
 
     def _on_message(self, delivery: Delivery) -> None:

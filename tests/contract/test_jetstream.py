@@ -13,9 +13,10 @@ import pytest
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.errors import Unavailable
+from shared.nats import jetstream
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
-from shared.nats.jetstream import JetStream, Puller, StreamFull, Taken, deliveries
+from shared.nats.jetstream import JetStream, Puller, StreamFull, Taken, _json, deliveries
 
 QUEUE = {
     "subjects": ["w.>"], "retention": "workqueue", "storage": "file", "discard": "new", "max_msgs": 3,
@@ -66,6 +67,37 @@ async def test_the_leader_is_asked_for_what_a_replica_may_not_have_yet(bus: Nats
     await js.create("w.1", b"\x00one")
     assert await replicated.last("W", "w.2") is None
     assert await replicated.last("W", "w.1") == b"\x00one" == await replicated._last_at_leader("W", "w.1")
+
+
+@pytest.mark.parametrize("copied", [True, False])
+async def test_a_mirror_answers_for_no_message_that_it_alone_has_and_for_none_that_it_lacks(
+    bus: NatsBus, copied: bool
+) -> None:
+    """An operator's backup: the server gives its readers of one stream to the mirrors in turn."""
+    js = await streams(bus)
+    old, new = b"\x00old" * 250_000, b"new"  # 1 MB, and a third more in the leader's answer
+    await js.replace("d.kept", b"kept")
+    await js._call("$JS.API.STREAM.UPDATE.D", _json({"name": "D", **RECORDS, "max_bytes": 4_000_000}))
+    await js.replace("d.a", old)
+    lacks = {} if copied else {"filter_subject": "d.kept"}
+    await js.make_stream("BACKUP", {"storage": "file", "mirror": {"name": "D", **lacks}})
+    async with asyncio.timeout(60):
+        while (await js._info("BACKUP", {})).get("mirror", {}).get("active", -1) < 0:
+            await asyncio.sleep(0.01)
+        while not await js.bytes_of("BACKUP"):
+            await asyncio.sleep(0.01)
+        answered = set[str | None]()  # by streams, None: no such message
+        while len(answered) < 2:
+            answer = await js._request("$JS.API.DIRECT.GET.D.d.a", b"")
+            answered.add(answer.headers.get("Nats-Stream"))
+    assert answered == {"D", "BACKUP" if copied else None}
+    assert {await js.last("D", "d.a") for _ in range(40)} == {old}
+    await js.replace("d.a", new)
+    assert {await js.last("D", "d.a") for _ in range(40)} == {new}
+    await js.purge("D", "d.a")
+    assert {await js.last("D", "d.a") for _ in range(40)} == {None}
+    assert {await js.last("D", "d.kept") for _ in range(40)} == {b"kept"}
+    assert {await js.last("D", "d.a", sure=False) for _ in range(40)} == {None}, "a deleted message came back"
 
 
 async def test_a_full_stream_refuses_and_keeps_what_it_has(bus: NatsBus) -> None:
@@ -198,3 +230,22 @@ async def test_without_jetstream_every_call_is_unavailable_with_the_reason(nats_
         with pytest.raises(Unavailable, match="no JetStream"):
             await call
     await bus.drain()
+
+
+async def test_a_pull_without_an_answer_brings_nothing_later(
+    bus: NatsBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server keeps a pull of a consumer that waits for acks, also one without a wait."""
+    js, got = await streams(bus), list[Delivery]()
+    await js.make_consumer("W", "k", {**CONSUMER, "max_ack_pending": 1})
+    for name in "123":
+        await js.create(f"w.{name}", b"x")
+    puller = await Puller.open(bus, got.append)
+    assert await puller.pull("W", "k", 2) == 1
+    monkeypatch.setattr(jetstream, "CALL_US", 50_000)
+    assert [await puller.pull("W", "k", 2) for _ in range(3)] == [None] * 3
+    monkeypatch.undo()
+    assert [consumer["num_waiting"] for consumer in await js.consumers("W")] == [0]
+    js.ack(got[0].reply)
+    assert await puller.pull("W", "k", 1) == 1
+    assert [each.subject for each in got] == ["w.1", "w.2"]

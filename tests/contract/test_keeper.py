@@ -535,6 +535,47 @@ async def test_work_without_a_consumer_and_one_of_an_earlier_version_are_taken_o
     assert world.news == [{"id": "r", "status": "completed"}]
 
 
+@pytest.mark.parametrize("kind", ["mirror", "sources", "filtered", "consumer"])
+async def test_another_reader_of_the_work_queue_is_named_and_nothing_is_accepted_until_it_is_gone(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A mirror takes requests without a consumer out of the queue. What was accepted before is computed."""
+    monkeypatch.setattr(queues, "LOOK_S", 0.05)
+    keeper, streams = await world.opened(), JetStream(world.bus)
+    await world.submit(request_id="before")
+    await world.until(world.asked)
+    work = {"name": subjects.WORK_STREAM}
+    part = [{**work, "filter_subject": subjects.work_of("nobody")}]
+    config: dict[str, dict[str, Any]] = {
+        "mirror": {"mirror": work},
+        "sources": {"sources": [work]},
+        "filtered": {"sources": part},
+    }
+    if kind == "consumer":
+        mine = {"ack_policy": "explicit", "filter_subject": subjects.work_of("nobody")}
+        await streams.make_consumer(subjects.WORK_STREAM, "mine", mine)
+    else:
+        await streams.make_stream("BACKUP", {"storage": "file", **config[kind]})
+    reader = "consumer mine" if kind == "consumer" else "stream BACKUP"
+    async with asyncio.timeout(60):
+        while not keeper.actor.status()["taken_by"]:
+            await asyncio.sleep(0.01)
+    with pytest.raises(Unavailable, match=f"^{reader} takes durable requests out of HR_WORK: the operator"):
+        await world.submit()
+    assert keeper.actor.status()["taken_by"] == reader
+    world.answer(world.asked[0])
+    await world.until(world.news)
+    assert world.news == [{"id": "before", "status": "completed"}]
+    if kind == "consumer":
+        await streams.delete_consumer(subjects.WORK_STREAM, "mine")
+    else:
+        await world.bus.request("$JS.API.STREAM.DELETE.BACKUP", b"", timeout_us=5_000_000)
+    async with asyncio.timeout(60):
+        while keeper.actor.status()["taken_by"]:
+            await asyncio.sleep(0.01)
+    assert (await world.submit())["status"] == "queued"
+
+
 async def test_a_request_is_stored_while_its_consumer_cannot_be_made_and_is_computed_later(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

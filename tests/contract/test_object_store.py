@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from hashlib import sha256
@@ -90,6 +91,25 @@ async def test_nothing_is_left_of_a_deleted_or_failed_file(store: ObjectStore) -
         await store.write("a", {"id": FILE}, torn(), 60)
     assert await store.files("a") == []
     assert await store.streams.subjects_like(subjects.FILE_STREAM, subjects.FILE_ALL) == []
+
+
+async def test_a_deleted_file_stays_deleted_beside_a_mirror_and_a_new_one_is_there_at_once(
+    store: ObjectStore,
+) -> None:
+    """An operator's backup keeps what was deleted, and answers direct reads for its origin."""
+    await written(store, b"first" * 100)
+    await store.streams.make_stream("BACKUP", {"storage": "file", "mirror": {"name": subjects.FILE_STREAM}})
+    async with asyncio.timeout(60):
+        while not await store.streams.bytes_of("BACKUP"):
+            await asyncio.sleep(0.01)
+    await store.delete("a", FILE)
+    for _ in range(40):
+        with pytest.raises(UnknownFile):
+            await store.meta("a", FILE)
+    for size in range(20):
+        await written(store, b"x" * size)
+        assert await content_of(store) == b"x" * size
+        await store.delete("a", FILE)
 
 
 async def test_a_damaged_file_is_an_error_before_its_last_chunk(store: ObjectStore) -> None:

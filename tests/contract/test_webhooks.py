@@ -17,7 +17,7 @@ from support.self_signed import self_signed
 from services.keeper import queues, webhook_shell
 from services.keeper.actor import KeeperActor
 from services.keeper.webhook_shell import TRIES_OF_HOST, Webhooks, post
-from services.keeper.webhooks import target_of
+from services.keeper.webhooks import Target, target_of
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.runtime import Runtime
@@ -28,6 +28,7 @@ from shared.file_client import FileClient, asked
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
+from shared.nats.jetstream import JetStream, Puller
 from shared.replies import to_json
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -331,6 +332,55 @@ async def test_a_host_that_hangs_holds_up_no_other_and_no_request(
     await world.keeper()
     await world.receiver.until(TRIES_OF_HOST + count)
     await world.empty(subjects.HOOK_STREAM)
+
+
+async def test_a_host_that_is_down_with_more_events_than_a_consumer_waits_for_holds_up_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default the server delivers nothing while 1,000 messages wait for their acks, and does not answer
+    pulls. The consumer may be one of an earlier version."""
+    monkeypatch.setattr("services.keeper.webhooks.FIRST_DELAY_US", 3_600_000_000)
+    pull, pulled, at_once, most = Puller.pull, list[int | None](), 0, 0
+
+    async def noted(puller: Puller, *asked: Any) -> int | None:
+        pulled.append(await pull(puller, *asked))
+        return pulled[-1]
+
+    async def refused(target: Target, *_: Any) -> int:
+        nonlocal at_once, most
+        if target.origin == world.other.origin:
+            return await post(target, *_)
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0)
+        at_once -= 1
+        tried.append(target.path)
+        return 503
+
+    tried = list[str]()
+    monkeypatch.setattr(Puller, "pull", noted)
+    monkeypatch.setattr(webhook_shell, "post", refused)
+    streams, key = JetStream(world.bus), target_of(world.receiver.origin).key
+    await streams.make_stream(subjects.HOOK_STREAM, webhook_shell.STREAM)
+    earlier = {"ack_policy": "explicit", "ack_wait": 30_000_000_000, "max_deliver": -1}
+    earlier["filter_subject"] = subjects.hook(key, "*")
+    await streams.make_consumer(subjects.HOOK_STREAM, key, earlier)
+    for start in range(0, 1_500, 100):
+        events = {
+            f"evt_{n}": {"url": f"{world.receiver.origin}/{n}", "body": "{}"}
+            for n in range(start, start + 100)
+        }
+        calls = [streams.create(subjects.hook(key, name), to_json(event)) for name, event in events.items()]
+        await asyncio.gather(*calls)
+    keeper = await world.keeper()
+    async with asyncio.timeout(60):
+        while len(tried) < 1_500:
+            await asyncio.sleep(0.02)
+    await world.submit(webhook=f"{world.other.origin}/")
+    await world.other.until(1)
+    await keeper.finish(5.0)
+    assert (len({*tried}), len(tried), most <= TRIES_OF_HOST) == (1_500, 1_500, True)
+    assert None not in pulled, "a pull was not answered, and the other host waited for it"
 
 
 @pytest.mark.parametrize(("statuses", "most", "tries"), [([503] * 9, 2, 2), ([410], 9, 1)])

@@ -1,4 +1,4 @@
-"""Opens any L2 by its URL, on LMCache (==0.5.6): its native clients for Redis and for folders.
+"""Opens any L2 by its URL; Redis on the native client of LMCache (==0.5.6).
 
 L1 is our own: of LMCache's StorageManager it would use the segment alone. A call of its allocator takes 30 to
 350 µs a range on the event loop, its eviction is a loop of 1 s, and its import and start take 2 to 5 s.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from services.kv_offload.backends.folder import Folder
 from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, Remote, RemoteError
 from shared.errors import SetupError
 
@@ -24,6 +27,7 @@ T = TypeVar("T")
 Words = tuple[str | bytes, ...]  # of a command
 
 REDIS_PORT = 6379
+IDLE_S = 10.0  # a connection without use for longer is replaced: a balancer may have dropped it in silence
 
 WRONG_TYPE = -1
 
@@ -41,8 +45,9 @@ def load_lmcache() -> None:
 
 
 def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
-    """The remote store at `url`: redis://[user[:password]@]host[:port] or file:///folder. Imports LMCache
-    (2–5 s) and connects at the first call; each call ends within about `deadline_s`.
+    """The remote store at `url`: redis://[user[:password]@]host[:port], whose calls end within about
+    `deadline_s`, or file:///folder[?gib=most]. For Redis it imports LMCache (2–5 s). Connects at the first
+    call.
 
     Raises SetupError for any other URL, and if LMCache is not installed."""
     parts = urlsplit(url)
@@ -55,12 +60,22 @@ def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
         own = RedisQuestions(address, login)
         return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s, own)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
-        load_lmcache()
-        return LmcacheRemote(lambda: _file_client(unquote(parts.path)), deadline_s)
+        limit = re.fullmatch(r"(?:gib=([0-9]{1,6}(?:\.[0-9]{1,3})?))?", parts.query)
+        if limit is not None:
+            return Folder(unquote(parts.path), int(float(limit[1] or 0) * (1 << 30)))
     raise SetupError(
         f"the remote store {parts.scheme}://{parts.hostname or ''}{parts.path} is unknown: "
-        "use redis://host:port (database 0) or file:///folder"
+        "use redis://host:port (database 0), file:///folder or file:///folder?gib=100 (the most it may hold)"
     )
+
+
+def connector(url: str) -> Callable[[], Remote]:
+    """Opens the remote store at `url` as often as it is called: a connection to Redis for each call, a folder
+    once, since it counts what all threads write. Raises SetupError like `open_remote`, later for Redis."""
+    if urlsplit(url).scheme != "file":
+        return partial(open_remote, url)
+    folder = open_remote(url)
+    return lambda: folder
 
 
 def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: float) -> Any:
@@ -71,89 +86,92 @@ def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: 
     return LMCacheRedisClient(*address, 1, *login)
 
 
-def _file_client(folder: str) -> Any:
-    from lmcache.lmcache_fs import LMCacheFSClient
-
-    return LMCacheFSClient(folder, 1, "", False, 0)  # one thread, no temporary folder, with page cache
-
-
 class LmcacheRemote:
-    """See `interface.Remote`. L2 over the native clients of LMCache's RESP and file-system adapters. It has
-    one connection: open several remotes for parallel transfers.
+    """See `interface.Remote`. L2 over the native client of LMCache's RESP adapter. It has one connection:
+    open several remotes for parallel transfers.
 
-    The clients run without the GIL and access our memory without a copy, but the RESP client is fragile. A
+    The client runs without the GIL and accesses our memory without a copy, but it is fragile. A
     GET of an absent name or of an empty value waits for ever. After a value of another length, an error reply
     (out of memory, not permitted) or a lost connection, later answers are misread or missing. So this class
-    reads the length (for files: EXISTS) before a GET, has its own deadline, and connects again after each
+    reads the length before a GET, has its own deadline, and connects again after each
     failure. `close` joins the client's threads within a millisecond, even with a frozen server, so our memory
     is not written after an error. LMCache's adapter and StorageManager lose the reason of a failure, and take
     30 s to leave a frozen server.
+
+    A server or balancer ends connections that are idle, those of all workers: a call that fails at once on
+    connections that were there before runs once more, at once, on new ones. Only their failure is one of the
+    server.
     """
 
-    def __init__(
-        self, connect: Callable[[], Any], deadline_s: float, redis: RedisQuestions | None = None
-    ) -> None:
+    def __init__(self, connect: Callable[[], Any], deadline_s: float, redis: RedisQuestions) -> None:
         self._connect = connect
         self._deadline_s = deadline_s
         self._redis = redis
         self._client: Any = None
+        self._used_s = 0.0  # when the client was used last
         self._turn = threading.Lock()
 
     def put(self, name: str, value: memoryview) -> None:
-        with self._turn:
-            end = self._end()
+        def put(end: float) -> None:
             try:
                 self._call(end, "submit_batch_set", [_key(name)], [value.cast("B")])
-            except RemoteError as error:
+            except RemoteError as error:  # LMCache's client loses the reason
                 if time.monotonic() >= end:
                     raise
-                self._exists(end, [name])  # raises if the store does not answer
-                why = error.message
-                if self._redis is not None:  # LMCache's client loses the reason
-                    why = self._asked(self._redis.put, (_key(name), bytes(value)), end)
-                if why:
+                if why := self._asked(self._redis.put, (_key(name), bytes(value)), end):
                     raise RefusedWrite(f"the remote store takes no value: {why}") from error
+
+        self._run(put)
 
     def get(self, name: str, into: memoryview) -> int:
         if into.readonly:
             raise ValueError("a value cannot be read into a read-only buffer")
-        with self._turn:
-            end = self._end()
-            right = self._length(end, name, into.nbytes) == into.nbytes
-            if right and self._call(end, "submit_batch_get", [_key(name)], [into.cast("B")])[0]:
-                return into.nbytes
-            if right:
-                self._drop()  # the rest of the answer is still in the connection
-            if not self._exists(end, [name])[0]:
+
+        def get(end: float) -> int:
+            length = self._asked(self._redis.length, _key(name), end)
+            if length == into.nbytes:
+                if self._call(end, "submit_batch_get", [_key(name)], [into.cast("B")])[0]:
+                    return length
+                raise RemoteError(f"the remote store did not send the value of {name}")
+            if not length and not self._asked(self._redis.exist, [_key(name)], end)[0]:
                 return 0
-        raise DamagedValue(f"the value of {name} is not {into.nbytes} bytes long: delete it")
+            raise DamagedValue(f"the value of {name} is not {into.nbytes} bytes long: delete it")
+
+        return self._run(get)
 
     def delete(self, name: str) -> None:
-        with self._turn:
-            end = self._end()
+        def delete(end: float) -> None:
             if not self._call(end, "submit_batch_delete", [_key(name)])[0]:
                 self._drop()  # the rest of an error is still in the connection
-                if self._exists(end, [name])[0]:
+                if self._asked(self._redis.exist, [_key(name)], end)[0]:
                     raise RemoteError(f"the remote store did not delete {name}: it may be read-only")
 
+        self._run(delete)
+
     def has(self, names: list[str]) -> list[bool]:
-        with self._turn:
-            if self._redis is not None and names:  # LMCache's client makes a round trip for each name
-                return self._asked(self._redis.exist, [_key(name) for name in names], self._end())
-            return self._exists(self._end(), names) if names else []
+        if not names:
+            return []
+        keys = [_key(name) for name in names]  # LMCache's client makes a round trip for each
+        return self._run(lambda end: self._asked(self._redis.exist, keys, end))
 
     def close(self) -> None:
         with self._turn:
             self._drop()
 
-    def _end(self) -> float:
-        return time.monotonic() + self._deadline_s
-
-    def _length(self, end: float, name: str, hoped: int) -> int:
-        """The bytes of the value, 0 if there is none; `hoped` if the store cannot report lengths."""
-        if self._redis is None:
-            return hoped if self._exists(end, [name])[0] else 0
-        return self._asked(self._redis.length, _key(name), end)
+    def _run(self, call: Callable[[float], T]) -> T:
+        """The result of `call`, which takes its end (monotonic, seconds). Raises what it raises."""
+        with self._turn:
+            end = time.monotonic() + self._deadline_s
+            known = self._client is not None or self._redis.is_open
+            try:
+                return call(end)
+            except (RefusedWrite, DamagedValue):
+                raise
+            except RemoteError:
+                self._drop()  # the rest of an answer may still be in a connection
+                if not known or time.monotonic() >= end:
+                    raise
+            return call(end)
 
     def _asked(self, what: Callable[[P, float], T], key: P, end: float) -> T:
         """A question to our own connection. After a failure the client connects again, too: a server that has
@@ -165,14 +183,13 @@ class LmcacheRemote:
             raise RemoteError(f"the remote store failed: no answer within {self._deadline_s} s") from error
         except OSError as error:
             self._drop()
-            raise RemoteError(f"the remote store does not report its values: {error}") from error
-
-    def _exists(self, end: float, names: list[str]) -> list[bool]:
-        return self._call(end, "submit_batch_exists", [_key(name) for name in names])
+            raise RemoteError(f"the remote store cannot be reached: {error}. Is it running?") from error
 
     def _call(self, end: float, operation: str, *arguments: list[Any]) -> list[bool]:
         """The client's result for each key; True for each key of a put. Raises RemoteError."""
         try:
+            if _is_old(self._used_s):
+                self._end_client()
             if self._client is None:
                 self._client = self._connect()
             ticket = getattr(self._client, operation)(*arguments)
@@ -181,6 +198,7 @@ class LmcacheRemote:
         except (OSError, RuntimeError) as error:
             raise RemoteError(f"the remote store cannot be reached: {error}. Is it running?") from error
         answer = self._wait(ticket, end)
+        self._used_s = time.monotonic()
         if answer is None or not answer[1]:
             self._drop()
             why = answer[2].strip() if answer else f"no answer within {self._deadline_s} s"
@@ -199,8 +217,10 @@ class LmcacheRemote:
         return None
 
     def _drop(self) -> None:
-        if self._redis is not None:
-            self._redis.close()
+        self._redis.close()
+        self._end_client()
+
+    def _end_client(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(RuntimeError):  # the server has closed the connection
@@ -224,14 +244,14 @@ class Ipv6Redis:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        self._errors = redis.exceptions
+        self._errors, self._used_s = redis.exceptions, 0.0
         self._redis = redis.Redis(
             *address,
             username=login[0] or None,
             password=login[1] or None,
             socket_timeout=deadline_s,
             socket_connect_timeout=deadline_s,
-            retry=Retry(NoBackoff(), 0),
+            retry=Retry(NoBackoff(), 1, (redis.exceptions.ConnectionError,)),  # an idle one that was ended
         )
 
     def put(self, name: str, value: memoryview) -> None:
@@ -272,14 +292,18 @@ class Ipv6Redis:
 
     def _call(self, what: Callable[[Any], Any]) -> Any:
         """Run a command. Raises RemoteError, and DamagedValue for an error reply."""
+        if _is_old(self._used_s):
+            self._redis.close()
         try:
-            return what(self._redis)
+            answer = what(self._redis)
         except (self._errors.AuthenticationError, self._errors.NoPermissionError) as error:
             raise _refused_login(str(error)) from error
         except self._errors.ResponseError as error:
             raise DamagedValue(f"redis answers {error}") from error
         except self._errors.RedisError as error:
             raise RemoteError(f"the remote store cannot be reached: {error}. Is it running?") from error
+        self._used_s = time.monotonic()
+        return answer
 
 
 def _refused_login(answer: str) -> RemoteError:
@@ -302,8 +326,14 @@ class RedisQuestions:
     def __init__(self, address: tuple[str, int], login: tuple[str, str]) -> None:
         self._address = address
         self._login = [word for word in login if word]
+        self._used_s = 0.0
         self._socket: socket.socket | None = None
         self._answers: BinaryIO | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, which the server may have ended."""
+        return self._socket is not None
 
     def check(self, end: float) -> None:
         """Check that the server answers and accepts the login. Raises OSError, RemoteError."""
@@ -338,6 +368,8 @@ class RedisQuestions:
 
     def _answers_to(self, end: float, commands: list[Words]) -> list[bytes]:
         try:
+            if _is_old(self._used_s):
+                self.close()
             if self._socket is None:
                 self._connect(end)
             return self._call(end, commands)
@@ -379,11 +411,16 @@ class RedisQuestions:
             answers.append(self._answers.readline())
             if not answers[-1].endswith(b"\r\n"):
                 raise ConnectionError("redis ended the connection")
+        self._used_s = time.monotonic()
         return answers
 
 
 def _text(answer: bytes) -> str:
     return answer[:200].decode(errors="replace").strip("-\r\n")
+
+
+def _is_old(used_s: float) -> bool:
+    return time.monotonic() - used_s > IDLE_S
 
 
 def _left_s(end: float) -> float:

@@ -110,7 +110,7 @@ class L2Pool:
         done: Callable[[L2Job], None],
     ) -> None:
         self.open_remote = open_remote
-        self.generation = 0  # of connections: a canary that works replaces all others
+        self.generation = 0  # of connections: a failed call, and a canary that works, replace all others
         self._view = view
         self._done = done
         self._loop = asyncio.get_running_loop()
@@ -142,6 +142,7 @@ class L2Pool:
 
     def abandon(self, call: int) -> None:
         """A call has timed out: ignore its result."""
+        self.generation += 1
         self._running[call].abandon()
         self._abandoned.add(call)
 
@@ -176,6 +177,8 @@ class L2Pool:
         self._problem = self._problem or problem
         if job.why and not self.why:
             log.warning("L2: %s", job.why)
+        if job.why and call not in self._abandoned:
+            self.generation += 1  # the connections of other workers may be as old
         if job.ended is not None:
             self.why = job.why
             if isinstance(job.command, L2Put) and not job.why:

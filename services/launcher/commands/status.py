@@ -634,6 +634,11 @@ def _keepers(fleet: Fleet) -> Iterator[str]:
                 f"({first['why']}). The disk of that nats-server may be full: look at its log and at the "
                 "folder of durable requests."
             )
+        if taker := facts.get("taken_by"):
+            yield (
+                f"{name} refuses new durable requests: {taker} takes them out of their stream. Delete "
+                "it, and back up the folder of the nats-server instead."
+            )
 
 
 def _tiers(fleet: Fleet) -> Iterator[str]:

@@ -223,6 +223,40 @@ async def test_a_canary_goes_out_on_new_connections_and_then_all_do() -> None:
     assert house.remotes[-1].closed  # type: ignore[attr-defined]  # a gate
 
 
+class Fails(Gate):
+    """Fails to delete."""
+
+    def delete(self, name: str) -> None:
+        raise RemoteError("the connection was cut")
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_call_that_fails_on_one_connection_is_no_three_failures_on_three(late: bool) -> None:
+    """A balancer ends the idle connections of all workers: the others connect again before they fail, too."""
+    house = Harness(Fails)
+    for call in range(3):
+        house.lane.run(has(call))
+    while len(house.remotes) < 3:
+        await asyncio.sleep(0)
+    for gate in house.remotes:
+        gate.open.set()  # type: ignore[attr-defined]  # gates
+    for _ in range(3):
+        await house.done.get()
+    house.lane.run(L2Delete(3, NAMES[0]))
+    if late:
+        house.lane.abandon(3)
+        while house.lane.stuck:
+            await asyncio.sleep(0)
+    else:
+        assert (await house.done.get()).why == "the connection was cut"
+    for call in range(4, 7):
+        house.lane.run(put(0, call))
+    for _ in range(3):
+        await house.done.get()
+    assert sorted(gate.closed for gate in house.remotes) == [False] * 3 + [True] * 3  # type: ignore[attr-defined]
+    house.lane.close()
+
+
 async def test_a_refusal_holds_until_a_put_and_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

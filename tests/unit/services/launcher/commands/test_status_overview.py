@@ -332,6 +332,14 @@ def test_a_removed_stream_is_a_problem() -> None:
     assert "and made it again: what it held is gone" in problem
 
 
+def test_a_copy_of_the_work_queue_is_a_problem_of_the_keeper() -> None:
+    keeper = {"kind": "keeper", "id": "keep", "state": "ready", "last_10_s": {}, "taken_by": "stream BACKUP"}
+    assert list(status.problems(Fleet("f", "nats://h", [keeper]))) == [
+        "keeper.keep refuses new durable requests: stream BACKUP takes them out of their stream. Delete "
+        "it, and back up the folder of the nats-server instead."
+    ]
+
+
 def test_a_service_that_a_scheduler_counts_on_is_not_missed_too() -> None:
     (words,) = problems(without="executor")
     assert words.startswith("executor.exec0001 has not answered within 0.5 s")
