@@ -332,6 +332,7 @@ class Api:
     at_once: Callable[[Body, int], Body | None] = lambda fields, created: None  # an answer without the model
     to_call: Callable[..., Call] = read_call
     prefix: str = ""  # of the ids that the gateway draws, which then have the time in them
+    ignored: Callable[[Body], Sequence[str]] = lambda fields: ()  # what of a valid request changes nothing
 
 
 OPENAI = Api()
