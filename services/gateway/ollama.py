@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
-from services.gateway.openai_response import Api, Body, ChunkBuilder
+from services.gateway.openai_response import Api, Body, ChunkBuilder, idle_fields
 from shared.api import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -187,19 +187,13 @@ def read(fields: Body, kind: Kind) -> Body:
 
 
 def ignored(fields: Body, kind: type[BaseModel]) -> list[str]:
-    """The fields and options of a request that change nothing."""
-    options = fields.get("options")
-    given = {name: value for name, value in options.items() if value is not None} if options else {}
-    idle = [name for name in fields if _is_idle(kind, name)]
-    if "options" not in idle:
-        idle += [f"options.{name}" for name in given if _is_idle(Options, name)]
-        idle += ["options.num_predict"] if given.get("num_predict") == 0 else []
-    return idle
-
-
-def _is_idle(kind: type[BaseModel], name: str) -> bool:
-    field = kind.model_fields.get(name)
-    return field is None or (field.description or "").startswith(NO_EFFECT)
+    """The fields and options of a valid request that change nothing."""
+    names = idle_fields(fields, kind)
+    if (options := fields.get("options")) and "options" not in names:
+        given = {name: value for name, value in options.items() if value is not None}
+        names += [f"options.{name}" for name in idle_fields(given, Options)]
+        names += ["options.num_predict"] if given.get("num_predict") == 0 else []
+    return names
 
 
 def _turn(message: OllamaMessage) -> Body:

@@ -149,8 +149,9 @@ def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
 IDLE_OPTIONS: dict[str, Any] = {
     "mirostat": 2, "mirostat_eta": 0.1, "mirostat_tau": 5, "tfs_z": 0.9, "typical_p": 0.7,
     "penalize_newline": True, "repeat_last_n": 64, "num_ctx": 4096, "num_batch": 2, "num_gpu": 1,
-    "main_gpu": 0, "num_keep": 4, "num_thread": 8, "numa": False, "low_vram": True, "f16_kv": True, "vocab_only": False,
-    "logits_all": False, "use_mmap": True, "use_mlock": False, "draft_num_predict": 4, "max_tokens": 3,
+    "main_gpu": 0, "num_keep": 4, "num_thread": 8, "numa": False, "low_vram": True, "f16_kv": True,
+    "vocab_only": False, "logits_all": False, "use_mmap": True, "use_mlock": False, "draft_num_predict": 4,
+    "max_tokens": 3,
 }  # fmt: skip
 
 
