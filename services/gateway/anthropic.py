@@ -14,28 +14,32 @@ messages of the same role that follow each other.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder
+from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder, idle_fields
 from shared.api import (
     MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOP_K,
     NO_EFFECT,
+    NOT_YET,
     Extensible,
     StopStrings,
     TextPart,
     bad_field,
+    only,
     present,
     whole_numbers,
 )
 from shared.errors import BadRequest, HeadraceError
 from shared.openai.call import Call, thinking
-from shared.openai.error_shape import status_of
+from shared.openai.error_shape import CONTEXT_LENGTH, status_of
 from shared.openai.whole_answer import answer
 
 _ERRORS = {
@@ -44,24 +48,36 @@ _ERRORS = {
 }  # fmt: skip
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# The words of services/tokenizer/prepare.py
+_OVER_CONTEXT = re.compile(
+    rf"{CONTEXT_LENGTH}: This model's maximum context length is (?P<context>\d+) tokens: "
+    r"(?=the prompt has (?P<prompt>\d+) (?P<unit>\w+)(?: and `\w+` is (?P<asked>\d+))?)"
+)
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # under the same name in both
 
 
-def _blocks(*kinds: str) -> Callable[[object], object]:
+def _blocks(*kinds: str, what: str = "blocks") -> Callable[[object], object]:
     """A validator for content: a text becomes a block, and a block of another kind is refused by its name."""
 
     def check(content: object) -> object:
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
-        for block in content if isinstance(content, list) else ():
-            kind = block.get("type") if isinstance(block, dict) else None
-            if isinstance(kind, str) and kind not in kinds:
+        for kind in _kinds(content):
+            if kind not in kinds:
                 raise ValueError(
-                    f"blocks of type `{kind:.40}` are not supported here: send {', '.join(kinds)}"
+                    f"{what} of type `{kind:.40}` are not supported here: send {', '.join(kinds)}"
                 )
         return content
 
     return check
+
+
+def _kinds(listed: object) -> list[str]:
+    """The types of the entries of a list."""
+    kinds = (
+        [each.get("type") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    )
+    return [kind for kind in kinds if isinstance(kind, str)]
 
 
 Texts = Annotated[list[TextPart], BeforeValidator(_blocks("text"), str | list[TextPart])]
@@ -87,8 +103,8 @@ class ToolResult(TypedDict):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: NotRequired[Texts]
-    is_error: NotRequired[bool]
+    content: NotRequired[Texts | None]
+    is_error: NotRequired[bool | None]
 
 
 @Extensible
@@ -141,6 +157,9 @@ class SystemMessage(BaseModel):
     content: Texts
 
 
+_CLIENT_TYPE: dict[str, Any] = {"properties": {"type": {"enum": ["custom", None]}}}
+
+
 class ClientTool(BaseModel):
     """A function that the model may call. Further keys are ignored."""
 
@@ -148,8 +167,39 @@ class ClientTool(BaseModel):
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    description: str = ""
+    description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ServerTool(BaseModel):
+    """A tool of Anthropic's servers, or one whose schema its models know: no model calls it here."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra={"not": _CLIENT_TYPE})
+
+    type: str
+
+
+def _client_tools(tools: object) -> object:
+    """Without server tools, which the answer may do without. Refused if there is no other tool."""
+    if not isinstance(tools, list):
+        return tools
+    kept = [tool for tool in tools if not _is_server_tool(tool)]
+    if tools and not kept:
+        kind = _kinds(tools)[0]
+        raise ValueError(f"tools of type `{kind:.40}` do not run here: send tools with an `input_schema`")
+    return kept
+
+
+def _is_server_tool(tool: object) -> bool:
+    return any(kind != "custom" for kind in _kinds([tool]))
+
+
+Tools = Annotated[list[ClientTool], Field(max_length=MAX_TOOLS)]
+_AnyTools = Annotated[  # one of them is the client's
+    list[ClientTool | ServerTool],
+    Field(max_length=MAX_TOOLS, json_schema_extra={"anyOf": [{"maxItems": 0}, {"contains": _CLIENT_TYPE}]}),
+]
 
 
 class ToolChoice(BaseModel):
@@ -168,7 +218,7 @@ class ToolChoice(BaseModel):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 @Extensible
@@ -200,6 +250,33 @@ class OutputConfig(BaseModel):
 
     format: JsonFormat | None = None
     effort: Any = Field(None, description=NO_EFFECT)
+    task_budget: Any = Field(None, description=NO_EFFECT)
+
+
+@Extensible
+class AllThinking(TypedDict):
+    """All of it."""
+
+    type: Literal["all"]
+
+
+@Extensible
+class ClearThinking(TypedDict):
+    """Keeps all reasoning of earlier answers, as it is without this edit."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | AllThinking
+
+
+class ContextManagement(BaseModel):
+    """Edits of the conversation; only one that changes nothing is accepted."""
+
+    model_config = _STRICT
+
+    edits: Annotated[
+        list[ClearThinking],
+        BeforeValidator(_blocks("clear_thinking_20251015", what="edits"), list[ClearThinking]),
+    ] = Field(default_factory=list)
 
 
 class CountTokensRequest(BaseModel):
@@ -213,15 +290,22 @@ class CountTokensRequest(BaseModel):
         Field(min_length=1, max_length=MAX_MESSAGES, description="the conversation so far")
     )
     system: Texts = Field(default_factory=list, description="instructions")
-    tools: list[ClientTool] = Field(
-        default_factory=list, max_length=MAX_TOOLS, description="functions that the model may call"
+    tools: Annotated[Tools, BeforeValidator(_client_tools, _AnyTools)] = Field(
+        default_factory=list, description="functions that the model may call"
     )
     tool_choice: ToolChoice | None = Field(None, description="whether the model calls functions")
     thinking: ThinkingConfig | None = Field(
         None, description="reasoning, if the chat template can turn it on and off"
     )
     output_config: OutputConfig | None = Field(None, description="the form of the answer")
+    output_format: JsonFormat | None = Field(None, description="the old name of `output_config.format`")
+    context_management: ContextManagement | None = Field(None, description="edits that change nothing")
+    mcp_servers: Annotated[Any, only([])] = Field(None, description=NOT_YET)
     cache_control: Any = Field(None, description=NO_EFFECT)
+    speed: Any = Field(None, description=NO_EFFECT)
+    billing_policy: Any = Field(None, description=NO_EFFECT)
+    user_profile_id: Any = Field(None, description=NO_EFFECT)
+    workspace_id: Any = Field(None, description=NO_EFFECT)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -236,6 +320,9 @@ class MessagesRequest(CountTokensRequest):
     metadata: Metadata = Field(default_factory=Metadata, description="who asks")
     service_tier: Any = Field(None, description=NO_EFFECT)
     inference_geo: Any = Field(None, description=NO_EFFECT)
+    diagnostics: Any = Field(None, description=NO_EFFECT)
+    fallbacks: Any = Field(None, description=f"{NO_EFFECT}: no request is refused for its content")
+    fallback_credit_token: Any = Field(None, description=NO_EFFECT)
 
 
 def read(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> Body:
@@ -258,8 +345,9 @@ def read(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> Body
         body["tool_choice"] = _CHOICES.get(choice.type, named)
         if choice.disable_parallel_tool_use:
             body["parallel_tool_calls"] = False
-    if asked.output_config is not None and asked.output_config.format is not None:
-        named = {"name": "answer", "schema": asked.output_config.format["schema"]}
+    form = asked.output_config.format if asked.output_config is not None else None
+    if (form := form or asked.output_format) is not None:
+        named = {"name": "answer", "schema": form["schema"]}
         body["response_format"] = {"type": "json_schema", "json_schema": named}
     if asked.thinking is not None:
         body |= thinking(asked.thinking["type"] != "disabled")
@@ -268,6 +356,12 @@ def read(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> Body
         if asked.stream:
             body["stream_options"] = {"include_usage": True}
     return body
+
+
+def ignored(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> list[str]:
+    """The fields and tools of a valid request that change nothing."""
+    left_out = [tool for tool in fields.get("tools", ()) if _is_server_tool(tool)]
+    return idle_fields(fields, kind) + [f"tools.{tool.get('name') or tool['type']}" for tool in left_out]
 
 
 def _turns(asked: CountTokensRequest) -> list[Body]:
@@ -291,7 +385,7 @@ def _results(content: Sequence[Mapping[str, Any]]) -> list[Body]:
         {
             "role": "tool",
             "tool_call_id": block["tool_use_id"],
-            "content": "Error: " * block.get("is_error", False) + _text(block.get("content", ())),
+            "content": "Error: " * bool(block.get("is_error")) + _text(block.get("content") or ()),
         }
         for block in content
         if block["type"] == "tool_result"
@@ -310,7 +404,7 @@ def _said(role: str, content: Sequence[Mapping[str, Any]]) -> list[Body]:
         {
             "id": block["id"],
             "type": "function",
-            "function": {"name": block["name"], "arguments": block.get("input", {})},
+            "function": {"name": block["name"], "arguments": block.get("input") or {}},
         }
         for block in kept
         if block["type"] == "tool_use"
@@ -323,8 +417,10 @@ def _text(content: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _tool(tool: ClientTool) -> Body:
-    about = {"description": tool.description} if tool.description else {}
-    return {"type": "function", "function": {"name": tool.name, **about, "parameters": tool.input_schema}}
+    about: Body = {"description": tool.description} if tool.description else {}
+    strict = {"strict": True} if tool.strict else {}
+    function = {"name": tool.name, **about, "parameters": tool.input_schema, **strict}
+    return {"type": "function", "function": function}
 
 
 def message(call: Call, natives: Sequence[Body], echoed: Sequence[str]) -> Body:
@@ -462,8 +558,26 @@ def error_body(error: HeadraceError, request_id: str = "") -> Body:
     """Anthropic's error object: https://docs.claude.com/en/api/errors."""
     status = status_of(error)
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    fields = {"type": kind, "message": _worded(error.message)}
+    return {"type": "error", "error": fields, "request_id": request_id}
 
 
-MESSAGES = Api(message, MessageEvents, error_body, read)
-COUNT = Api(error=error_body, read=lambda fields: read(fields, CountTokensRequest))
+def _worded(message: str) -> str:
+    """An error over the context, first in Anthropic's words: by their numbers clients shorten a conversation
+    or ask for fewer tokens."""
+    if not (found := _OVER_CONTEXT.match(message)):
+        return message
+    context, prompt, unit, asked = found.groups()
+    if asked:
+        head = f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {context}"
+    else:
+        head = f"prompt is too long: {prompt} {unit} > {context} tokens maximum"
+    return f"{head}; {message[found.end() :]}"
+
+
+MESSAGES = Api(message, MessageEvents, error_body, read, ignored=ignored)
+COUNT = Api(
+    error=error_body,
+    read=partial(read, kind=CountTokensRequest),
+    ignored=partial(ignored, kind=CountTokensRequest),
+)

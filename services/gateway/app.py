@@ -129,7 +129,11 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
     ]
     handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
     cors = Middleware(
-        CORSMiddleware, origins, ["*"], ["*"], expose_headers=[exchanges.ID_HEADER, "Retry-After", "Location"]
+        CORSMiddleware,
+        origins,
+        ["*"],
+        ["*"],
+        expose_headers=[exchanges.ID_HEADER, exchanges.IGNORED_HEADER, "Retry-After", "Location"],
     )
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=[cors] if origins else [])  # type: ignore[arg-type]  # its handlers are typed for Exception alone
     return ExchangeMiddleware(app, endpoints)
@@ -331,7 +335,9 @@ class Endpoints:
     async def _read_request(self, request: Request, api: Api = OPENAI) -> tuple[dict[str, Any], Client]:
         """The fields of a request, with its model, and the client of its tenant. Raises BadRequest."""
         client = await self._client(request)
-        fields = api.read(fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES)))
+        given = fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES))
+        fields = api.read(given)
+        exchange_of(request).ignored = api.ignored(given)
         served = [] if fields.get("model") else await _roots(client)
         model = exchange_of(request).model = model_of(fields, served)
         return {**fields, "model": model}, client
@@ -445,9 +451,7 @@ class ExchangeMiddleware:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 headers = MutableHeaders(raw=message["headers"])
-                headers[exchanges.ID_HEADER] = exchange.given_id or exchange.request_id
-                if exchange.trace:
-                    headers[traces.HEADER] = exchange.trace
+                headers.update(exchanges.headers_of_exchange(exchange))
             await send(message)
 
         endpoints.counters.begin()

@@ -10,7 +10,7 @@ import re
 import secrets
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ from shared.telemetry.traces import SpanRecord
 
 EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope
 ID_HEADER = "x-request-id"
+IGNORED_HEADER = "headrace-ignored"
+MAX_IGNORED, _IGNORED_CHARS = 32, 64  # names in the header, and characters of each
 _ID_BYTES = 12
 _GIVEN_CHARS = 96  # of the client's id, as a prefix of the request's own
 
@@ -62,6 +64,7 @@ class Exchange:
     body: Mapping[str, Any] | None = None  # fields of the request; only for an access log that wants them
     usages: list[dict[str, Any]] = field(default_factory=list)  # of each prompt that was answered
     error_body: Callable[[HeadraceError, str], dict[str, Any]] = body_of  # in the shape of its API
+    ignored: Sequence[str] = ()  # fields that change nothing
 
 
 def exchange_of(request: Request) -> Exchange:
@@ -79,6 +82,22 @@ def fresh_id(given: str) -> str:
     """A unique id. It starts with the client's id: a service mesh gives related calls the same one."""
     drawn = secrets.token_hex(_ID_BYTES)
     return f"{given[:_GIVEN_CHARS]}.{drawn}" if given else drawn
+
+
+def headers_of_exchange(exchange: Exchange) -> dict[str, str]:
+    """The headers of any response to a request: its id, its trace, and what of it was ignored. A name comes
+    from the client: one with other than letters, digits and marks of names is quoted and escaped."""
+    headers = {ID_HEADER: exchange.given_id or exchange.request_id}
+    if exchange.trace:
+        headers[c.HEADER] = exchange.trace
+    if names := exchange.ignored[:MAX_IGNORED]:
+        headers[IGNORED_HEADER] = ", ".join(
+            name
+            if re.fullmatch(r"[\w.:-]{1,64}", name, re.ASCII)
+            else ascii(name[:_IGNORED_CHARS])[:_IGNORED_CHARS]
+            for name in names
+        )
+    return headers
 
 
 def spans(exchange: Exchange, component: str) -> list[SpanRecord]:

@@ -3,6 +3,7 @@
 https://github.com/ollama/ollama/blob/main/docs/api.md defines the fields. A stream is one JSON object a line;
 the last one has `done`, the reason and the durations in nanoseconds. `/api/generate` sends a prompt through
 the chat template, and with `raw` as it is. Fields that are left out have Headrace's defaults, not ollama's.
+As in ollama, unknown fields and options are ignored; `ignored` names them, and what has no effect here.
 A request without a prompt or message loads a model: the answer is one object, also for a stream.
 """
 
@@ -17,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
-from services.gateway.openai_response import Api, Body, ChunkBuilder
+from services.gateway.openai_response import Api, Body, ChunkBuilder, idle_fields
 from shared.api import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -38,9 +39,10 @@ from shared.openai.call import MAX_INPUTS, Call, read_vectors_call, thinking
 from shared.openai.whole_answer import answer
 
 LATEST = ":latest"  # ollama's tag of a name without one
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_OPEN = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 _IDLE = Field(None, description=NO_EFFECT)
 _NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # the others are the same
+_EFFORTS = {"max": "xhigh"}  # likewise
 _OURS = {ours: theirs for theirs, ours in _NAMES.items()}
 _sampling: dict[str, Any] = {
     _OURS.get(name, name): (field.annotation, field) for name, field in SamplingFields.model_fields.items()
@@ -57,25 +59,14 @@ def _message(value: object) -> object:
 
 
 class Options(_SamplingOptions):  # type: ignore[misc,valid-type]  # made at run time
-    """Sampling; what concerns the loading of a model has no effect."""
+    """Sampling. Other options are ignored: ollama's samplers of its own, and what loads a model."""
 
-    model_config = _STRICT
+    model_config = _OPEN
     _whole = whole_numbers()
 
-    num_predict: int = Field(-1, ge=-2, description="most tokens of the answer; negative: the context's rest")
-    seed: int = Field(0, ge=-(2**63), lt=2**64, description="random if absent")
+    num_predict: int = Field(-1, description="most tokens of the answer; 0 and below: the context's rest")
+    seed: int = Field(-1, ge=-(2**63), lt=2**64, description="-1: random")
     stop: Stop = Field(default_factory=list, description="texts that end the answer")
-    num_ctx: Any = _IDLE
-    num_keep: Any = _IDLE
-    num_batch: Any = _IDLE
-    num_gpu: Any = _IDLE
-    main_gpu: Any = _IDLE
-    num_thread: Any = _IDLE
-    numa: Any = _IDLE
-    low_vram: Any = _IDLE
-    use_mmap: Any = _IDLE
-    use_mlock: Any = _IDLE
-    repeat_last_n: Any = _IDLE
 
 
 class OllamaMessage(BaseModel):
@@ -92,16 +83,20 @@ class OllamaMessage(BaseModel):
 class OllamaRequest(BaseModel):
     """The fields of both kinds of request."""
 
-    model_config = _STRICT
+    model_config = _OPEN
 
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
     options: Annotated[Options | None, BeforeValidator(present)] = Field(None, description="sampling")
     format: Literal["", "json"] | dict[str, Any] = Field("", description="JSON, or a schema of it")
     stream: bool = Field(True, description="send the answer in lines")
-    think: bool | Literal["low", "medium", "high"] | None = Field(  # a Literal of True would accept 1
+    think: bool | Literal["low", "medium", "high", "max"] | None = Field(  # a Literal of True would accept 1
         None, description="reasoning, if the chat template can turn it on and off, or its effort"
     )
     keep_alive: Any = Field(None, description="0: the answer to no prompt has the reason `unload`")
+    truncate: Any = Field(None, description=f"{NO_EFFECT}: a conversation over the context is refused")
+    shift: Any = Field(None, description=f"{NO_EFFECT}: the answer ends where the context does")
+    logprobs: Annotated[Any, only(False)] = Field(None, description=NOT_YET)
+    top_logprobs: Annotated[Any, only(0)] = Field(None, description=NOT_YET)
 
 
 class OllamaChatRequest(OllamaRequest):
@@ -133,7 +128,7 @@ Kind = type[OllamaChatRequest] | type[OllamaGenerateRequest]
 class OllamaEmbedRequest(BaseModel):
     """Texts to turn into vectors."""
 
-    model_config = _STRICT
+    model_config = _OPEN
     _whole = whole_numbers()
 
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
@@ -147,7 +142,7 @@ class OllamaEmbedRequest(BaseModel):
 class OllamaShowRequest(BaseModel):
     """A model to describe."""
 
-    model_config = _STRICT
+    model_config = _OPEN
 
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
     name: str | None = Field(None, min_length=1, description="the same, under its old name")
@@ -168,8 +163,7 @@ def read(fields: Body, kind: Kind) -> Body:
         body["model"] = asked.model.removesuffix(LATEST)
     for name in asked.options.model_fields_set if asked.options is not None else ():
         value = getattr(asked.options, name)
-        idle = Options.model_fields[name].description == NO_EFFECT
-        if not idle and not (name == "num_predict" and value < 0):
+        if not (name == "num_predict" and value <= 0) and (name, value) != ("seed", -1):
             body[_NAMES.get(name, name)] = value
     if asked.format == "json":
         body["response_format"] = {"type": "json_object"}
@@ -182,7 +176,7 @@ def read(fields: Body, kind: Kind) -> Body:
     if asked.think is not None and not (isinstance(asked, OllamaGenerateRequest) and asked.raw):
         body |= thinking(asked.think is not False)
         if isinstance(asked.think, str):
-            body["reasoning_effort"] = asked.think
+            body["reasoning_effort"] = _EFFORTS.get(asked.think, asked.think)
     if isinstance(asked, OllamaChatRequest):
         tools = {"tools": fields["tools"]} if asked.tools else {}
         return {**body, **tools, "messages": [_turn(each) for each in asked.messages]}
@@ -190,6 +184,16 @@ def read(fields: Body, kind: Kind) -> Body:
         return {**body, "prompt": asked.prompt}
     system = [{"role": "system", "content": asked.system}] if asked.system else []
     return {**body, "messages": [*system, {"role": "user", "content": asked.prompt}]}
+
+
+def ignored(fields: Body, kind: type[BaseModel]) -> list[str]:
+    """The fields and options of a valid request that change nothing."""
+    names = idle_fields(fields, kind)
+    if (options := fields.get("options")) and "options" not in names:
+        given = {name: value for name, value in options.items() if value is not None}
+        names += [f"options.{name}" for name in idle_fields(given, Options)]
+        names += ["options.num_predict"] if given.get("num_predict") == 0 else []
+    return names
 
 
 def _turn(message: OllamaMessage) -> Body:
@@ -376,10 +380,18 @@ def embedded(call: Call, natives: Sequence[Body], _: Sequence[str]) -> Body:
 def _api(kind: Kind, *, chat: bool) -> Api:
     chunks: Callable[..., Any] = partial(Lines, chat=chat)
     whole, at_once = partial(whole_answer, chat=chat), partial(loaded, chat=chat)
-    return Api(whole, chunks, error_body, partial(read, kind=kind), at_once)
+    return Api(
+        whole, chunks, error_body, partial(read, kind=kind), at_once, ignored=partial(ignored, kind=kind)
+    )
 
 
 CHAT = _api(OllamaChatRequest, chat=True)
 GENERATE = _api(OllamaGenerateRequest, chat=False)
-EMBED = Api(embedded, error=error_body, read=read_embed, to_call=read_vectors_call)
-SHOW = Api(error=error_body, read=read_show)
+EMBED = Api(
+    embedded,
+    error=error_body,
+    read=read_embed,
+    to_call=read_vectors_call,
+    ignored=partial(ignored, kind=OllamaEmbedRequest),
+)
+SHOW = Api(error=error_body, read=read_show, ignored=partial(ignored, kind=OllamaShowRequest))

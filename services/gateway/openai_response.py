@@ -22,12 +22,14 @@ from json.encoder import encode_basestring as quote
 from typing import Any, ClassVar, Protocol
 from zlib import crc32
 
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.connection import chunk_writer
 from services.gateway.exchange import Exchange, ExchangeCounters, refusal
 from services.gateway.native_call import PROMPT, unless_gone
+from shared.api import NO_EFFECT
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
@@ -332,6 +334,15 @@ class Api:
     at_once: Callable[[Body, int], Body | None] = lambda fields, created: None  # an answer without the model
     to_call: Callable[..., Call] = read_call
     prefix: str = ""  # of the ids that the gateway draws, which then have the time in them
+    ignored: Callable[[Body], Sequence[str]] = lambda fields: ()  # what of a valid request changes nothing
+
+
+def idle_fields(fields: Body, kind: type[BaseModel]) -> list[str]:
+    """The names of the fields that change nothing: `kind` does not have them, or describes them so."""
+    known = kind.model_fields
+    return [
+        name for name in fields if name not in known or (known[name].description or "").startswith(NO_EFFECT)
+    ]
 
 
 OPENAI = Api()

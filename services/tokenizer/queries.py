@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -34,12 +36,14 @@ from shared.errors import (
     BadRequest,
     EngineError,
     HeadraceError,
+    Overloaded,
     PayloadTooLarge,
     SetupError,
     Unavailable,
     UnknownModel,
     WireError,
 )
+from shared.fair_share import finds_no_room
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
@@ -50,7 +54,8 @@ from shared.telemetry.traces import COMPONENT, RequestRecord, SpanRecord, receiv
 log = logging.getLogger("headrace.tokenizer")
 
 STANDS_BY = "stands_by"  # in the load of a heartbeat: this tokenizer sends Claims
-MAX_QUESTION_BYTES = 65_536  # answered on the event loop within 0.2 s
+MAX_QUESTION_BYTES = 65_536  # answered on the event loop within 0.2 s; longer ones on a thread
+MAX_QUESTIONS_BYTES = 16 * 1024 * 1024  # of long questions that wait: some five seconds
 MAX_LOOKING = 256  # unknown models at a time
 MAX_KNOWN = 1_024  # models of all fleets on a server
 MAX_UNSURE = 8_192  # requests for one unknown model
@@ -91,6 +96,9 @@ class Queries:
         self._looking: set[asyncio.Task[None]] = set()
         self._awaited, self._awaited_until_us = set[str](), mailbox.clock.now_us() + WAIT_US
         self._any_model: list[Subscription] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="long-questions")
+        self._long_bytes: Counter[str] = Counter()  # of long questions without an answer, by tenant
+        self._answering: set[asyncio.Task[None]] = set()
         self._opening: asyncio.Task[None] | None = None
 
     async def listen(self, awaited: Sequence[str] = ()) -> list[Subscription]:
@@ -139,8 +147,9 @@ class Queries:
             await self._opening
         for subscription in self._any_model:
             await subscription.drain()
-        if self._looking:
-            await asyncio.wait(self._looking)
+        if tasks := self._looking | self._answering:
+            await asyncio.wait(tasks)
+        self._thread.shutdown(wait=False)
 
     def _on_models(self, delivery: Delivery) -> None:
         if access.answerable(self._mailbox.bus, delivery):
@@ -149,17 +158,36 @@ class Queries:
     def _on_tokenize(self, name: str, delivery: Delivery) -> None:
         if not access.answerable(self._mailbox.bus, delivery):
             return
+        now_us, size = self._mailbox.clock.wall_us(), len(delivery.data)
+        if size <= MAX_QUESTION_BYTES:
+            self._answer(delivery, name, _tokenized(delivery.data, self._model, now_us))
+            return
+        names = subjects.names_in(delivery.subject)
+        tenant, held = "" if names is None else names[0], self._long_bytes
+        if finds_no_room(held[tenant], size, held.total(), MAX_QUESTIONS_BYTES, len(held)):
+            why = f"{held[tenant]} bytes of your long prompts wait to be counted: try again later"
+            self._fail(delivery, Overloaded(why, retry_after_ms=RETRY_AFTER_MS))
+            return
+        held[tenant] += size
+        task = asyncio.get_running_loop().create_task(self._answer_long(delivery, name, tenant, now_us))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer_long(self, delivery: Delivery, name: str, tenant: str, now_us: int) -> None:
+        run = asyncio.get_running_loop().run_in_executor
         try:
-            if len(delivery.data) > MAX_QUESTION_BYTES:
-                raise PayloadTooLarge(
-                    f"{len(delivery.data)} bytes are over {MAX_QUESTION_BYTES}: ask in smaller parts",
-                    param="prompt",
-                )
-            body = tokenize_body(delivery.data, self._model, self._mailbox.clock.wall_us())
-            self._mailbox.bus.publish(delivery.reply, to_json({**body, "model": name}))
-        except RecursionError:
-            self._fail(delivery, BadRequest("the body is nested too deeply; send flat messages"))
-        except HeadraceError as error:
+            found = await run(self._thread, _tokenized, delivery.data, self._model, now_us)
+        finally:
+            self._long_bytes[tenant] -= len(delivery.data)
+            self._long_bytes += Counter()  # drops the zeros
+        self._answer(delivery, name, found)
+
+    def _answer(self, delivery: Delivery, name: str, found: dict[str, Any] | HeadraceError) -> None:
+        try:
+            if isinstance(found, HeadraceError):
+                raise found
+            self._mailbox.bus.publish(delivery.reply, to_json({**found, "model": name}))
+        except HeadraceError as error:  # PayloadTooLarge, too: the ids of a long prompt
             self._fail(delivery, error)
         except Exception as error:  # a bug is a 500 for this client, never silence
             log.exception("a question for tokens failed")
@@ -348,6 +376,16 @@ def tokenize_body(data: bytes, model: ServedModel, wall_us: int) -> dict[str, An
         grammar_of(request, tools)  # raises for a wrong one
         ids = encode_prompt(request, tools, model, wall_us)
     return {"model": model.name, "count": len(ids), "tokens": ids}
+
+
+def _tokenized(data: bytes, model: ServedModel, wall_us: int) -> dict[str, Any] | HeadraceError:
+    """The answer of `tokenize_body`, or its error."""
+    try:
+        return tokenize_body(data, model, wall_us)
+    except RecursionError:
+        return BadRequest("the body is nested too deeply; send flat messages")
+    except HeadraceError as error:
+        return error
 
 
 def refuse(mailbox: Mailbox, model: str, fail: Fail) -> None:

@@ -226,8 +226,20 @@ async def test_ollama_models_and_errors(llama: ollama.AsyncClient) -> None:
             found = await llama.chat(**asked)  # type: ignore[call-overload]  # a table of them
             [part async for part in found]
         assert unknown.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match=r"`options\.mirostat` is not a field"):
-        await llama.chat(model=MODEL, messages=QUESTION, options={"mirostat": 1})
+    with pytest.raises(ollama.ResponseError, match=r"`options\.temperature`: "):
+        await llama.chat(model=MODEL, messages=QUESTION, options={"temperature": 3})
+
+
+async def test_ignored_options_of_ollama_are_named_in_a_header(url: str) -> None:
+    options = {"num_predict": 2, "mirostat": 2, "tfs_z": 0.5}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        for stream in (False, True):
+            asked = {"model": MODEL, "prompt": "Hello", "stream": stream, "options": options}
+            answer = await http.post("/api/generate", json=asked)
+            assert answer.status_code == 200
+            assert answer.headers["headrace-ignored"] == "options.mirostat, options.tfs_z"
+        plain = await http.post("/api/generate", json={"model": MODEL})
+        assert "headrace-ignored" not in plain.headers
 
 
 async def test_ollamas_own_examples_name_no_content_type(url: str) -> None:

@@ -124,7 +124,7 @@ async def test_tools_there_and_back(client: AsyncOpenAI) -> None:
 
 
 async def test_errors_are_the_clients_own(client: AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="tools of type `web_search` are not supported") as bad:
+    with pytest.raises(openai.BadRequestError, match="tools of type `web_search` do not run here") as bad:
         await client.responses.create(**ASKED, tools=[{"type": "web_search"}])
     assert bad.value.param == "tools"
     with pytest.raises(openai.NotFoundError) as unknown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -381,6 +382,39 @@ async def test_questions(world: World, scheduler: HandScheduler) -> None:
         (subjects.detokenize("public", "tiny"), b"nonsense"),
     ]:
         assert json.loads((await world.ask(subject, body)).data)["error"]["code"] == 400
+
+
+async def test_a_long_question_is_answered_beside_the_others(
+    world: World, scheduler: HandScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client counts a conversation of any length that its model could take."""
+    refused, tokenized = threading.Event(), queries._tokenized
+
+    def waiting(*asked: Any) -> Any:
+        refused.wait(60)
+        return tokenized(*asked)
+
+    monkeypatch.setattr(queries, "MAX_QUESTION_BYTES", 64)
+    monkeypatch.setattr(queries, "MAX_QUESTIONS_BYTES", 150)
+    monkeypatch.setattr(queries, "_tokenized", waiting)
+    subject, text = subjects.tokenize("public", "tiny"), "Hi é " * 20
+    body = json.dumps({"prompt": text}).encode()
+    long = asyncio.ensure_future(world.ask(subject, body))
+    await asyncio.sleep(0)
+    error = json.loads((await world.ask(subject, body)).data)["error"]
+    why = f"{len(body)} bytes of your long prompts wait to be counted: try again later"
+    assert (error["code"], error["message"]) == (429, why)
+    refused.set()
+    found = json.loads((await long).data)
+    again = json.loads(
+        (await world.ask(subjects.detokenize("public", "tiny"), {"tokens": found["tokens"]})).data
+    )
+    assert (again["text"], found["count"]) == (text, len(found["tokens"]))
+    monkeypatch.undo()
+    wrong = {"prompt": 5, "pad": "x" * 70_000}
+    assert json.loads((await world.ask(subject, wrong)).data)["error"]["code"] == 400
+    deep = b'{"messages": [{"role": "user", "content": "x", "y": ' + b"[" * 70_000 + b"]" * 70_000 + b"}]}"
+    assert json.loads((await world.ask(subject, deep)).data)["error"]["code"] == 400
 
 
 async def test_a_client_that_leaves_is_reported(world: World, scheduler: HandScheduler) -> None:

@@ -16,10 +16,10 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from services.gateway.openai_response import EVENTS, Api, changed
+from services.gateway.openai_response import EVENTS, Api, changed, idle_fields
 from shared.openai.call import Call
 from shared.openai.responses.output import Event, Output, ended, failure_of, output_of, response, whole
-from shared.openai.responses.request import read
+from shared.openai.responses.request import ResponseRequest, left_out, read
 
 Body = dict[str, Any]
 
@@ -206,4 +206,9 @@ class ResponseEvents:
         return f"id: {place.attempt}.{place.number}\nevent: {event.type}\ndata: {data}\n\n"
 
 
-RESPONSES = Api(whole, ResponseEvents, read=read, prefix="resp_")
+def ignored(fields: Body) -> list[str]:
+    """The fields and tools of a valid request that change nothing."""
+    return idle_fields(fields, ResponseRequest) + left_out(fields)
+
+
+RESPONSES = Api(whole, ResponseEvents, read=read, prefix="resp_", ignored=ignored)

@@ -24,6 +24,7 @@ from shared.errors import BadRequest, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
 from shared.openai.call import Call, drawn_at
 from shared.openai.error_shape import status_of
+from shared.openai.responses.request import called
 from shared.openai.whole_answer import answer
 
 Body = dict[str, Any]
@@ -69,11 +70,16 @@ def _of_last_chars(entries: Sequence[Body], chars: int) -> list[Body]:
 class Output:
     """The output of one response, from its first character on."""
 
-    def __init__(self, name: str, reader: AnswerReader | None) -> None:
-        """`name`: the id of the response."""
+    def __init__(self, name: str, reader: AnswerReader | None, tools: Sequence[Body] = ()) -> None:
+        """`name`: the id of the response. `tools`: those that its answer repeats."""
         self.items: list[Body] = []
         self._name = name.removeprefix("resp_")
         self._reader = reader
+        self._names = {  # of functions in namespaces, by the name that the model calls
+            called(tool["name"], space): {"name": tool["name"], "namespace": space}
+            for tool in tools
+            if (space := tool.get("namespace"))
+        }
         self._number = _FIRST_NUMBER  # of the next event, or of the next character
         self._text: list[str] = []  # of the open item
         self._open: Body | None = None
@@ -114,8 +120,9 @@ class Output:
                 yield from self._add("message", text)
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
-                    named = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
-                    yield from self._begin("function_call", **named)
+                    name = call["function"]["name"]
+                    named = self._names.get(name, {"name": name})
+                    yield from self._begin("function_call", call_id=call["id"], **named, arguments="")
                 if arguments := call["function"].get("arguments"):
                     yield self._delta(arguments)
         if deltas and "content" not in deltas[-1]:
@@ -186,7 +193,8 @@ class Output:
 
 def output_of(call: Call, answer_format: str) -> Output:
     """The output of a call, before its first character."""
-    return Output(call.request_id, reader_of(answer_format, call.functions, f"{call.request_id}_0"))
+    reader = reader_of(answer_format, call.functions, f"{call.request_id}_0")
+    return Output(call.request_id, reader, call.keep["response"].get("tools", ()))
 
 
 def response(call: Call, status: str, output: Sequence[Body] = (), **more: Any) -> Body:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict
 
 from shared.api import (
@@ -125,6 +126,7 @@ class FunctionCall(BaseModel):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str = ""
 
 
@@ -164,19 +166,89 @@ _items = _listed(
 )
 
 
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+_FUNCTIONS = ["function", "namespace"]
+_A_FUNCTION: dict[str, Any] = {"contains": {"properties": {"type": {"const": "function"}}}}
+_NO_FUNCTION: dict[str, Any] = {"not": {"properties": {"type": {"enum": _FUNCTIONS}}}}
+
+
+class OtherTool(BaseModel):
+    """A tool of OpenAI's servers or of the client itself: no model calls it here."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra=_NO_FUNCTION)
+
+    type: str
+
+
 class FunctionTool(BaseModel):
     """A function that the model may call. Its arguments always follow `parameters`."""
 
     model_config = _OPEN
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Name
+    namespace: SkipJsonSchema[Name | None] = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-_tools = _listed("tools", ("function",), lambda text: {"type": text})
+class NamespaceTool(BaseModel):
+    """Functions under a common name. The model calls them as `<namespace>__<name>`, and answers name both."""
+
+    model_config = _OPEN
+
+    type: Literal["namespace"]
+    name: Name
+    tools: Annotated[list[FunctionTool | OtherTool], Field(json_schema_extra=_A_FUNCTION)]
+
+
+_AnyTools = Annotated[  # one of them a function
+    list[FunctionTool | NamespaceTool | OtherTool],
+    Field(
+        max_length=MAX_TOOLS,
+        json_schema_extra={
+            "anyOf": [{"maxItems": 0}, {"contains": {"properties": {"type": {"enum": _FUNCTIONS}}}}]
+        },
+    ),
+]
+
+
+def _functions(tools: object) -> object:
+    """The functions, also those of namespaces, without other tools. Refused if there is none."""
+    if not isinstance(tools, list):
+        return tools
+    kept = [each for tool in tools for each in _of_namespace(tool) if not _is_other(each)]
+    if tools and not kept:
+        kind = next((tool["type"] for tool in tools if _is_other(tool)), "namespace")
+        raise ValueError(f"tools of type `{kind:.40}` do not run here: send functions")
+    return kept
+
+
+def _of_namespace(tool: Any) -> list[Any]:
+    if (
+        not isinstance(tool, dict)
+        or tool.get("type") != "namespace"
+        or not isinstance(tool.get("tools"), list)
+    ):
+        return [tool]
+    return [{**each, "namespace": tool.get("name", "")} for each in tool["tools"] if isinstance(each, dict)]
+
+
+def _is_other(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind not in ("function", "namespace")
+
+
+def left_out(fields: Body) -> list[str]:
+    """The tools of a valid request that are no functions, by name or type."""
+    tools = [each for tool in fields.get("tools", ()) for each in _of_namespace(tool)]
+    return [f"tools.{tool.get('name') or tool['type']}" for tool in tools if _is_other(tool)]
+
+
+def called(name: str, namespace: str | None) -> str:
+    """The name by which the model calls a function."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 @Extensible
@@ -254,8 +326,7 @@ class ResponseRequest(SamplingFields):
     )
     max_output_tokens: int | None = Field(None, ge=1, description="most tokens of the answer")
     tools: Annotated[
-        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)],
-        BeforeValidator(_tools, Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]),
+        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)], BeforeValidator(_functions, _AnyTools)
     ] = Field(default_factory=list, description="functions that the model may call")
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions,
@@ -289,6 +360,7 @@ class ResponseRequest(SamplingFields):
     prompt_cache_key: str = Field("", description="requests with an equal one share a prefix cache")
     prompt_cache_retention: Any = _IDLE
     prompt_cache_options: Any = _IDLE
+    client_metadata: Any = _IDLE
     max_tool_calls: Any = _IDLE
     stream_options: Any = _IDLE
     conversation: Annotated[Any, only()] = _REFUSED
@@ -372,7 +444,7 @@ def _repeated(asked: ResponseRequest, fields: Body) -> Body:
         "temperature": asked.temperature,
         "text": {"format": asked.text.format or {"type": "text"}},
         "tool_choice": asked.tool_choice,
-        "tools": [tool.model_dump() for tool in asked.tools],
+        "tools": [tool.model_dump(exclude=None if tool.namespace else {"namespace"}) for tool in asked.tools],
         "top_logprobs": asked.top_logprobs,
         "top_p": asked.top_p,
         "truncation": asked.truncation,
@@ -395,7 +467,7 @@ def _turns(items: Sequence[BaseModel]) -> list[Body]:
         elif isinstance(item, FunctionCall):
             if not turns or turns[-1]["role"] != "assistant" or reasoning:
                 assistant(content="")
-            function = {"name": item.name, "arguments": item.arguments}
+            function = {"name": called(item.name, item.namespace), "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             turns[-1].setdefault("tool_calls", []).append(call)
         elif isinstance(item, FunctionCallOutput):
@@ -413,5 +485,7 @@ def _text(content: Sequence[Mapping[str, Any]]) -> str:
 
 def _tool(tool: FunctionTool) -> Body:
     about = {"description": tool.description} if tool.description else {}
-    schema = {"parameters": tool.parameters} if tool.parameters is not None else {}
-    return {"type": "function", "function": {"name": tool.name, **about, **schema}}
+    schema: Body = {"parameters": tool.parameters} if tool.parameters is not None else {}
+    strict = {"strict": True} if tool.strict else {}
+    function = {"name": called(tool.name, tool.namespace), **about, **schema, **strict}
+    return {"type": "function", "function": function}

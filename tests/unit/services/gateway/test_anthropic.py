@@ -10,7 +10,7 @@ import pytest
 from services.gateway import anthropic
 from services.gateway.anthropic import MessageEvents, message, read
 from services.gateway.errors import NotAuthorized
-from services.tokenizer.prepare import read_request
+from services.tokenizer.prepare import _max_tokens, _too_long, read_request
 from shared.api import ChatRequest
 from shared.errors import BadRequest, EngineError, HeadraceError, Overloaded, Unavailable, UnknownModel
 from shared.openai.call import Call, read_call
@@ -29,6 +29,8 @@ COUNTED = {
     "cache_read_input_tokens": 4,
     "output_tokens": 2,
 }
+KEEP_ONE = {"type": "thinking_turns", "value": 1}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 CALLED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
@@ -153,6 +155,57 @@ def test_null_fields_of_blocks_mean_none() -> None:
     assert body["tools"][0]["function"]["parameters"] == tool["input_schema"]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]}},
+        {"context_management": {}},
+        {"mcp_servers": []},
+        {"speed": "fast", "fallbacks": [], "diagnostics": {}, "user_profile_id": "u", "billing_policy": {}},
+        {"tools": []},
+        {"output_config": {"effort": "max", "task_budget": {"type": "tokens", "total": 20_000}}},
+    ],
+)
+def test_what_changes_nothing_is_accepted(more: dict[str, Any]) -> None:
+    assert read({**ASKED, **more}) == read(ASKED)
+
+
+def test_tools_of_anthropics_servers_are_left_out_beside_others_and_named() -> None:
+    tools = [SEARCH, {**TOOL, "type": "custom"}, {"type": "mcp_toolset", "mcp_server_name": "s"}]
+    for api in (anthropic.MESSAGES, anthropic.COUNT):
+        given = {
+            name: value for name, value in ASKED.items() if api is anthropic.MESSAGES or name != "max_tokens"
+        }
+        assert api.read({**given, "tools": tools}) == api.read({**given, "tools": [TOOL]})
+        assert api.ignored({**given, "tools": tools}) == ["tools.web_search", "tools.mcp_toolset"]
+        assert api.ignored({**given, "tools": [TOOL], "speed": "fast"}) == ["speed"]
+
+
+def test_nulls_in_blocks_and_tools_count_as_absent() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": None, "is_error": None}
+    used = {"type": "tool_use", "id": "c1", "name": "weather", "input": None}
+    turns = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    tool = {**TOOL, "description": None, "type": None, "strict": None}
+    choice = {"type": "auto", "name": None, "disable_parallel_tool_use": None}
+    body = read({**ASKED, "messages": ASKED["messages"] + turns, "tools": [tool], "tool_choice": choice})
+    (call,) = body["messages"][1]["tool_calls"]
+    assert call["function"]["arguments"] == {}
+    assert body["messages"][2] == {"role": "tool", "tool_call_id": "c1", "content": ""}
+    assert body["tools"][0]["function"] == {"name": "weather", "parameters": {"type": "object"}}
+    assert "parallel_tool_calls" not in body
+
+
+def test_a_strict_tool_stays_strict() -> None:
+    (tool,) = read({**ASKED, "tools": [{**TOOL, "strict": True}]})["tools"]
+    assert tool["function"]["strict"] is True
+
+
+def test_the_old_name_of_the_form_of_an_answer() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    assert read({**ASKED, "output_format": form}) == read({**ASKED, "output_config": {"format": form}})
+
+
 def test_an_answer_that_was_begun_goes_on() -> None:
     begun = {"role": "assistant", "content": "The best"}
     body = read({**ASKED, "messages": [*ASKED["messages"], begun]})
@@ -180,7 +233,19 @@ def test_an_answer_that_was_begun_goes_on() -> None:
             {"messages": [{"role": "user", "content": "x", "name": "n"}]},
             "`messages.0.user.name` is not a field",
         ),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "`tools.0.type`: "),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "`tools`: tools of type `web_search_20250305` do not run here: send tools with an `input_schema`",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "`context_management.edits`: edits of type `clear_tool_uses_20250919` are not supported here: ",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": KEEP_ONE}]}},
+            "`context_management.edits.0.keep.",
+        ),
+        ({"mcp_servers": [{"type": "url", "name": "m", "url": "x"}]}, "`mcp_servers` is not supported yet"),
         ({"tool_choice": {"type": "tool"}}, "`tool_choice.name`"),
         ({"thinking": {"type": "much"}}, "`thinking.type`: "),
     ],
@@ -327,3 +392,20 @@ def test_errors(error: HeadraceError, kind: str) -> None:
     body = anthropic.error_body(error, "r")
     assert body == {"type": "error", "error": {"type": kind, "message": "w"}, "request_id": "r"}
     assert MessageEvents(asked(stream=True)).end(body).startswith(b"event: error\ndata: ")
+
+
+def test_an_error_over_the_context_has_the_words_by_which_clients_ask_for_less() -> None:
+    asked = read_request(read_call(read({**ASKED, "max_tokens": 900}), chat=True, request_id="r").bodies[0])
+    assert isinstance(asked, ChatRequest)
+    with pytest.raises(BadRequest) as over:
+        _max_tokens(asked, 150, 1000)
+    with pytest.raises(BadRequest) as full:
+        _max_tokens(asked, 1000, 1000)
+    long = _too_long("messages", "99999 characters", 1000)
+    found = [anthropic.error_body(error)["error"]["message"] for error in (over.value, full.value, long)]
+    assert [text.partition("; ")[0] for text in found] == [
+        "input length and `max_tokens` exceed context limit: 150 + 900 > 1000",
+        "prompt is too long: 1000 tokens > 1000 tokens maximum",
+        "prompt is too long: 99999 characters > 1000 tokens maximum",
+    ]
+    assert found[0].endswith("; the prompt has 150 tokens and `max_tokens` is 900; ask for at most 850")

@@ -10,7 +10,15 @@ import pytest
 
 from services.gateway.app import Keys, read_keys
 from services.gateway.errors import NotAuthorized, SlowRequest, headers_of
-from services.gateway.exchange import Exchange, ExchangeCounters, fresh_id, given_id, spans
+from services.gateway.exchange import (
+    MAX_IGNORED,
+    Exchange,
+    ExchangeCounters,
+    fresh_id,
+    given_id,
+    headers_of_exchange,
+    spans,
+)
 from shared.client import SlowReader
 from shared.errors import (
     BadRequest,
@@ -297,3 +305,14 @@ def test_the_page_for_prometheus() -> None:
         ("c", "counter"),
         ("h_seconds", "histogram"),
     ]
+
+
+def test_the_header_of_ignored_fields_holds_any_name() -> None:
+    def named(*names: str) -> str | None:
+        exchange = Exchange(method="POST", route="/api/chat", request_id="r", ignored=names)
+        return headers_of_exchange(exchange).get("headrace-ignored")
+
+    assert named() is None
+    assert named("options.tfs_z", "logit_bias") == "options.tfs_z, logit_bias"
+    assert named("a\r\nSet-Cookie: b", "größe", "c, d") == r"'a\r\nSet-Cookie: b', 'gr\xf6\xdfe', 'c, d'"
+    assert len(named(*["\U0001f600" * 99] * 99) or "") <= MAX_IGNORED * 66

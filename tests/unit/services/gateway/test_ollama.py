@@ -71,7 +71,13 @@ def test_a_chat() -> None:
 
 @pytest.mark.parametrize(
     ("think", "wanted", "effort"),
-    [(True, True, None), (False, False, None), ("low", True, "low"), ("high", True, "high")],
+    [
+        (True, True, None),
+        (False, False, None),
+        ("low", True, "low"),
+        ("high", True, "high"),
+        ("max", True, "xhigh"),
+    ],
 )
 def test_thinking_is_a_variable_of_the_template(think: object, wanted: bool, effort: str | None) -> None:
     variables = {"enable_thinking": wanted, "thinking": wanted}
@@ -135,9 +141,8 @@ def test_a_prompt_goes_through_the_chat_template_unless_it_is_raw() -> None:
         ({"messages": [{"role": "someone", "content": "x"}]}, "`messages.0.role`: Input should be 'system'"),
         ({"think": "much"}, "`think."),
         ({"think": 0}, "`think."),
-        ({"options": {"mirostat": 2}}, "`options.mirostat` is not a field"),
         ({"options": {"temperature": 3}}, "`options.temperature`: "),
-        ({"logit_bias": {}}, "`logit_bias` is not a field"),
+        ({"logprobs": True}, "`logprobs` is not supported yet"),
         ({"format": "yaml"}, "`format."),
     ],
 )
@@ -152,6 +157,57 @@ def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
 def test_a_call_for_vectors() -> None:
     body = {"model": "m:latest", "input": ["a"], "truncate": False, "keep_alive": "5m"}
     assert read_embed(body) == {"model": "m", "input": ["a"], "truncate": False}
+
+
+# Samplers that ollama had, what loads a model, and names that were never its own.
+IDLE_OPTIONS: dict[str, Any] = {
+    "mirostat": 2, "mirostat_eta": 0.1, "mirostat_tau": 5, "tfs_z": 0.9, "typical_p": 0.7,
+    "penalize_newline": True, "repeat_last_n": 64, "num_ctx": 4096, "num_batch": 2, "num_gpu": 1,
+    "main_gpu": 0, "num_keep": 4, "num_thread": 8, "numa": False, "low_vram": True, "f16_kv": True,
+    "vocab_only": False, "logits_all": False, "use_mmap": True, "use_mlock": False, "draft_num_predict": 4,
+    "max_tokens": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDLE_OPTIONS)
+def test_an_option_that_ollama_ignores_is_ignored_and_named(name: str) -> None:
+    options = {name: IDLE_OPTIONS[name], "temperature": 0}
+    for api, asked in ((ollama.CHAT, CHAT), (ollama.GENERATE, {"prompt": "Hi"})):
+        given = {**asked, "options": options}
+        assert api.read(given) == api.read({**asked, "options": {"temperature": 0}})
+        assert api.ignored(given) == [f"options.{name}"]
+
+
+def test_what_ollama_ignores_at_the_top_is_ignored_and_named() -> None:
+    more = {"logit_bias": {}, "truncate": True, "shift": False, "keep_alive": "-1m", "options": None}
+    assert ollama.CHAT.read({**CHAT, **more}) == ollama.CHAT.read(CHAT)
+    assert ollama.CHAT.ignored({**CHAT, **more}) == ["logit_bias", "truncate", "shift"]
+    embed = {"model": "m", "input": "a", "options": {"num_ctx": 1}, "keep_alive": 0}
+    assert ollama.EMBED.read(embed) == {"model": "m", "input": "a"}
+    assert ollama.EMBED.ignored(embed) == ["options", "keep_alive"]
+    assert ollama.SHOW.ignored({"model": "m", "system": "s"}) == ["system"]
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "named"),
+    [
+        ({"num_predict": 0}, {}, ["options.num_predict"]),
+        ({"num_predict": -1}, {}, []),
+        ({"num_predict": -2}, {}, []),
+        ({"num_predict": -128}, {}, []),
+        ({"num_predict": 5.0}, {"max_tokens": 5}, []),
+        ({"seed": -1}, {}, []),
+        ({"seed": 0}, {"seed": 0}, []),
+        ({"mirostat": None}, {}, []),
+        ({"stop": []}, {"stop": []}, []),
+    ],
+)
+def test_values_of_options_mean_what_they_do_in_ollama(
+    options: dict[str, Any], body: dict[str, Any], named: list[str]
+) -> None:
+    given = {**CHAT, "options": options}
+    assert ollama.CHAT.read(given) == {**ollama.CHAT.read(CHAT), **body}
+    assert ollama.CHAT.ignored(given) == named
 
 
 def test_the_model_to_show() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from services.gateway import anthropic
 from services.gateway.native_call import fields_of
 from services.gateway.openapi import COMPONENTS, document
+from services.gateway.responses.events import RESPONSES
 from services.tokenizer.prepare import read_request
 from shared.api import ChatRequest, CompletionRequest
 from shared.errors import BadRequest
@@ -111,6 +113,39 @@ def test_the_document_takes_what_is_taken(kind: type, body: dict[str, Any]) -> N
         assert valid(kind.__name__, asked) == found, asked
         outcomes[found] += 1
     assert min(outcomes.values()) > 500  # the values are worth their time
+
+
+def test_the_document_takes_the_tools_of_other_apis_as_they_do() -> None:
+    client = {"name": "f", "input_schema": {"type": "object"}}
+    custom, bare, server = {**client, "type": "custom"}, {"type": "custom"}, {"type": "web_search_20250305"}
+    function, search = {"type": "function", "name": "f"}, {"type": "web_search"}
+    space = {"type": "namespace", "name": "n", "tools": [function, {"type": "custom", "name": "p"}]}
+    empty, nameless = {**space, "tools": []}, {"type": "namespace", "tools": [function]}
+    turns: Any = [{"role": "user", "content": "x"}]
+    asked: list[tuple[Any, str, dict[str, Any], list[list[Any]]]] = [
+        (
+            anthropic.COUNT.read,
+            "CountTokensRequest",
+            {"messages": turns},
+            [[], [client], [server], [server, client], [custom], [bare], [5]],
+        ),
+        (
+            RESPONSES.read,
+            "ResponseRequest",
+            {"input": turns},
+            [[], [function], [search], [search, function], [space], [search, space], [empty], [nameless]],
+        ),
+    ]
+    for read, name, body, table in asked:
+        outcomes = []
+        for tools in table:
+            try:
+                read({**body, "tools": tools})
+                outcomes.append(True)
+            except BadRequest:
+                outcomes.append(False)
+            assert valid(name, {**body, "tools": tools}) == outcomes[-1], tools
+        assert {*outcomes} == {True, False}
 
 
 def test_each_field_has_a_description() -> None:

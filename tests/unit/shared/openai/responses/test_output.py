@@ -90,6 +90,21 @@ def test_reasoning_text_and_calls_are_items() -> None:
     )
 
 
+def test_a_call_of_a_function_in_a_namespace_names_both() -> None:
+    call = asked(tools=[{"type": "namespace", "name": "sky", "tools": [TOOL]}, {**TOOL, "name": "sky__x"}])
+    text = CALLED.replace("weather", "sky__weather") + "\n" + CALLED.replace("weather", "sky__x")
+    body = whole(call, [native(text, answer_format="hermes")])
+    Response.model_validate(body, strict=True)
+    assert [(item["name"], item.get("namespace")) for item in body["output"]] == [
+        ("weather", "sky"),
+        ("sky__x", None),
+    ]
+    output = output_of(call, "hermes")
+    events = [*output.feed(text), *output.finish("stop")]
+    done = next(event for event in events if event.type.endswith("arguments.done"))
+    assert done.fields["name"] == "weather"
+
+
 def test_a_delta_counts_its_characters() -> None:
     output = output_of(asked(), "")
     opening = [output.event("created"), output.event("in_progress")]

@@ -8,12 +8,13 @@ import pytest
 
 from shared.errors import BadRequest
 from shared.openai.call import read_call
-from shared.openai.responses.request import PATH, read
+from shared.openai.responses.request import PATH, left_out, read
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "name": "weather", "description": "now", "parameters": SCHEMA, "strict": True}
 CALLED = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'}
 FUNCTION = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+SPACE = {"type": "namespace", "name": "agents", "description": "d", "tools": [{**TOOL, "strict": False}]}
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -50,7 +51,12 @@ def test_every_field_has_its_place() -> None:
         "messages": [{"role": "system", "content": "Be brief."}, USER],
         "max_completion_tokens": 9, "temperature": 0, "top_p": 0.5,
         "tools": [
-            {"type": "function", "function": {"name": "weather", "description": "now", "parameters": SCHEMA}}
+            {
+                "type": "function",
+                "function": {
+                    "name": "weather", "description": "now", "parameters": SCHEMA, "strict": True
+                },
+            }
         ],
         "tool_choice": {"type": "function", "function": {"name": "weather"}}, "parallel_tool_calls": False,
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
@@ -67,6 +73,20 @@ def test_allowed_tools_are_a_chats() -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     expected = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
     assert (body["tool_choice"], body["keep"]["response"]["tool_choice"]) == (expected, choice)
+
+
+def test_functions_of_a_namespace_are_functions_and_other_tools_are_left_out() -> None:
+    tools = [SPACE, {"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "patch"}]
+    turns = [{"role": "user", "content": "Hi"}, {**CALLED, "namespace": "agents"}]
+    asked = {"input": turns, "tools": tools, "client_metadata": {"a": "b"}}
+    body = read(asked)
+    (tool,) = body["tools"]
+    assert tool["function"] == {"name": "agents__weather", "description": "now", "parameters": SCHEMA}
+    (call,) = body["messages"][1]["tool_calls"]
+    assert call["function"]["name"] == "agents__weather"
+    (repeated,) = body["keep"]["response"]["tools"]
+    assert (repeated["name"], repeated["namespace"]) == ("weather", "agents")
+    assert left_out(asked) == ["tools.web_search", "tools.patch"]
 
 
 def test_a_conversation_with_calls_and_reasoning() -> None:
@@ -129,7 +149,9 @@ def test_null_fields_of_items_mean_none() -> None:
         ({"input": [{"type": "reasoning"}]}, "`input` has no message"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type `item_reference` are not"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "parts of type `input_image`"),
-        ({"tools": [{"type": "web_search"}]}, "tools of type `web_search` are not supported here"),
+        ({"tools": [{"type": "web_search"}]}, "tools of type `web_search` do not run here: send functions"),
+        ({"tools": [{**SPACE, "tools": []}]}, "tools of type `namespace` do not run here"),
+        ({"tools": [{**SPACE, "name": "a b"}]}, "`tools.0.namespace`: "),
         ({"tools": [{"type": "function", "name": "a b"}]}, "`tools.0.name`"),
         ({"tool_choice": "required"}, "a function of one of `tools` is expected"),
         (
