@@ -84,7 +84,7 @@ _HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOUR}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
 # RFC 3339, with the days that a month has; the engine's own dates end with 31 in every month.
 _SPELLED = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-# The engine's own names of hosts may have over 253 characters and wrong punycode: here no label has `--` as its
+# The engine's own names of hosts may be too long, or wrong punycode: here no label has `--` as its
 # third and fourth letter. RFC 5321 bounds the parts of an address, and the engine's own addresses do not.
 _A, _X = "[A-Za-z0-9]", "[A-Za-z0-9-]"
 _LABEL = f"{_A}({_A}|{_X}{_A}|{_X}{{2}}{_A}|{_X}({_A}{_X}|-{_A}){_X}{{0,58}}{_A})?"
