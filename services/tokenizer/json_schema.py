@@ -38,6 +38,8 @@ MOST_BOUND = 2**63  # the engine's bounds are signed integers of 64 bits
 _LAST = MOST_BOUND - 1024  # the last double below it
 MAX_FOLDED_SETS = 64  # sets of a case-insensitive pattern: each costs the compiler up to 1 ms
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_SPACES = {r"\s": r"[[\s\x{feff}]--\x{85}]", r"\S": r"[[\S\x{85}]--\x{feff}]"}  # ECMA's: a BOM, no NEL
 _TOO_DEEP = f"is nested deeper than {MAX_DEPTH}"
 
 _ANNOTATIONS = frozenset(
@@ -82,8 +84,11 @@ _HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOUR}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"
 # RFC 3339, with the days that a month has; the engine's own dates end with 31 in every month.
 _SPELLED = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-# RFC 5321 bounds the parts of an address, and the engine's own addresses do not.
-_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+# The engine's own names of hosts may be too long, or wrong punycode: here no label has `--` as its
+# third and fourth letter. RFC 5321 bounds the parts of an address, and the engine's own addresses do not.
+_A, _X = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+_LABEL = f"{_A}({_A}|{_X}{_A}|{_X}{{2}}{_A}|{_X}({_A}{_X}|-{_A}){_X}{{0,58}}{_A})?"
+_HOST = {"pattern": f"^{_LABEL}(\\.{_LABEL})*$", "maxLength": 253}
 _ADDRESS = {"pattern": f"^[^@]{{1,64}}@{_LABEL}(\\.{_LABEL})*$", "maxLength": 254}
 FORMATS = (*_SPELLED, "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 
@@ -135,8 +140,11 @@ class _Reader:
         """Add one keyword to `kept`. Raises BadRequest."""
         value = schema[name]
         match name:
-            case "properties" | "patternProperties" | "$defs" | "definitions":
+            case "properties" | "$defs" | "definitions":
                 kept[name] = self._each(value, path, depth)
+            case "patternProperties":
+                of = self._each(value, path, depth)
+                kept[name] = {self._pattern(key, f"{path}/{key!s:.80}"): part for key, part in of.items()}
             case "items" if isinstance(value, list):  # as before 2020-12
                 kept["prefixItems"] = self._list(value, path, depth)
             case "additionalItems":
@@ -163,13 +171,7 @@ class _Reader:
             case "required":
                 kept[name] = self._names(value, path)
             case "pattern":
-                if not isinstance(value, str):
-                    raise self._refused(path, "is not a text")
-                if is_hostile(value):
-                    raise self._refused(path, f"has over {MAX_FOLDED_SETS} sets without regard to case")
-                if why := engine_refuses(json.dumps({"grammars": [{"json_schema": {"pattern": value}}]})):
-                    raise self._refused(path, f"cannot be followed: {why}")
-                kept[name] = value
+                kept[name] = self._pattern(value, path)
             case "format":
                 self._format(kept, schema, value, path)
             case "multipleOf" | "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
@@ -255,15 +257,26 @@ class _Reader:
                 raise self._refused(path, "has half of a surrogate pair, which is no text")
         return value
 
+    def _pattern(self, value: Any, path: str) -> str:
+        """A pattern with the white space of ECMA 262."""
+        if not isinstance(value, str):
+            raise self._refused(path, "is not a text")
+        if is_hostile(value):
+            raise self._refused(path, f"has over {MAX_FOLDED_SETS} sets without regard to case")
+        pattern = _ESCAPE.sub(lambda found: _SPACES.get(found[0], found[0]), value)
+        if why := engine_refuses(json.dumps({"grammars": [{"json_schema": {"pattern": pattern}}]})):
+            raise self._refused(path, f"cannot be followed: {why}")
+        return pattern
+
     def _format(self, kept: Schema, schema: Schema, value: Any, path: str) -> None:
         if isinstance(value, str) and value in _NUMERIC_FORMATS and not self._allows(schema, "string"):
             return
         if value not in FORMATS:
             raise self._refused(path, f"is not one of {', '.join(FORMATS)}")
-        if value not in _SPELLED:
+        if value not in (*_SPELLED, "hostname"):
             kept["format"] = value
-        if value == "email":
-            kept.setdefault("allOf", []).append(_ADDRESS)
+        if value in ("email", "hostname"):
+            kept.setdefault("allOf", []).append(_ADDRESS if value == "email" else _HOST)
         elif value in _SPELLED:
             kept.setdefault("allOf", []).append({"pattern": _SPELLED[value]})
 

@@ -147,7 +147,8 @@ def choices(draw: Callable[..., Any], parts: st.SearchStrategy[Pair]) -> Pair:
             st.lists(st.one_of(SCALARS, st.sampled_from([0.1, 1e-7, -2.5, 1.0])), min_size=1, max_size=3)
         )
         values = values if kind == "enum" else values[:1]
-        return ({"enum": values} if kind == "enum" else {"const": values[0]}), st.sampled_from(values)
+        whole = [int(one) if isinstance(one, float) and one.is_integer() else one for one in values]
+        return ({"enum": values} if kind == "enum" else {"const": values[0]}), st.sampled_from(whole)
     (one, ones), (other, others) = draw(parts), draw(parts)
     match kind:
         case "anyOf":

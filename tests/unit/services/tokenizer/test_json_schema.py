@@ -77,6 +77,18 @@ def test_a_grammar_refuses_every_instance_that_is_not_valid(data: st.DataObject)
             ['"2024-02-29"', '"2000-02-29"'],
             ['"2023-02-29"', '"1900-02-29"', '"2024-04-31"'],
         ),
+        ({"pattern": r"^\s[^\s]$"}, ['"\ufeffa"', '" \x85"'], ['"\x85a"', '"a\ufeff"', '"  "']),
+        ({"pattern": r"^\S$"}, ['"a"', '"\x85"'], ['"\ufeff"', '" "']),
+        (
+            {"patternProperties": {r"^\S$": {"type": "null"}}},
+            ['{"a": null}', '{"\x85": null}'],
+            ['{"\ufeff": null}'],
+        ),
+        (
+            {"format": "hostname"},
+            ['"a.b-c"', '"a-b--c"', f'"{"a" * 63}.b"', '"a-1--b"'],
+            ['"xn--X"', '"aa--b"', '"-a"', '"a-"', f'"{"a" * 64}"', f'"{".".join(["ab" * 30] * 5)}"'],
+        ),
         ({"type": "integer"}, ["-0", "12345678901234567890"], ["01", "1.5", "+1"]),
         ({"type": "number"}, ["1e5", "-1.5E-7", "0.10"], [".5", "1.", "NaN"]),
         (
