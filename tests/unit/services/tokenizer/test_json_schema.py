@@ -38,7 +38,7 @@ def test_a_grammar_accepts_every_valid_instance(data: st.DataObject) -> None:
     assert judge.is_valid(value)
     text = data.draw(spelled(value))
     assert json.loads(text) == value
-    # Of a few numbers between close bounds llguidance 1.9.1 refuses the shortest form and takes one with a zero.
+    # llguidance 1.9.1 refuses the shortest form of a few numbers between bounds, and takes one with a zero.
     assert accepts(schema, text) or accepts(schema, DECIMALS.sub(r"\g<0>0", text)), text
 
 
