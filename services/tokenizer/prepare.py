@@ -457,6 +457,8 @@ def _answer_format(
     form = model.answer_format
     if form is None or not isinstance(request, ChatRequest):
         return None, False
+    if request.chat_template and model.template.finds_form:
+        form = model.template.skills(request.chat_template, with_tools=tools is not None).form
     if tools is not None and tools.choice == "required" and form.writes is None:
         return HERMES, False  # the grammar asks for calls that have one
     if form.think is None:

@@ -573,7 +573,7 @@ def test_template_helpers(path: Path) -> None:
         ("{{ raise_exception('roles must alternate') }}", "chat template: roles must alternate"),
         ("{{ messages[5].content + 1 }}", "chat template: "),
         ("{{ 1 / 0 }}", "chat template: division by zero"),
-        ("{{ messages.append(1) }}", "chat template: .*unsafe|not safely"),
+        ("{{ messages.clear() }}", "chat template: .*unsafe|not safely"),
         ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
         ("", "no chat template; send `prompt`"),
     ],
