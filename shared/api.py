@@ -8,7 +8,7 @@ null field counts as absent: readers of a body drop it. docs/reference/limits.md
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import (
@@ -101,8 +101,9 @@ def _text_or_ids(prompt: object) -> object:
     raise ValueError("one text or one list of token ids is expected")
 
 
-def _joined(content: object, info: ValidationInfo) -> object:
-    """Joins text parts. An assistant's message may have none, as with only tool calls: an empty text."""
+def _given(content: object, info: ValidationInfo) -> object:
+    """A text, or text parts if there are several. An assistant's message may have none, as with only tool
+    calls: an empty text."""
     if content is None and info.data.get("role") != ASSISTANT:
         raise ValueError("a text is expected, or a list of parts of type `text`")
     if not isinstance(content, list):
@@ -114,7 +115,14 @@ def _joined(content: object, info: ValidationInfo) -> object:
                 texts.append(text)
             case _:
                 raise ValueError("only parts of type `text` are supported")
-    return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+
+
+def joined(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """The text of a content: its parts of type `text`, joined by a line break, as vLLM and llama.cpp do."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content if "text" in part)
 
 
 def _yes_or_number(value: object) -> object:
@@ -184,7 +192,7 @@ class TextPart(TypedDict):
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ASSISTANT = "assistant"
-_CONTENT: dict[str, Any] = {  # the rule of `_joined`
+_CONTENT: dict[str, Any] = {  # the rule of `_given`
     "anyOf": [
         {"properties": {"role": {"const": ASSISTANT}}},
         {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
@@ -198,9 +206,14 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_CONTENT)
 
     role: Role
-    content: Annotated[str, BeforeValidator(_joined, str | list[TextPart] | None)] = Field(
+    content: Annotated[str | list[TextPart], BeforeValidator(_given, str | list[TextPart] | None)] = Field(
         None, validate_default=True
     )
+
+    @property
+    def text(self) -> str:
+        """Its text; parts are joined by a line break."""
+        return joined(self.content)
 
 
 class StreamOptions(BaseModel):

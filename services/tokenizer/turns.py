@@ -26,6 +26,7 @@ from services.tokenizer.template_probe import (
     written_form,
 )
 from shared.answer_formats.formats import Format, Python
+from shared.api import joined
 
 _BETWEEN = "\n\n"  # between two messages in one turn
 _SHORT_ID = 9
@@ -72,13 +73,6 @@ def _in_python(name: str, arguments: str) -> str:
     if not isinstance(given, dict):
         return f"{name}({arguments})"
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-
-
-def joined(content: Any) -> str:
-    """The text of a content; parts are joined by a line break, as vLLM and llama.cpp do."""
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
-    return content or ""
 
 
 def _in_known_role(message: Message, skills: TemplateSkills) -> Message:

@@ -553,9 +553,12 @@ def test_only_a_keepers_request_has_checkpoints(model: ServedModel) -> None:
         assert caught.value.param == "durable"
 
 
-def test_content_parts_are_joined(model: ServedModel) -> None:
+def test_content_parts_are_joined_by_a_line_break(model: ServedModel) -> None:
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "12"}]
-    assert prepared(model, {"messages": [{"role": "user", "content": parts}]}) == prepared(model, CHAT)
+    joined = {"messages": [{"role": "user", "content": "Hi \n12"}]}
+    assert prepared(model, {"messages": [{"role": "user", "content": parts}]}) == prepared(model, joined)
+    alone = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi 12"}]}]}
+    assert prepared(model, alone) == prepared(model, CHAT)
 
 
 def test_template_helpers(path: Path) -> None:

@@ -12,8 +12,9 @@ from support.text_models import write_bpe_gguf
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
 from services.tokenizer.template_probe import SHOWS_ALL, TemplateSkills, common_start, reads
-from services.tokenizer.turns import fitted, joined, told, written
+from services.tokenizer.turns import fitted, told, written
 from shared.answer_formats.formats import FORMATS, HERMES
+from shared.api import joined
 from shared.errors import BadRequest
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
