@@ -46,6 +46,7 @@ _MARKER_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # the start of a marker
 _LONG_ID, _SHORT_IDS = "call_zq0123456789", ("zqa012345", "zqb012345")
 _ASKED = {"role": "user", "content": "zqasked"}
 _SAID = {"role": "assistant", "content": "zqsaid"}
+_SYSTEM = {"role": "system", "content": "zqsystem"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +150,13 @@ class _Probe:
 
     def tools(self, skills: TemplateSkills) -> TemplateSkills:
         """Where tools are shown, and whether the system message is."""
-        system = {"role": "system", "content": "zqsystem"}
-        shown = self._shows(system, _ASKED)
-        self._tools_at, tools = self._where_tools_are_shown(system if shown else None)
+        shown = self._shows(_SYSTEM, _ASKED)
+        self._tools_at, tools = self._where_tools_are_shown(_SYSTEM if shown else None)
         skills = replace(skills, system=shown)
         if not self._with_tools:
             return skills
         self._tools = tools
-        return replace(skills, tools=self._tools_at, system=self._shows(system, _ASKED))
+        return replace(skills, tools=self._tools_at, system=self._shows(_SYSTEM, _ASKED))
 
     def _where_tools_are_shown(self, system: Message | None) -> tuple[str, list[Message] | None]:
         names = [f"{name}about" for name in (_NAME, _SECOND)]
@@ -232,21 +232,27 @@ class _Probe:
             if not takes(asked, result):
                 continue
             after = self._shows(*asked, result, {**_ASKED, "content": "zqafter"})
+            if skills.system and not self._shows(_SYSTEM, *asked, result):
+                skills = replace(skills, system=False)  # shown only beside a question, as Mistral Nemo does
             return replace(skills, named_results=bool(name), user_after_result=after)
         return replace(skills, results=False)
 
     def turns(self, skills: TemplateSkills) -> TemplateSkills:
         """Which orders of messages are shown, which roles, and which lists of parts."""
-        system, second = ({"role": "system", "content": f"zq{which}"} for which in ("system", "second"))
+        second = {"role": "system", "content": "zqlater"}
+        given = {"role": "developer", "content": "zqgiven"}
         answered = [_ASKED, _SAID, {**_ASKED, "content": "zqagain"}]
-        leading = [system] if skills.system else []
+        leading = [_SYSTEM] if skills.system else []
         late = [*leading, *answered[:2], second, *answered[2:]], [*leading, _ASKED, second]
         again = [_ASKED, {**_ASKED, "content": "zqmore"}], [*answered[:2], {**_SAID, "content": "zqmore"}]
         return replace(
             skills,
-            several_systems=skills.system and self._shows(system, second, _ASKED),
+            several_systems=skills.system and self._shows(_SYSTEM, second, _ASKED),
             late_system=skills.system and all(self._shows(*messages) for messages in late),
-            developer=self._knows([], {"role": "developer", "content": "zqgiven"}, [_ASKED]),
+            developer=self._knows([], given, [_ASKED])
+            and all(
+                self._shows(*messages) for messages in ([*leading, given, _ASKED], [*answered[:2], given])
+            ),
             functions=self._knows([_ASKED, _SAID], {"role": "function", "content": "zqgiven", "name": _NAME}),
             repeats=all(self._shows(*messages) for messages in again),
             parts=frozenset(role for role in _ROLES if self._takes_parts(role, skills)) | skills.only_parts,
@@ -274,7 +280,7 @@ class _Probe:
             return False
         odd = self._text([*before, {**message, "role": _ODD_ROLE}, *after])
         text = self._text([*before, message, *after])
-        return odd is None or text != odd.replace(_ODD_ROLE, message["role"])
+        return odd is None or text is None or text.lower() != odd.lower().replace(_ODD_ROLE, message["role"])
 
     def _called(self, skills: TemplateSkills, content: str | None = None, *, second: bool = False) -> Message:
         given: list[Any] = [_ARGUMENTS, _MORE]

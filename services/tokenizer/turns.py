@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from itertools import starmap
-from typing import Any
 
 from services.tokenizer.template_probe import (
     OF_SYSTEM,
@@ -242,6 +241,6 @@ def _both(first: Message, second: Message) -> Message:
 
 
 def _shaped(turn: Message, skills: TemplateSkills) -> Message:
-    if turn["role"] in skills.only_parts and isinstance(turn["content"], str):
+    if skills.only_parts and isinstance(turn["content"], str):
         return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
     return turn
