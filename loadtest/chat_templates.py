@@ -4,7 +4,7 @@ go, and that no word of a long conversation is lost.
     python -m loadtest.chat_templates FOLDER            compares; exit status 1 if anything differs
     python -m loadtest.chat_templates FOLDER --write    writes loadtest/results/chat_templates.tsv
 
-The templates stay where they are: the table has their names and SHA-256. Its first 69 are those of
+The templates stay where they are: the table has their names and SHA-256. Those without `hf-` are those of
 llama.cpp's models/templates (they are also in the source archive of llama-cpp-python), the others those of
 the tests of @huggingface/jinja. No model runs.
 """

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from shared.answer_formats.formats import FORMATS, HERMES, Format, Xml, format_of
+from shared.answer_formats.formats import FORMATS, HERMES, Format, Writes, Xml, format_of
 from shared.answer_formats.parser import AnswerParser
 from shared.answer_formats.reader import ARGUMENTS, CALL
 
@@ -23,6 +23,7 @@ Message = dict[str, Any]
 # (messages, tools, add_generation_prompt) to the prompt; None if the template raises.
 Render = Callable[[Sequence[Message], Any, bool], str | None]
 
+ANY, SHORT, FUNCTION = "any", "short", "function"
 VARIABLE, OF_SYSTEM, WRITTEN = "variable", "key of the system message", "written"
 READ, NOT_READ, SPELLED, UNKNOWN = "read back", "not read back", "written by headrace", "unknown"
 _ROLES = ("system", "user", "assistant", "tool")
@@ -43,7 +44,11 @@ PROBE_TOOLS = [
     for name in (_NAME, _SECOND)
 ]
 _MARKER_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # the start of a marker
-_LONG_ID, _SHORT_IDS = "call_zq0123456789", ("zqa012345", "zqb012345")
+_IDS = {
+    ANY: ("call_zq0123456789", "call_zq0123456780"),
+    SHORT: ("zqa012345", "zqb012345"),
+    FUNCTION: (f"functions.{_NAME}:0", f"functions.{_SECOND}:1"),
+}
 _ASKED = {"role": "user", "content": "zqasked"}
 _SAID = {"role": "assistant", "content": "zqsaid"}
 _SYSTEM = {"role": "system", "content": "zqsystem"}
@@ -59,7 +64,7 @@ class TemplateSkills:
     empty_tools: bool = False  # an empty list for none
     calls: bool = True  # the key `tool_calls` of a message
     text_arguments: bool = False  # arguments of calls as JSON texts
-    short_ids: bool = False  # ids of nine letters and digits
+    ids: str = ANY  # ids of calls: ANY, SHORT (nine letters and digits), FUNCTION (functions.NAME:0)
     null_content: bool = False  # calls only beside a null content
     text_beside_calls: bool = True  # else a message of its own before that of the calls
     parallel: bool = True  # several calls in one message
@@ -172,34 +177,31 @@ class _Probe:
 
     def calls(self, skills: TemplateSkills) -> TemplateSkills:
         """In which shape calls are shown."""
-        ids = (_LONG_ID, _SHORT_IDS[0])
-        for identifier, as_text, null in product(ids, (False, True), (False, True)):
-            skills = replace(
-                skills, short_ids=identifier != _LONG_ID, text_arguments=as_text, null_content=null
-            )
+        for ids, as_text, null in product(_IDS, (False, True), (False, True)):
+            skills = replace(skills, ids=ids, text_arguments=as_text, null_content=null)
             text = self._with_call(skills)
-            if text is None or not _shown(text, _NAME, "zqvalue"):
+            if text is None or not self._shown(text, _NAME, "zqvalue"):
                 continue
             both = self._with_call(skills, content="zqbeside")
             two = self._with_call(skills, second=True)
-            beside = both is not None and _shown(both, "zqbeside", _NAME, "zqvalue")
-            parallel = two is not None and _shown(two, _NAME, _SECOND, "zqvalue", "zqother")
+            beside = both is not None and self._shown(both, "zqbeside", _NAME, "zqvalue")
+            parallel = two is not None and self._shown(two, _NAME, _SECOND, "zqvalue", "zqother")
             return replace(skills, text_beside_calls=beside, parallel=parallel)
-        return replace(skills, calls=False, short_ids=False, text_arguments=False, null_content=False)
+        return replace(skills, calls=False, ids=ANY, text_arguments=False, null_content=False)
 
     def _with_call(self, skills: TemplateSkills, **more: Any) -> str | None:
         """The prompt with a call as its last message, or before a result if the template shows it only
         there."""
         called = self._called(skills, **more)
         text = self._text([_ASKED, called])
-        if text is not None and _shown(text, _NAME, "zqvalue"):
+        if text is not None and self._shown(text, _NAME, "zqvalue"):
             return text
         ids = [call["id"] for call in called["tool_calls"]]
         return self._text(
             [
                 _ASKED,
                 called,
-                *({"role": "tool", "content": "zqr", "tool_call_id": i, "name": _NAME} for i in ids),
+                *({"role": "tool", "content": "zqr", "tool_call_id": i} for i in ids),
             ]
         )
 
@@ -292,14 +294,16 @@ class _Probe:
         none = None if skills.null_content else ""
         return {"role": "assistant", "content": none if content is None else content, "tool_calls": calls}
 
+    def _shown(self, text: str, *words: str) -> bool:
+        """Whether a call is in the prompt with these words, more often than without it (tools have names,
+        too), and its arguments are neither Python nor encoded twice."""
+        without = self._text([_ASKED, _SAID]) or ""
+        added = all(text.count(word) > without.count(word) for word in words)
+        return added and '\\"zqcount' not in text and "'zqcount'" not in text
+
     @staticmethod
     def _id(skills: TemplateSkills, which: int = 0) -> str:
-        return _SHORT_IDS[which] if skills.short_ids else f"{_LONG_ID}{which or ''}"
-
-
-def _shown(text: str, *words: str) -> bool:
-    """Whether the words are in the text, and the arguments neither as Python nor encoded twice."""
-    return all(word in text for word in words) and '\\"zqcount' not in text and "'zqcount'" not in text
+        return _IDS[skills.ids][which]
 
 
 def _dumped(text: str, key: str) -> bool:
@@ -311,7 +315,12 @@ def _likely(found: Format, text: str) -> list[Format]:
     Headrace write it; `found` and formats with its reasoning before others."""
     alike = [found, *(form for form in FORMATS.values() if form.think == found.think)]
     first = [form for form in alike if reads(replace(form, notations=form.notations[:1]), text)]
-    return [*first, *alike, *FORMATS.values()]
+    exact = [form for form in first if form.writes is not None and _beginning(form.writes) in text]
+    return [*exact, *first, *alike, *FORMATS.values()]
+
+
+def _beginning(writes: Writes) -> str:
+    return (writes.first + writes.before).replace("NAME", _NAME)
 
 
 def is_writable(form: Format) -> bool:

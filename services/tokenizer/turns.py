@@ -17,7 +17,9 @@ from collections.abc import Iterable
 from itertools import starmap
 
 from services.tokenizer.template_probe import (
+    FUNCTION,
     OF_SYSTEM,
+    SHORT,
     WRITTEN,
     Message,
     TemplateSkills,
@@ -89,7 +91,7 @@ def _in_known_role(message: Message, skills: TemplateSkills) -> Message:
 
 def _with_calls(turns: list[Message], skills: TemplateSkills) -> list[Message]:
     fit: list[Message] = []
-    names: dict[str, str] = {}  # of functions, by the id of their call
+    ids = _Ids(skills)
     rest = list(reversed(turns))
     shown = True  # the last calls: as the template shows them
     while rest:
@@ -98,9 +100,8 @@ def _with_calls(turns: list[Message], skills: TemplateSkills) -> list[Message]:
         calls = given if isinstance(given, list) else []
         if turn["role"] != "tool":
             shown = not (skills.calls and calls and _needs_text(turn, skills))
-        names |= {str(call.get("id")): call["function"]["name"] for call in calls}
         if turn["role"] == "tool":
-            fit.append(_result(turn, names, skills) if shown and skills.results else _answered(turn))
+            fit.append(_result(turn, ids, skills) if shown and skills.results else _answered(turn))
         elif not calls:
             fit.append(turn)
         elif not (skills.calls and shown):
@@ -111,7 +112,8 @@ def _with_calls(turns: list[Message], skills: TemplateSkills) -> list[Message]:
                 results.append(rest.pop())
             rest += reversed(_one_by_one(turn, results))
         else:
-            fit += _native(turn, skills)
+            ids.add(calls)
+            fit += _native(turn, ids, skills)
     return fit
 
 
@@ -127,7 +129,7 @@ def _one_by_one(turn: Message, results: list[Message]) -> list[Message]:
     return [*apart, *results]
 
 
-def _native(turn: Message, skills: TemplateSkills) -> list[Message]:
+def _native(turn: Message, ids: _Ids, skills: TemplateSkills) -> list[Message]:
     """A turn with calls, as the template shows it."""
     calls = []
     for call in turn["tool_calls"]:
@@ -135,7 +137,7 @@ def _native(turn: Message, skills: TemplateSkills) -> list[Message]:
         if skills.text_arguments and not isinstance(function["arguments"], str):
             arguments = json.dumps(function["arguments"], ensure_ascii=False)
             function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function, **_short(call, "id", skills)})
+        calls.append({**call, "function": function, **ids.of(call, "id")})
     text, none = joined(turn["content"]), None if skills.null_content else ""
     called = {**turn, "tool_calls": calls, "content": turn["content"] if text else none}
     if not text or skills.text_beside_calls:
@@ -169,19 +171,39 @@ def _answered(turn: Message) -> Message:
     return {"role": "user", "content": f"<tool_response>\n{joined(turn['content'])}\n</tool_response>"}
 
 
-def _result(turn: Message, names: dict[str, str], skills: TemplateSkills) -> Message:
-    turn = {**turn, **_short(turn, "tool_call_id", skills)}
+def _result(turn: Message, ids: _Ids, skills: TemplateSkills) -> Message:
+    turn = {**turn, **ids.of(turn, "tool_call_id")}
     if skills.named_results and "name" not in turn:
-        turn["name"] = names.get(str(turn.get("tool_call_id")), "")
+        turn["name"] = ids.name(turn.get("tool_call_id"))
     return turn
 
 
-def _short(message: Message, key: str, skills: TemplateSkills) -> Message:
-    """An id of nine letters and digits for one that is not."""
-    given = message.get(key)
-    if not skills.short_ids or (isinstance(given, str) and len(given) == _SHORT_ID and given.isalnum()):
-        return {}
-    return {key: hashlib.sha256(str(given).encode()).hexdigest()[:_SHORT_ID]}
+class _Ids:
+    """The ids of calls as a template takes them, and the names of their functions."""
+
+    def __init__(self, skills: TemplateSkills) -> None:
+        self._kind = skills.ids
+        self._given: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+
+    def add(self, calls: list[Message]) -> None:
+        """Calls of the conversation, in order."""
+        for call in calls:
+            name, given = call["function"]["name"], str(call.get("id"))
+            self._names[given] = name
+            self._given[given] = f"functions.{name}:{len(self._given)}"
+
+    def name(self, given: object) -> str:
+        return self._names.get(str(given), "")
+
+    def of(self, message: Message, key: str) -> Message:
+        """The key `key` of a message, if the template takes another id than it has."""
+        given = message.get(key)
+        if self._kind == FUNCTION and str(given) in self._given:
+            return {key: self._given[str(given)]}
+        if self._kind != SHORT or (isinstance(given, str) and len(given) == _SHORT_ID and given.isalnum()):
+            return {}
+        return {key: hashlib.sha256(str(given).encode()).hexdigest()[:_SHORT_ID]}
 
 
 # ---- system messages, and turns of one role ------------------------------------------------------

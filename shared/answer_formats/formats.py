@@ -454,20 +454,12 @@ FORMATS = {
             think=("<|START_THINKING|>", "<|END_THINKING|>"),
             section=("<|START_ACTION|>", "<|END_ACTION|>"),
             aliases=("cohere2", "cohere_command3", "cohere_command4"),
-            writes=Writes(
-                '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ',
-                "}",
-                "<|START_ACTION|>[",
-                "]<|END_ACTION|>",
-                ", ",
-            ),
         ),
         Format(
             name="command_r",
             source=f"{_LLAMA_CPP}/CohereForAI-c4ai-command-r-plus-tool_use.jinja",
-            found_by=("Action: ```json",),
-            call=("Action: ```json", "```"),
-            writes=Writes('{"tool_name": "NAME", "parameters": ', "}", "Action: ```json\n[", "]```", ", "),
+            found_by=("Action:", "tool_name"),
+            call=("Action:\n```json", "```"),
         ),
         Format(
             name="gigachat31",
@@ -492,11 +484,18 @@ FORMATS = {
             notations=(Named(rf"\s*\w{{1,64}}<\|tool_call:name\|>{NAME}<\|tool_call:args\|>\s*"),),
         ),
         Format(
+            name="minimax_m1",
+            source=f"{_LLAMA_CPP}/MiniMax-M1.jinja",
+            found_by=("<tool_calls>", "<end_of_sentence>"),
+            section=("<tool_calls>", "</tool_calls>"),
+            aliases=("minimax",),
+            writes=Writes(_OBJECT, "}", "<tool_calls>\n", "\n</tool_calls>", "\n"),
+        ),
+        Format(
             name="apriel",
             source=f"{_LLAMA_CPP}/unsloth-Apriel-1.5.jinja",
             found_by=("<tool_calls>",),
             section=("<tool_calls>", "</tool_calls>"),
-            aliases=("minimax_m1", "minimax"),
             writes=Writes(_OBJECT, "}", "<tool_calls>[", "]</tool_calls>", ", "),
         ),
         Format(

@@ -205,8 +205,11 @@ class AnswerParser:
 
     def _all(self, found: Calls | None) -> bool:
         for name, arguments in found or ():
-            self._reader.start(name)
-            self._reader.emit(ARGUMENTS, arguments)
+            if self._reader.calls < self._most:
+                self._reader.start(name)
+                self._reader.emit(ARGUMENTS, arguments)
+            else:  # more than the request allows: text
+                self._reader.put(CONTENT, f"{name}({arguments})\n")
         return bool(found)
 
     def _json(self) -> NoCall:

@@ -116,6 +116,16 @@ SHORT_IDS = (
     "[TOOL_RESULTS]{{ m.content }} {{ m.tool_call_id }}[/TOOL_RESULTS]{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}"
     "{% else %}{{ raise_exception('roles') }}{% endif %}{% endfor %}"
 )
+# A call is shown under its id alone (Kimi K2 Thinking).
+ID_IS_NAME = (
+    "{% if tools %}<|im_system|>{{ tools | tojson }}<|im_end|>{% endif %}{% for m in messages %}"
+    "<|im_{{ m.role if m.role in ['user', 'assistant'] else 'system' }}|>{{ m.role }}<|im_middle|>"
+    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}"
+    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+    "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
 # Contents are lists of parts (vision models).
 LISTS_OF_PARTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>\n"
@@ -135,5 +145,6 @@ SHAPES = {
     "hermes": HERMES,
     "one call": ONE_CALL,
     "short ids": SHORT_IDS,
+    "id is name": ID_IS_NAME,
     "lists of parts": LISTS_OF_PARTS,
 }

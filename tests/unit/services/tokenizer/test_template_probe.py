@@ -52,11 +52,12 @@ WANTED: dict[str, dict[str, Any]] = {
     "one call": {"text_beside_calls": False, "parallel": False, "form": FORMATS["llama3"]},
     "short ids": {
         **ONE_AT_A_TIME,
-        "short_ids": True,
+        "ids": "short",
         "text_beside_calls": False,
         "user_after_result": False,
         "form": FORMATS["mistral"],
     },
+    "id is name": {"ids": "function", "form": FORMATS["kimi_k2"]},
     "lists of parts": {
         **UNTOLD,
         "results": False,

@@ -170,11 +170,18 @@ def test_calls_that_a_template_shows_one_by_one_have_their_results_beside_them()
 
 def test_ids_of_calls_are_shortened_alike() -> None:
     turn = {**said("assistant", ""), "tool_calls": [call("weather", "Ulm", 1)]}
-    called, answered = fit(turn, result("one", 1), short_ids=True)
+    called, answered = fit(turn, result("one", 1), ids="short")
     assert called["tool_calls"][0]["id"] == answered["tool_call_id"]
     assert len(answered["tool_call_id"]) == 9
     kept = {**result("one", 1), "tool_call_id": "abcdef123"}
-    assert fit(kept, short_ids=True) == [kept]
+    assert fit(kept, ids="short") == [kept]
+
+
+def test_ids_name_the_function_where_the_template_shows_nothing_else() -> None:
+    turn = {**said("assistant", ""), "tool_calls": [call("weather", "Ulm", 1), call("clock", "Bonn", 2)]}
+    called, second, first = fit(turn, result("two", 2), result("one", 1), ids="function")
+    assert [each["id"] for each in called["tool_calls"]] == ["functions.weather:0", "functions.clock:1"]
+    assert (second["tool_call_id"], first["tool_call_id"]) == ("functions.clock:1", "functions.weather:0")
 
 
 def test_a_result_gets_the_name_of_its_function() -> None:
