@@ -8,7 +8,7 @@ null field counts as absent: readers of a body drop it. docs/reference/limits.md
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import (
@@ -119,8 +119,9 @@ def _dumped(message: object) -> object:
     return {**held, "content": refusal} if isinstance(refusal, str) and not held.get("content") else held
 
 
-def _joined(content: object, info: ValidationInfo) -> object:
-    """Joins text parts. The message of a role in WITHOUT_TEXT may have none: an empty text."""
+def _given(content: object, info: ValidationInfo) -> object:
+    """A text, or text parts if there are several. The message of a role in WITHOUT_TEXT may have none: an
+    empty text."""
     role = info.data.get("role")
     if content is None and role not in WITHOUT_TEXT:
         raise ValueError("a text is expected, or a list of parts of type `text`")
@@ -135,7 +136,14 @@ def _joined(content: object, info: ValidationInfo) -> object:
                 texts.append(text)
             case _:
                 raise ValueError("only parts of type `text` are supported")
-    return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+
+
+def joined(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """The text of a content: its parts of type `text`, joined by a line break, as vLLM and llama.cpp do."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content if "text" in part)
 
 
 def _yes_or_number(value: object) -> object:
@@ -214,7 +222,7 @@ class RefusalPart(TypedDict):
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ASSISTANT = "assistant"
 WITHOUT_TEXT = (ASSISTANT, "tool", "function")  # it may have calls alone; a function may return nothing
-CONTENT_RULE: dict[str, Any] = {  # of `_joined`
+CONTENT_RULE: dict[str, Any] = {  # of `_given`
     "anyOf": [
         {"properties": {"role": {"enum": [*WITHOUT_TEXT]}}},
         {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
@@ -230,9 +238,14 @@ class ChatMessage(BaseModel):
     _without_nulls = model_validator(mode="before")(_dumped)
 
     role: Role
-    content: Annotated[str, BeforeValidator(_joined, str | list[TextPart | RefusalPart] | None)] = Field(
-        None, validate_default=True
-    )
+    content: Annotated[
+        str | list[TextPart], BeforeValidator(_given, str | list[TextPart | RefusalPart] | None)
+    ] = Field(None, validate_default=True)
+
+    @property
+    def text(self) -> str:
+        """Its text; parts are joined by a line break."""
+        return joined(self.content)
 
 
 class StreamOptions(BaseModel):

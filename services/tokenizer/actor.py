@@ -36,6 +36,7 @@ from services.tokenizer.core import (
 from services.tokenizer.prepare import Cancels, Prepared, ServedModel, Submission, prepared
 from services.tokenizer.queries import STANDS_BY, Queries, refuse
 from services.tokenizer.standby import MAX_COPIES, TURN_US, PendingRequest, Standby, key_of
+from services.tokenizer.template_probe import NOT_READ, UNKNOWN
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import (
     AGE,
@@ -49,7 +50,7 @@ from shared.actor.membership import (
 )
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import HEADER, STAMP, Aliases
-from shared.answer_formats.formats import OFF, named
+from shared.answer_formats.formats import AUTO, OFF, Format, named
 from shared.clock import Clock, SystemClock
 from shared.config import Settings, WatchedFile
 from shared.errors import Overloaded, PayloadTooLarge
@@ -61,7 +62,7 @@ from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
 from shared.telemetry.readings import MetricPoint, Metrics
 from shared.vocab.files import resolve, served_names
-from shared.vocab.vocabulary import load_vocabulary
+from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
 
@@ -211,6 +212,7 @@ class TokenizerActor(Actor):
             "model": self._name,
             "context": self._context(),
             "answer_format": self._model.answer_format.name if self._model.answer_format else OFF,
+            "calls": self._model.template.skills(with_tools=True).calls_are,
             "models_here": sorted(self._queries.served()) if self._standing is not None else [],  # started
             "pending": self._pending,
             "copies": len(self._standby),
@@ -675,19 +677,38 @@ def load_model(settings: Settings) -> ServedModel:
     vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
     for special in (False, True):  # build both forms now: see Vocabulary.encode
         vocabulary.encode("warm up", special=special)
-    form = named(settings.answer_format, vocabulary.chat_template)
     name, *aliases = served_names(settings)
+    template, form = _template_of(name, vocabulary, settings.answer_format)
     return ServedModel(
         name=name,
         aliases=tuple(aliases),
         vocabulary=vocabulary,
-        template=ChatTemplate(vocabulary, text_arguments=form is not None and form.text_arguments),
+        template=template,
         max_context=settings.max_context or vocabulary.context_tokens,
         default_timeout_us=int(settings.request_timeout_s * 1e6),
         processors=tuple(processor_targets(settings.logits_processors)),
         trusts_templates=settings.trust_request_chat_template,
         answer_format=form,
     )
+
+
+def _template_of(
+    model: str, vocabulary: Vocabulary, answer_format: str
+) -> tuple[ChatTemplate, Format | None]:
+    """The chat template, probed, and the format of the answers. Logs if calls of functions cannot be read."""
+    form = None if answer_format == AUTO else named(answer_format)
+    template = ChatTemplate(vocabulary, form)
+    template.skills(with_tools=False)
+    skills = template.skills(with_tools=True)
+    if answer_format == OFF:
+        return template, None
+    if skills.calls_are in (NOT_READ, UNKNOWN) and vocabulary.chat_template:
+        log.warning(
+            "%s: calls of functions in the form of its chat template are %s and may stay in the text "
+            "(docs/design/answer_formats.md); the setting answer_format names another form",
+            model, skills.calls_are,
+        )  # fmt: skip
+    return template, skills.form
 
 
 def build(settings: Settings) -> TokenizerActor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -21,7 +22,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.tokenizer.structured_output import Tools, parsed, spelled, with_tools
+from services.tokenizer.structured_output import Tools, parsed
+from services.tokenizer.template_probe import VARIABLE, TemplateSkills, probe
+from services.tokenizer.turns import fitted
+from shared.answer_formats.formats import Format
 from shared.errors import NO_TEMPLATE, BadRequest, SetupError
 from shared.vocab.vocabulary import Vocabulary
 
@@ -54,10 +58,10 @@ PLAIN = TemplateOptions()
 class ChatTemplate:
     """The compiled template of one model. Raises SetupError if its source is not jinja."""
 
-    def __init__(self, vocabulary: Vocabulary, *, text_arguments: bool = False) -> None:
-        """`text_arguments`: the template takes the arguments of earlier calls as JSON texts."""
+    def __init__(self, vocabulary: Vocabulary, form: Format | None = None) -> None:
+        """`form`: the answer format that is configured; None to find it."""
         self._vocabulary = vocabulary
-        self._text_arguments = text_arguments
+        self._form = form
         self._controls = list(vocabulary.controls)
         self._number = {name: i for i, name in enumerate(self._controls)}
         self._control = _any_of(self._controls)
@@ -66,17 +70,14 @@ class ChatTemplate:
         self._mark = vocabulary.secret + "u{}x"
         self._marks = re.compile(self._mark.format(r"(\d+)"))
         self._end = vocabulary.secret + "end"  # marks the end of the message to continue
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
+        environment = template_environment()
         try:
             self._source = vocabulary.chat_template
             self._template = environment.from_string(self._source) if self._source else None
         except TemplateError as error:
             raise SetupError(f"the model's chat template is not valid jinja: {error}") from error
         self._compiled = lru_cache(OWN_TEMPLATES)(environment.from_string)
+        self._skills = lru_cache(2 * OWN_TEMPLATES + 2)(self._probed)
 
     def encode(
         self,
@@ -88,18 +89,16 @@ class ChatTemplate:
     ) -> list[int]:
         """Prompt ids of a conversation with its tools. `wall_us` is the date for templates that print one.
         Raises BadRequest with the template's message."""
-        given = None
-        messages = [_with_reasoning(message) for message in messages]
-        if "tools" in (options.source or self._source):
-            messages = [parsed(message, as_text=self._text_arguments) for message in messages]
-            given = None if tools is None else self._guard(tools.given, self._control)
-        else:
-            messages = [spelled(message) for message in messages]
-            messages = messages if tools is None else with_tools(messages, tools)
-        guarded = [self._guarded(m) for m in messages]
+        messages = [parsed(_with_reasoning(message)) for message in messages]
+        guarded = [self._guarded(message) for message in messages]
+        given = None if tools is None else self._guard(tools.given, self._control)
+        skills = self.skills(options.source, with_tools=tools is not None)
+        turns = fitted(guarded, given, skills)
         if options.continue_final:
-            guarded[-1]["content"] += self._end
-        text = self._render(guarded, given, add_generation_prompt, wall_us, options)
+            turns[-1] = {**turns[-1], "content": _ended(turns[-1]["content"], self._end)}
+        if given is None or skills.tools != VARIABLE:
+            given = [] if skills.empty_tools else None
+        text = self._render(turns, given, add_generation_prompt, wall_us, options)
         if options.continue_final:
             text, found, _ = text.rpartition(self._end)
             if not found:
@@ -112,6 +111,28 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, wall_us: int) -> str:
         """The prompt as text, for people to read. Raises BadRequest."""
         return self._render(messages, None, add_generation_prompt, wall_us, PLAIN)
+
+    @property
+    def finds_form(self) -> bool:
+        """Whether the answer format is found by the template, and not configured."""
+        return self._form is None
+
+    def skills(self, source: str = "", *, with_tools: bool) -> TemplateSkills:
+        """What the template shows, of a request's own `source` or the model's. Raises BadRequest."""
+        return self._skills(source, with_tools)
+
+    def _probed(self, source: str, with_tools: bool) -> TemplateSkills:
+        options = TemplateOptions(source)
+        if source:
+            self._own(source)
+
+        def render(messages: Sequence[Any], tools: Any, add_generation_prompt: bool) -> str | None:
+            try:
+                return self._render(deepcopy([*messages]), deepcopy(tools), add_generation_prompt, 0, options)
+            except BadRequest:
+                return None
+
+        return probe(render, source or self._source, self._form, with_tools=with_tools)
 
     def _render(
         self,
@@ -172,6 +193,23 @@ class ChatTemplate:
         return value
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Templates may use a list as a queue, as those of Kimi K2 do: they get copies."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(
+            obj, attr, value
+        )
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """Where chat templates are compiled: with the helpers that Hugging Face templates expect."""
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    return environment
+
+
 class Generation(Extension):
     """`{% generation %}…{% endgeneration %}`, which marks the text of the model for training."""
 
@@ -199,6 +237,13 @@ def _alternatives(node: Trie) -> str:
     if not ways:
         return ""
     return f"(?:{'|'.join(ways)}){'?' if '' in node else ''}"
+
+
+def _ended(content: Any, end: str) -> Any:
+    """A content with `end` after its text."""
+    if isinstance(content, list):
+        return [*content[:-1], {**content[-1], "text": content[-1]["text"] + end}]
+    return (content or "") + end
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

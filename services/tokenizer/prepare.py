@@ -368,7 +368,7 @@ def _routing_key(tenant: str, request: Request | EmbeddingRequest, prompt: list[
     elif isinstance(request, ChatRequest):
         roles = [message.role for message in request.messages]
         first = request.messages[: roles.index("user") + 1 if "user" in roles else 1]
-        start = json.dumps([(message.role, message.content) for message in first]).encode()
+        start = json.dumps([(message.role, message.text) for message in first]).encode()
     else:
         start = ints(prompt[:ROUTING_TOKENS]).tobytes()
     return hashlib.blake2b(tenant.encode() + b"\0" + start, digest_size=8).hexdigest()
@@ -407,7 +407,7 @@ def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wal
     """The prompt's token ids. A text prompt gets the model's BOS token; ids are used unchanged. Raises
     BadRequest."""
     if isinstance(request, ChatRequest):
-        _check_chars("messages", sum(len(message.content) for message in request.messages), model)
+        _check_chars("messages", sum(len(message.text) for message in request.messages), model)
         messages = [message.model_dump() for message in request.messages]
         options = _template_options(request, model)
         starts = request.add_generation_prompt and not request.continue_final_message
@@ -483,6 +483,8 @@ def _answer_format(
     form = model.answer_format
     if form is None or not isinstance(request, ChatRequest):
         return None, False
+    if request.chat_template and model.template.finds_form:
+        form = model.template.skills(request.chat_template, with_tools=tools is not None).form
     required = tools is not None and tools.choice == "required"
     beside = tools is not None and not required and binds_text(request)
     if (required and form.writes is None) or (beside and (form.writes is None or form.bare)):

@@ -144,13 +144,6 @@ def _check(source: str, param: str) -> None:
         raise BadRequest(f"`{param}`: the grammar engine refuses it: {why}", param=param)
 
 
-_HOW = (
-    "You may call functions. They are, as JSON, in <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
-    'To call one, answer with a JSON object in tags:\n<tool_call>\n{{"name": <function>, "arguments": '
-    "<object>}}\n</tool_call>"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Tools:
     """The tools of a request: as given, with the resolved schemas of their arguments, and the choice.
@@ -159,8 +152,8 @@ class Tools:
                   required, or a function by name: nothing but calls
                   none: the tools are ignored
 
-    Calls are written as the model's family does (shared/answer_formats). A chat template with a `tools`
-    variable gets the tools; for other templates they are added to the system message, in the form of Hermes.
+    Calls are written as the model's family does (shared/answer_formats). The chat template gets the tools if
+    it shows them; else `turns.fitted` writes them into the system message.
     """
 
     given: list[Tool]
@@ -266,39 +259,12 @@ def _of_function(error: BadRequest, name: str) -> BadRequest:
     return BadRequest(text.replace("the schema", f"the parameters of {name!r:.40}:", 1), param="tools")
 
 
-def with_tools(messages: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
-    """The conversation for a template without a `tools` variable: they are in the system message."""
-    text = _HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools.given))
-    if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
-        return [first, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
-
-
-def spelled(message: dict[str, Any]) -> dict[str, Any]:
-    """An assistant's message with its tool calls written into its text."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not calls:
-        return message
-    texts = [f"<tool_call>\n{json.dumps(_call(call), ensure_ascii=False)}\n</tool_call>" for call in calls]
-    content = "\n".join([message["content"], *texts] if message["content"] else texts)
-    return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
-
-
-def parsed(message: dict[str, Any], *, as_text: bool = False) -> dict[str, Any]:
-    """The same message for a template with a `tools` variable: arguments are objects, or with `as_text` JSON
-    texts."""
+def parsed(message: dict[str, Any]) -> dict[str, Any]:
+    """The same message with the arguments of its calls as objects. Raises BadRequest."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    functions = [_call(call) for call in calls]
-    for function in functions if as_text else ():
-        if not isinstance(function["arguments"], str):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    whole = [
-        {**present(call), "type": "function", "function": function}
-        for call, function in zip(calls, functions, strict=True)
-    ]
+    whole = [{**present(call), "type": "function", "function": _call(call)} for call in calls]
     return {**message, "tool_calls": whole}
 
 

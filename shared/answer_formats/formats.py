@@ -26,6 +26,11 @@ class Json:
 
 
 @dataclass(frozen=True, slots=True)
+class Keyed:
+    """Calls as JSON objects in a list, each with the name as its one key and the arguments as its value."""
+
+
+@dataclass(frozen=True, slots=True)
 class Named:
     """The name, then the arguments as JSON. `head` is a pattern of the text before the arguments."""
 
@@ -82,7 +87,7 @@ class Writes:
         return self.first + self.before + self.after + self.last
 
 
-Notation = Json | Named | Xml | Python | Braces | Channels
+Notation = Json | Keyed | Named | Xml | Python | Braces | Channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,6 @@ class Format:
     fences: tuple[str, ...] = ()  # more markers after a call
     notations: tuple[Notation, ...] = (Json(),)  # tried in this order; a grammar has the first
     bare: str = ""  # characters that start a call without a marker, as the first of an answer
-    text_arguments: bool = False  # its template takes the arguments of earlier calls as JSON text
     short_ids: bool = False  # its template takes ids of nine letters and digits only
     aliases: tuple[str, ...] = ()  # names that vLLM and SGLang have for it
     writes: Writes | None = None  # as the model shall write calls; None: without a grammar
@@ -149,6 +153,25 @@ _GLM_XML = Xml(
     style="glm_xml",
 )
 
+
+def _tags(head: str, key: str, value_ends: str, *, begins: str = "", newlines: bool = False) -> Xml:
+    """Arguments in tags, without a grammar; `key` begins with a constant text, up to its first quote."""
+    begin = key.partition('"')[0].replace("\\", "")
+    return Xml(head, begins, key, begin, value_ends, style="", newlines=newlines)
+
+
+_KEY = r'(?P<key>[^"<>\n]{1,128})'
+_INVOKE = _tags(rf'{NAME}"\s*>\s*', rf'<parameter name="{_KEY}"\s*>', "</parameter>")
+_DSML = _tags(rf'{NAME}"\s*>\s*', rf'<｜DSML｜parameter name="{_KEY}"[^<>]{{0,40}}>', "</｜DSML｜parameter>")
+_HUNYUAN = Xml(
+    head=rf"\s*{NAME}<tool_sep:opensource>\s*",
+    head_begins="",
+    key=r"<arg_key:opensource>(?P<key>[^<\n]{1,128})</arg_key:opensource>\s*<arg_value:opensource>",
+    key_begins="<arg_key:opensource>",
+    value_ends="</arg_value:opensource>",
+    style="",
+)
+
 _OBJECT = '{"name": "NAME", "arguments": '
 _HERMES = Writes(f"<tool_call>\n{_OBJECT}", "}\n</tool_call>", between="\n")
 
@@ -164,6 +187,24 @@ FORMATS = {
             aliases=("openai", "gpt-oss", "openai_gptoss"),
         ),
         Format(
+            name="deepseek_v32",
+            source=f"{_LLAMA_CPP}/deepseek-ai-DeepSeek-V3.2.jinja",
+            found_by=("｜DSML｜", "function_calls"),
+            think=_THINK,
+            section=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+            call=('<｜DSML｜invoke name="', "</｜DSML｜invoke>"),
+            notations=(_DSML,),
+        ),
+        Format(
+            name="deepseek_v4",
+            source=f"{_LLAMA_CPP}/deepseek-ai-DeepSeek-V4.jinja",
+            found_by=("｜DSML｜", "tool_calls"),
+            think=_THINK,
+            section=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+            call=('<｜DSML｜invoke name="', "</｜DSML｜invoke>"),
+            notations=(_DSML,),
+        ),
+        Format(
             name="deepseek_v3",
             source=f"{_VLLM}/tool_chat_template_deepseekv3.jinja",
             found_by=("<｜tool▁calls▁begin｜>", "```json"),
@@ -173,7 +214,6 @@ FORMATS = {
             call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
             fences=("```",),
             notations=(Named(rf"\s*function<｜tool▁sep｜>{NAME}\s*```json\s*"),),
-            text_arguments=True,
             aliases=("deepseek_r1", "deepseekv3", "deepseek-v3", "deepseek-r1"),
             writes=Writes(
                 "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
@@ -182,6 +222,85 @@ FORMATS = {
                 "<｜tool▁calls▁end｜>",
                 "\n",
             ),
+        ),
+        Format(
+            name="deepseek_v31",
+            source=f"{_LLAMA_CPP}/deepseek-ai-DeepSeek-V3.1.jinja",
+            found_by=("<｜tool▁calls▁begin｜>",),
+            think=_THINK,
+            calls_end_reasoning=True,
+            section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            notations=(Named(rf"\s*{NAME}<｜tool▁sep｜>\s*"),),
+            writes=Writes(
+                "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+                "<｜tool▁call▁end｜>",
+                "<｜tool▁calls▁begin｜>",
+                "<｜tool▁calls▁end｜>",
+            ),
+        ),
+        Format(
+            name="kimi_k2",
+            source=f"{_LLAMA_CPP}/moonshotai-Kimi-K2.jinja",
+            found_by=("<|tool_calls_section_begin|>",),
+            think=_THINK,
+            calls_end_reasoning=True,
+            section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+            notations=(Named(rf"\s*(?:functions\.)?{NAME}:\d{{1,9}}\s*<\|tool_call_argument_begin\|>\s*"),),
+        ),
+        Format(
+            name="kimi_k3",
+            source=f"{_LLAMA_CPP}/Kimi-K3.jinja",
+            found_by=("<|open|>", "<|sep|>"),
+            think=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+            section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+            call=('<|open|>call tool="', "<|close|>call<|sep|>"),
+            notations=(
+                _tags(
+                    rf'{NAME}"[^<]{{0,40}}<\|sep\|>\s*',
+                    rf'<\|open\|>argument key="{_KEY}"[^<]{{0,40}}<\|sep\|>',
+                    "<|close|>argument<|sep|>",
+                ),
+            ),
+        ),
+        Format(
+            name="seed_oss",
+            source=f"{_LLAMA_CPP}/ByteDance-Seed-OSS.jinja",
+            found_by=("<seed:tool_call>",),
+            think=("<seed:think>", "</seed:think>"),
+            call=("<seed:tool_call>", "</seed:tool_call>"),
+            fences=("</function>",),
+            notations=(_QWEN_XML,),
+            writes=Writes(
+                "<seed:tool_call>\n<function=NAME>\n", "\n</function>\n</seed:tool_call>", between="\n"
+            ),
+        ),
+        Format(
+            name="minimax_m2",
+            source=f"{_LLAMA_CPP}/MiniMax-M2.jinja",
+            found_by=("<minimax:tool_call>",),
+            think=_THINK,
+            section=("<minimax:tool_call>", "</minimax:tool_call>"),
+            call=('<invoke name="', "</invoke>"),
+            notations=(_INVOKE,),
+        ),
+        Format(
+            name="minicpm5",
+            source=f"{_LLAMA_CPP}/openbmb-MiniCPM5-1B.jinja",
+            found_by=("<function name=", "<param name="),
+            think=_THINK,
+            call=('<function name="', "</function>"),
+            notations=(_tags(rf'{NAME}"\s*>\s*', rf'<param name="{_KEY}"\s*>', "</param>"),),
+        ),
+        Format(
+            name="hunyuan",
+            source=f"{_LLAMA_CPP}/tencent-Hy3.jinja",
+            found_by=("<tool_sep", "<arg_key"),
+            think=("<think:opensource>", "</think:opensource>"),
+            section=("<tool_calls:opensource>", "</tool_calls:opensource>"),
+            call=("<tool_call:opensource>", "</tool_call:opensource>"),
+            notations=(_HUNYUAN,),
         ),
         Format(
             name="glm45",
@@ -224,7 +343,6 @@ FORMATS = {
             source=f"{_VLLM}/tool_chat_template_phi4_mini.jinja",
             found_by=("functools",),
             call=("functools", ""),
-            text_arguments=True,
             aliases=("phi4_mini_json",),
             writes=Writes(_OBJECT, "}", "functools[", "]", ", "),
         ),
@@ -312,6 +430,81 @@ FORMATS = {
             bare="{",
             aliases=("llama3_json", "llama4_json", "llama"),
             writes=Writes('{"name": "NAME", "parameters": ', "}", between="; "),
+        ),
+        Format(
+            name="functionary_v3",
+            source=f"{_LLAMA_CPP}/meetkai-functionary-medium-v3.1.jinja",
+            found_by=("<function=", "<|eom_id|>"),
+            call=("<function=", "</function>"),
+            notations=(Named(rf"{NAME}>\s*"),),
+            writes=Writes("<function=NAME>", "</function>"),
+        ),
+        Format(
+            name="apertus",
+            source=f"{_LLAMA_CPP}/Apertus-8B-Instruct.jinja",
+            found_by=("<|tools_prefix|>",),
+            section=("<|tools_prefix|>", "<|tools_suffix|>"),
+            notations=(Keyed(),),
+            writes=Writes('{"NAME": ', "}", "<|tools_prefix|>[", "]<|tools_suffix|>", ", "),
+        ),
+        Format(
+            name="command",
+            source=f"{_LLAMA_CPP}/CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja",
+            found_by=("<|START_ACTION|>",),
+            think=("<|START_THINKING|>", "<|END_THINKING|>"),
+            section=("<|START_ACTION|>", "<|END_ACTION|>"),
+            aliases=("cohere2", "cohere_command3", "cohere_command4"),
+        ),
+        Format(
+            name="command_r",
+            source=f"{_LLAMA_CPP}/CohereForAI-c4ai-command-r-plus-tool_use.jinja",
+            found_by=("Action:", "tool_name"),
+            call=("Action:\n```json", "```"),
+        ),
+        Format(
+            name="gigachat31",
+            source=f"{_LLAMA_CPP}/GigaChat3.1-10B-A1.8B.jinja",
+            found_by=("<|function_call|>",),
+            call=("<|function_call|>", ""),
+            writes=Writes(f"<|function_call|>{_OBJECT}", "}"),
+        ),
+        Format(
+            name="gigachat3",
+            source=f"{_LLAMA_CPP}/GigaChat3-10B-A1.8B.jinja",
+            found_by=("function call<|role_sep|>",),
+            call=("function call<|role_sep|>", ""),
+            writes=Writes(f"function call<|role_sep|>\n{_OBJECT}", "}"),
+        ),
+        Format(
+            name="solar_open",
+            source=f"{_LLAMA_CPP}/upstage-Solar-Open-100B.jinja",
+            found_by=("<|tool_call:begin|>",),
+            section=("<|tool_calls|>", "<|calls|>"),
+            call=("<|tool_call:begin|>", "<|tool_call:end|>"),
+            notations=(Named(rf"\s*\w{{1,64}}<\|tool_call:name\|>{NAME}<\|tool_call:args\|>\s*"),),
+        ),
+        Format(
+            name="minimax_m1",
+            source=f"{_LLAMA_CPP}/MiniMax-M1.jinja",
+            found_by=("<tool_calls>", "<end_of_sentence>"),
+            section=("<tool_calls>", "</tool_calls>"),
+            aliases=("minimax",),
+            writes=Writes(_OBJECT, "}", "<tool_calls>\n", "\n</tool_calls>", "\n"),
+        ),
+        Format(
+            name="apriel",
+            source=f"{_LLAMA_CPP}/unsloth-Apriel-1.5.jinja",
+            found_by=("<tool_calls>",),
+            section=("<tool_calls>", "</tool_calls>"),
+            writes=Writes(_OBJECT, "}", "<tool_calls>[", "]</tool_calls>", ", "),
+        ),
+        Format(
+            name="lfm2",
+            source=f"{_LLAMA_CPP}/LFM2-8B-A1B.jinja",
+            found_by=("List of tools: ",),
+            think=_THINK,
+            call=("<|tool_call_start|>", "<|tool_call_end|>"),
+            notations=(Python(), Json()),
         ),
         Format(
             name="qwen3",

@@ -150,11 +150,23 @@ def json_calls(text: str) -> Calls | None:
     for call in found if isinstance(found, list) else [found]:
         if isinstance(call, dict) and isinstance(call.get("function"), dict):
             call = call["function"]  # OpenAI's own form
-        name = call.get("name") if isinstance(call, dict) else None
+        name = call.get("name", call.get("tool_name")) if isinstance(call, dict) else None
         if not isinstance(name, str) or not name:
             return None
         calls.append((name, arguments_of(call.get("arguments", call.get("parameters")))))
     return calls or None
+
+
+def keyed_calls(text: str) -> Calls | None:
+    """The calls in a list of JSON objects that have the name of the function as their one key."""
+    try:
+        found = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+    each = found if isinstance(found, list) else [found]
+    if not all(isinstance(call, dict) and len(call) == 1 for call in each):
+        return None
+    return [(name, arguments_of(value)) for call in each for name, value in call.items()] or None
 
 
 def arguments_of(value: object) -> str:

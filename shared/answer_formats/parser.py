@@ -12,12 +12,12 @@ text after the head of a call is its arguments, as the model wrote them. White s
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
 
 from shared.answer_formats.arguments import Argument
-from shared.answer_formats.formats import NAME, Braces, Channels, Format, Json, Named, Python, Xml
+from shared.answer_formats.formats import NAME, Braces, Channels, Format, Json, Keyed, Named, Python, Xml
 from shared.answer_formats.notations import (
     Calls,
     JsonScanner,
@@ -27,6 +27,7 @@ from shared.answer_formats.notations import (
     dumps,
     escaped,
     json_calls,
+    keyed_calls,
     python_calls,
     unquoted,
     value_of,
@@ -40,6 +41,7 @@ from shared.answer_formats.reader import (
     REASONING,
     Part,
     Reader,
+    Scan,
     Text,
     Truth,
 )
@@ -56,9 +58,13 @@ NoCall = Generator[None, None, str | None]
 
 # A JSON object up to its arguments. A key with one short value may precede the name.
 _HEAD_OF_OBJECT = re.compile(
-    r'\s*\{\s*(?:"(?!name"|arguments"|parameters")\w{1,32}"\s*:\s*(?:"[^"\\]{0,128}"|\d{1,9}|null)\s*,\s*)?'
-    r'"name"\s*:\s*"(?P<name>[^"\\\x00-\x1f]{1,128})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+    r'\s*\{\s*(?:"(?!name"|tool_name"|arguments"|parameters")\w{1,32}"\s*:\s*(?:"[^"\\]{0,128}"|\d{1,9}|null)\s*,\s*)?'
+    r'"(?:tool_)?name"\s*:\s*"(?P<name>[^"\\\x00-\x1f]{1,128})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
+
+
+def _python_or_json(text: str) -> Calls | None:
+    return python_calls(text) or json_calls(text)
 
 
 class AnswerParser:
@@ -165,7 +171,9 @@ class AnswerParser:
     def _channels(self) -> Truth:
         """The messages of harmony, each with a header."""
         reader, seen = self._reader, set[str]()
-        found = yield from reader.until(_STARTS, partial(reader.put, CONTENT))
+        # The prompt has opened the first header, in which a recipient may stand before the channel.
+        found = "" if not (yield from reader.literal("to=", step=False)) else _STARTS[0]
+        found = found or (yield from reader.until(_STARTS, partial(reader.put, CONTENT)))
         while found:
             header = (yield from reader.match(_MESSAGE)) if found in _STARTS else None
             if header is None:
@@ -200,8 +208,10 @@ class AnswerParser:
                     failed = yield from self._json()
                 case Named() | Xml() if first and first not in "[{":
                     failed = yield from self._headed(notation)
+                case Keyed() if first and first in "[{":
+                    failed = yield from self._whole(JsonScanner().scan, keyed_calls)
                 case Python() if first == "[" or first.isidentifier():
-                    failed = yield from self._python()
+                    failed = yield from self._whole(PythonScanner().scan, _python_or_json)
                 case Braces() if (yield from reader.literal("call:", step=False)):
                     failed = yield from self._braces(notation)
             if failed is None or failed:
@@ -217,8 +227,11 @@ class AnswerParser:
         if not all(self._knows(name) for name, _ in found or ()):
             return False
         for name, arguments in found or ():
-            self._reader.start(name)
-            self._reader.emit(ARGUMENTS, arguments)
+            if self._reader.calls < self._most:
+                self._reader.start(name)
+                self._reader.emit(ARGUMENTS, arguments)
+            else:  # more than the request allows: text
+                self._reader.put(CONTENT, f"{name}({arguments})\n")
         return bool(found)
 
     def _json(self) -> NoCall:
@@ -369,10 +382,9 @@ class AnswerParser:
             reader.emit(ARGUMENTS, '"')
         return end
 
-    def _python(self) -> NoCall:
-        scanner = PythonScanner()
-        text, _ = yield from self._reader.collect(scanner.scan)
-        return None if self._all(python_calls(text) or json_calls(text)) else text
+    def _whole(self, scan: Scan, calls_in: Callable[[str], Calls | None]) -> NoCall:
+        text, _ = yield from self._reader.collect(scan)
+        return None if self._all(calls_in(text)) else text
 
     def _braces(self, notation: Braces) -> NoCall:
         """Everything up to a marker that stands in no text."""

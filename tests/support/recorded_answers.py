@@ -70,6 +70,24 @@ def _gemma_call(name: str, of: dict[str, Any]) -> str:
     return f"<|tool_call>call:{name}{{{inside}}}<tool_call|>"
 
 
+def _tagged(call: str, argument: str) -> str:
+    """Both calls in tags: `call` has NAME and BODY, `argument` KEY, KIND (whether it is a text) and VALUE."""
+    texts = []
+    for name, of in (("get_weather", FIRST), ("get_time", SECOND)):
+        body = ""
+        for key, value in of.items():
+            text, kind = (value, "true") if isinstance(value, str) else (_dumps(value), "false")
+            body += argument.replace("KEY", key).replace("KIND", kind).replace("VALUE", text)
+        texts.append(call.replace("NAME", name).replace("BODY", body))
+    return "\n".join(texts)
+
+
+_DSML = _tagged(
+    '<｜DSML｜invoke name="NAME">\nBODY</｜DSML｜invoke>',
+    '<｜DSML｜parameter name="KEY" string="KIND">VALUE</｜DSML｜parameter>\n',
+)
+
+
 @dataclass(frozen=True)
 class Answer:
     """An answer of one family; its calls are those with FIRST and SECOND."""
@@ -134,6 +152,110 @@ ANSWERS = [
         "<|start|>assistant to=functions.get_time<|channel|>commentary json<|message|>"
         f"{_dumps(SECOND)}<|call|>",
         thinks=True,
+    ),
+    Answer(  # the prompt ends with the first header
+        "harmony",
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{_dumps(FIRST)}<|call|>"
+        "<|start|>assistant to=functions.get_time<|channel|>commentary json<|message|>"
+        f"{_dumps(SECOND)}<|call|>",
+        says=False,
+    ),
+    Answer(
+        "deepseek_v31",
+        f"{TEXT}<｜tool▁calls▁begin｜>"
+        + _DS.format(f"get_weather<｜tool▁sep｜>{_dumps(FIRST)}")
+        + _DS.format(f"get_time<｜tool▁sep｜>{_dumps(SECOND)}")
+        + "<｜tool▁calls▁end｜>",
+    ),
+    Answer(
+        "deepseek_v32",
+        f"{_THINK}{TEXT}\n\n<｜DSML｜function_calls>\n{_DSML}\n</｜DSML｜function_calls>",
+        thinks=True,
+    ),
+    Answer("deepseek_v4", f"{TEXT}\n\n<｜DSML｜tool_calls>\n{_DSML}\n</｜DSML｜tool_calls>"),
+    Answer(
+        "kimi_k2",
+        f"{TEXT}<|tool_calls_section_begin|>"
+        f"<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{_dumps(FIRST)}<|tool_call_end|>"
+        f"<|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>{_dumps(SECOND)}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+    ),
+    Answer(
+        "kimi_k3",
+        f"{TEXT}<|open|>tools<|sep|>"
+        + _tagged(
+            '<|open|>call tool="NAME" index="1"<|sep|>BODY<|close|>call<|sep|>',
+            '<|open|>argument key="KEY" type="x"<|sep|>VALUE<|close|>argument<|sep|>',
+        )
+        + "<|close|>tools<|sep|>",
+    ),
+    Answer(
+        "seed_oss",
+        f"{TEXT}\n"
+        + _tagged(
+            "<seed:tool_call>\n<function=NAME>\nBODY</function>\n</seed:tool_call>",
+            "<parameter=KEY>\nVALUE\n</parameter>\n",
+        ),
+    ),
+    Answer(
+        "minimax_m2",
+        f"{TEXT}\n<minimax:tool_call>\n"
+        + _tagged('<invoke name="NAME">\nBODY</invoke>', '<parameter name="KEY">VALUE</parameter>\n')
+        + "\n</minimax:tool_call>",
+    ),
+    Answer(
+        "minicpm5",
+        f"{_THINK}{TEXT}\n"
+        + _tagged('<function name="NAME">BODY</function>', '<param name="KEY">VALUE</param>'),
+        thinks=True,
+    ),
+    Answer(
+        "hunyuan",
+        f"{TEXT}<tool_calls:opensource>\n"
+        + _tagged(
+            "<tool_call:opensource>NAME<tool_sep:opensource>\nBODY</tool_call:opensource>",
+            "<arg_key:opensource>KEY</arg_key:opensource>\n<arg_value:opensource>VALUE</arg_value:opensource>\n",
+        )
+        + "\n</tool_calls:opensource>",
+    ),
+    Answer(
+        "functionary_v3",
+        f"<function=get_weather>{_dumps(FIRST)}</function><function=get_time>{_dumps(SECOND)}</function>",
+        says=False,
+    ),
+    Answer(
+        "apertus",
+        f'{TEXT}<|tools_prefix|>[{{"get_weather": {_dumps(FIRST)}}}, {{"get_time": {_dumps(SECOND)}}}]'
+        "<|tools_suffix|>",
+    ),
+    Answer(
+        "command",
+        f"<|START_THINKING|>{THOUGHT}<|END_THINKING|><|START_ACTION|>[\n"
+        f'    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {_dumps(FIRST)}}},\n'
+        f'    {{"tool_call_id": "1", "tool_name": "get_time", "parameters": {_dumps(SECOND)}}}\n]'
+        "<|END_ACTION|>",
+        thinks=True,
+        says=False,
+    ),
+    Answer(
+        "command_r",
+        f'Action:\n```json\n[\n{{"tool_name": "get_weather", "parameters": {_dumps(FIRST)}}},\n'
+        f'{{"tool_name": "get_time", "parameters": {_dumps(SECOND)}}}\n]```',
+        says=False,
+    ),
+    Answer(
+        "solar_open",
+        f"{TEXT}<|tool_calls|>"
+        f"<|tool_call:begin|>a1<|tool_call:name|>get_weather<|tool_call:args|>{_dumps(FIRST)}<|tool_call:end|>"
+        f"<|tool_call:begin|>b2<|tool_call:name|>get_time<|tool_call:args|>{_dumps(SECOND)}<|tool_call:end|>"
+        "<|calls|>",
+    ),
+    Answer("apriel", f"{TEXT}\n<tool_calls>[{A}, {B}]</tool_calls>"),
+    Answer("minimax_m1", f"{TEXT}\n<tool_calls>\n{A}\n{B}\n</tool_calls>"),
+    Answer(
+        "lfm2",
+        f"<|tool_call_start|>[get_weather(city={FIRST['city']!r}, options={FIRST['options']!r}), "
+        f"get_time(zone={SECOND['zone']!r})]<|tool_call_end|>{TEXT}",
     ),
     Answer("granite", f"<|tool_call|>[{A}, {B}]", says=False),
     Answer("phi4", f"<|tool_call|>[{A}, {B}]<|/tool_call|>", says=False),

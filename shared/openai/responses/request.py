@@ -480,7 +480,7 @@ def _turns(items: Sequence[BaseModel]) -> list[Body]:
 
 
 def _text(content: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(part.get("text") or part.get("refusal", "") for part in content)
+    return "\n".join(part.get("text") or part.get("refusal", "") for part in content)
 
 
 def _tool(tool: FunctionTool) -> Body:

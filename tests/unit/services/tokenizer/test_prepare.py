@@ -575,9 +575,12 @@ def test_only_a_keepers_request_has_checkpoints(model: ServedModel) -> None:
         assert caught.value.param == "durable"
 
 
-def test_content_parts_are_joined(model: ServedModel) -> None:
+def test_content_parts_are_joined_by_a_line_break(model: ServedModel) -> None:
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "12"}]
-    assert prepared(model, {"messages": [{"role": "user", "content": parts}]}) == prepared(model, CHAT)
+    joined = {"messages": [{"role": "user", "content": "Hi \n12"}]}
+    assert prepared(model, {"messages": [{"role": "user", "content": parts}]}) == prepared(model, joined)
+    alone = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi 12"}]}]}
+    assert prepared(model, alone) == prepared(model, CHAT)
 
 
 CALLING = (
@@ -644,7 +647,7 @@ def test_template_helpers(path: Path) -> None:
         ("{{ raise_exception('roles must alternate') }}", "chat template: roles must alternate"),
         ("{{ messages[5].content + 1 }}", "chat template: "),
         ("{{ 1 / 0 }}", "chat template: division by zero"),
-        ("{{ messages.append(1) }}", "chat template: .*unsafe|not safely"),
+        ("{{ messages.clear() }}", "chat template: .*unsafe|not safely"),
         ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
         ("", "no chat template; send `prompt`"),
     ],

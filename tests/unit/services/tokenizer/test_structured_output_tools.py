@@ -10,7 +10,7 @@ import pytest
 from support.loose_tools import FOLLOWED, LOOSE, tool_with
 from support.structured import grammar_of, tools_of
 
-from services.tokenizer.structured_output import parsed, spelled, with_tools
+from services.tokenizer.structured_output import parsed
 from shared.answer_formats import grammar
 from shared.errors import BadRequest
 
@@ -200,30 +200,13 @@ def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
-def test_a_template_without_tools_is_told_in_the_system_message() -> None:
-    tools = tools_of({"tools": [CLOCK]})
-    assert tools is not None
-    user = {"role": "user", "content": "Hi"}
-    first, second = with_tools([user], tools)
-    assert first["role"] == "system"
-    assert json.dumps(CLOCK) in first["content"]
-    assert second == user
-    (merged, _) = with_tools([{"role": "system", "content": "Be brief."}, user], tools)
-    assert merged["content"] == f"Be brief.\n\n{first['content']}"
-
-
-def test_earlier_calls_in_the_conversation() -> None:
+def test_earlier_calls_have_objects_for_arguments() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-    assert spelled(turn) == {"role": "assistant", "content": text}
-    assert spelled({**turn, "content": "Well."})["content"] == f"Well.\n{text}"
     function = {"name": "weather", "arguments": {"city": "Ulm"}}
     assert parsed(turn)["tool_calls"] == [{"id": "c", "type": "function", "function": function}]
-    as_text = {"name": "weather", "arguments": '{"city": "Ulm"}'}
-    for given in (turn, parsed(turn)):
-        assert parsed(given, as_text=True)["tool_calls"][0]["function"] == as_text
+    assert parsed(parsed(turn)) == parsed(turn)
     plain = {"role": "user", "content": "x"}
-    assert spelled(plain) == parsed(plain) == plain
+    assert parsed(plain) == plain
     with pytest.raises(BadRequest, match="a tool call is"):
-        spelled({**turn, "tool_calls": [{"function": {}}]})
+        parsed({**turn, "tool_calls": [{"function": {}}]})

@@ -14,7 +14,7 @@ from support.recorded_answers import read
 from shared.answer_formats.arguments import Argument
 from shared.answer_formats.formats import FORMATS, Xml
 
-FAMILIES = [name for name, form in FORMATS.items() if isinstance(form.notations[0], Xml)]
+FAMILIES = [name for name, form in FORMATS.items() if isinstance(form.notations[0], Xml) and form.writes]
 DEFS = {
     "Zip": {"type": "string"},
     "Same": {"$ref": "#/$defs/Zip"},

@@ -32,6 +32,13 @@ def test_a_text_is_a_chat() -> None:
     }  # fmt: skip
 
 
+def test_texts_of_one_item_are_joined_by_a_line_break() -> None:
+    parts = [{"type": "input_text", "text": text} for text in ("File a.py:", "print(1)")]
+    output = {"type": "function_call_output", "call_id": "c", "output": parts}
+    turns = read({"model": "m", "input": [{"role": "user", "content": parts}, output]})["messages"]
+    assert [turn["content"] for turn in turns] == ["File a.py:\nprint(1)"] * 2
+
+
 def test_every_field_has_its_place() -> None:
     body = read(
         {
