@@ -22,9 +22,11 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from shared.clock import TIMER_S, timer_s
 from shared.errors import (
     NO_TEMPLATE,
     NO_TEXT,
+    NO_VECTOR,
     BadRequest,
     Cancelled,
     DeadlineExceeded,
@@ -57,6 +59,8 @@ MAX_UNREAD_BYTES = 2_097_152  # of one request: some 10,000 frames, a hundred se
 MAX_TENANT_BYTES = 67_108_864  # of all requests of a tenant; above, those with more than their share end
 
 _CUT = "the connection to the nats-server was cut, and the answer did not continue: send it again"
+
+OTHER_VERSION_MS = 1_000  # while a fleet is updated, the next try may meet other services
 
 LEAVE = b'{"leave":true}'  # body of an attach: its reader wants no more
 
@@ -118,6 +122,8 @@ class Client:
             self._exchange({**body, "stream": False}, timeout_s, trace)
         ) as replies:
             async for reply in replies:
+                if "input" in body and "embedding" not in reply:
+                    raise Unavailable(NO_VECTOR, retry_after_ms=OTHER_VERSION_MS)
                 return reply
         raise EngineError("the service ended the request without an answer")
 
@@ -618,7 +624,7 @@ class UnreadFrames:
                 raise self._failure
             loop = self._loop = self._loop or asyncio.get_running_loop()
             self._reader, self._due_s = loop.create_future(), loop.time() + timeout_s
-            if self._timer is None or self._timer.when() > self._due_s:
+            if self._timer is None or self._timer.when() - TIMER_S > self._due_s:
                 self._arm()
             try:
                 await self._reader
@@ -646,7 +652,8 @@ class UnreadFrames:
 
     def _arm(self) -> None:
         self._disarm()
-        self._timer = asyncio.get_running_loop().call_at(self._due_s, self._look)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(timer_s((self._due_s - loop.time()) * 1e6), self._look)
 
     def _look(self) -> None:
         self._timer = None

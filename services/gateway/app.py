@@ -35,7 +35,15 @@ from services.gateway.batches import BatchApi
 from services.gateway.durable.endpoints import PREFIXES, Durable, prefers_async
 from services.gateway.durable.store import Pause, Store
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
-from services.gateway.exchange import Exchange, ExchangeCounters, answer, exchange_of, given_id, refusal
+from services.gateway.exchange import (
+    Exchange,
+    ExchangeCounters,
+    answer,
+    credential,
+    exchange_of,
+    given_id,
+    refusal,
+)
 from services.gateway.fleet import Fleet
 from services.gateway.native_call import (
     HEADROOM_BYTES,
@@ -239,7 +247,7 @@ class Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
-        self.keys.only_operator(_credential(request))
+        self.keys.only_operator(credential(request))
         readings = await self.fleet.metrics()
         page = await asyncio.to_thread(to_prometheus, readings)  # some 10 ms: streams go on
         return Response(page, headers={"Content-Type": CONTENT_TYPE})
@@ -321,7 +329,7 @@ class Endpoints:
 
     def _admit(self, request: Request) -> str:
         """Find the tenant of the request's key. Raises NotAuthorized."""
-        tenant = exchange_of(request).tenant = self.keys.tenant_of(_credential(request))
+        tenant = exchange_of(request).tenant = self.keys.tenant_of(credential(request))
         return tenant
 
     async def _client(self, request: Request) -> Client:
@@ -362,12 +370,6 @@ class Endpoints:
             return str((await client.request(subject, {"tokens": body["prompt"]}))["text"])
 
         return tuple(await asyncio.gather(*map(text, call.bodies)))
-
-
-def _credential(request: Request) -> str:
-    """The `Authorization` header, or one with the key in `X-Api-Key`."""
-    headers = request.headers
-    return headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
 
 
 def _state(why: str) -> Response:

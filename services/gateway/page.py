@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.errors import NoRoute
-from services.gateway.exchange import answer
+from services.gateway.exchange import answer, credential
 from services.gateway.fleet import Fleet
 
 KEPT = 200  # requests in the list
@@ -84,7 +84,7 @@ class Page:
         return Response(self._files[name], headers=_HEADERS, media_type=media_type)
 
     async def _states(self, request: Request) -> Response:
-        self._access.only_operator(_key(request))
+        self._access.only_operator(credential(request))
         return answer({"services": await self._fleet.states()})
 
     async def _requests(self, request: Request) -> Response:
@@ -99,12 +99,8 @@ class Page:
         return answer(found)
 
     def _seen_by(self, request: Request) -> list[dict[str, Any]]:
-        viewer = self._access.viewer_of(_key(request))
+        viewer = self._access.viewer_of(credential(request))
         return [line for line in self._recent if viewer is None or line.get("tenant") == viewer]
-
-
-def _key(request: Request) -> str:
-    return request.headers.get("authorization", "")
 
 
 def _read(name: str) -> bytes:

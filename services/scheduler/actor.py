@@ -39,6 +39,7 @@ from services.scheduler.state.step_log import StepSpan, step_spans, step_trace
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer, detection_us
 from shared.actor.runtime import Actor, HeartbeatPayload
+from shared.clock import timer_s
 from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, error_body
 from shared.messages import Cancel, ExecReset, Message, Tokenized
@@ -191,7 +192,7 @@ class SchedulerActor(Actor):
             self._due.cancel()
         self._due_us = due_us
         if due_us:
-            wait_s = max(due_us - self._mailbox.clock.now_us(), 0) / 1e6
+            wait_s = timer_s(due_us - self._mailbox.clock.now_us())
             on_due = self._mailbox.guarded(self._on_due)
             self._due = asyncio.get_running_loop().call_later(wait_s, on_due)
 
