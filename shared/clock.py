@@ -38,7 +38,7 @@ def new_epoch(clock: Clock) -> int:
 
 def timer_s(wait_us: float) -> float:
     """The delay in seconds for a timer that must not fire early: whole milliseconds, rounded up. uvloop
-    rounds to the nearest one: with a rest below half of one a timer would fire again and again until it is due."""
+    rounds to the nearest one: with a rest below half of one a timer would fire again and again."""
     return math.ceil(max(wait_us, 0) / 1e6 / TIMER_S) * TIMER_S
 
 

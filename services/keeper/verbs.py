@@ -227,7 +227,7 @@ class Verbs:
                 await self._streams.create(subject, data)
             except Unavailable as error:
                 if reads:
-                    why = f"{error.message}; it answers reads, so its disk is perhaps full (`headrace status`)"
+                    why = f"{error.message}; it answers reads, so its disk is perhaps full: see `status`"
                     raise Unavailable(why, retry_after_ms=FULL_RETRY_MS) from None
                 if not left:
                     raise

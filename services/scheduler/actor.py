@@ -284,15 +284,15 @@ def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:
 
 
 def answer_trace(mailbox: Mailbox, state: State, asked: Delivery) -> None:
-    """Reply to `headrace.v1.trace.<request>`; with the body `subjects.TRACE_STEPS` the reply has the
-    steps."""
+    """Reply to `headrace.v1.trace.<request>`, whose body is that of `subjects.trace_body`."""
     try:
         request = subjects.name_at(asked.subject, 3)
     except ValueError:
         request = ""  # the answer is "unknown"
     if access.answerable(mailbox.bus, asked):
         offset_us = mailbox.clock.wall_us() - mailbox.clock.now_us()
-        body = status.trace(state, request, offset_us, steps=asked.data == subjects.TRACE_STEPS)
+        tenant, steps = subjects.asked_trace(asked.data)
+        body = status.trace(state, request, offset_us, tenant=tenant, steps=steps)
         mailbox.bus.publish(asked.reply, to_json(body))
 
 
