@@ -67,6 +67,7 @@ class GatewayActor(Actor):
         access_log: AccessLog | None = None,
         origins: Sequence[str] = (),
         awaited: Collection[str] = (),
+        ping_s: float = 10.0,
     ) -> None:
         """`address`: host and port, or the path of a Unix socket. `shared`: other gateways listen on the same
         port. `awaited`: the models of this fleet, if they are known."""
@@ -77,7 +78,7 @@ class GatewayActor(Actor):
         self._access_log = access_log
         self._shared = shared
         self._keys = keys
-        self._timeout_s = timeout_s
+        self._timeout_s, self._ping_s = timeout_s, ping_s
         self._endpoints: Endpoints | None = None
         self._seen: set[str] = set()  # models of this fleet that have had a tokenizer
 
@@ -96,6 +97,7 @@ class GatewayActor(Actor):
             fleet=fleet,
             page=Page(fleet, self._keys),
             timeout_s=self._timeout_s,
+            ping_s=self._ping_s,
             model_of=self._model_of,
             component=mailbox.source,
             tracer=mailbox.tracer,
@@ -226,6 +228,7 @@ def build(settings: Settings) -> GatewayActor:
         access_log=AccessLog(access_log, prompts=settings.access_log_prompts) if access_log else None,
         origins=[origin.strip() for origin in settings.http_cors.split(",") if origin.strip()],
         awaited=settings.fleet_models,
+        ping_s=settings.http_ping_s,
     )
 
 

@@ -153,6 +153,7 @@ class Endpoints:
     fleet: Fleet
     page: Page
     timeout_s: float
+    ping_s: float = 10.0
     model_of: Callable[[str, str, str], str] = lambda name, tenant, request: name  # the model of an alias
     component: str = "gateway"  # name in spans
     tracer: Tracer | None = None
@@ -164,7 +165,8 @@ class Endpoints:
     @property
     def durable(self) -> Durable:
         """The endpoints of durable requests."""
-        return Durable(self._client, self._enter, self._echoed, self.counters, self.clock, self.pause)
+        own = self.counters, self.clock, self.pause, self.ping_s
+        return Durable(self._client, self._enter, self._echoed, *own)
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
@@ -293,9 +295,8 @@ class Endpoints:
         call = call.of_model(self.model_of(call.model, client.tenant, call.request_id))
         exchange.model = call.model
         echoed = await self._echoed(call, client) if call.echo else ()
-        return await self._answered(
-            request, NativeCall(client, self.timeout_s, exchange.trace), call, echoed, api
-        )
+        native = NativeCall(client, self.timeout_s, exchange.trace, self.ping_s / 2)
+        return await self._answered(request, native, call, echoed, api)
 
     async def _answered(
         self, request: Request, native: NativeCall, call: Call, echoed: tuple[str, ...], api: Api
@@ -306,7 +307,7 @@ class Endpoints:
             frames, chunks = native.frames(call), api.chunks(call, echoed)
             if keeps and isinstance(chunks, ResponseEvents):
                 frames = self.durable.keeping(frames, chunks, call, native.client)
-            return EventStream(frames, chunks, exchange, self.counters, self.clock)
+            return EventStream(frames, chunks, exchange, self.counters, self.clock, self.ping_s)
         natives = await unless_gone(request.receive, native.responses(call))
         exchange.answered_us = self.clock.wall_us()
         exchange.usages += [each["usage"] for each in natives]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
@@ -156,6 +157,7 @@ class NativeCall:
     client: Client
     timeout_s: float  # of a request without `timeout_s`
     trace: str = ""
+    quiet_s: float = math.inf  # of a stream, between two frames QUIET
 
     async def responses(self, call: Call) -> list[Body]:
         """The native answer to each prompt. Raises the first error, and cancels the other requests."""
@@ -174,7 +176,7 @@ class NativeCall:
         """The frames of all prompts in the order of their arrival, with PROMPT if there are several prompts.
         Raises like `responses`. Closing the generator cancels the running requests."""
         streams = [
-            self.client.stream(body, timeout_s=self._timeout_s(body), trace=self.trace)
+            self.client.stream(body, timeout_s=self._timeout_s(body), trace=self.trace, quiet_s=self.quiet_s)
             for body in call.bodies
         ]
         return _merged(streams) if len(streams) > 1 else streams[0]
