@@ -144,7 +144,8 @@ class Client:
         quiet_s: float = math.inf,
     ) -> AsyncGenerator[Body]:
         """The frames of an answer: accepted, delta…, done. `timeout_s` limits the wait for each. A frame
-        QUIET comes ACCEPTED_S after `accepted` if no other one does, then after each `quiet_s` without a frame.
+        QUIET comes ACCEPTED_S after `accepted` if no other one does, then after each `quiet_s` without
+        one.
 
         Raises like `complete`, and MissingFrame, SlowReader. Closing the generator early (`aclose`,
         cancellation) cancels the request, unless it has `finish_detached`.

@@ -45,7 +45,7 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would buffer a page
 ]
 EVENTS = b"text/event-stream; charset=utf-8"
-# A comment. Without a blank line: at one, some clients take the id of the last event for an event without data.
+# A comment. Without a blank line, at which some clients dispatch an event without data if an id came before.
 PING = b": ping\n"
 DONE = b"data: [DONE]\n\n"
 BODY_SEND = "headrace.send"  # in the scope: the server's own `send`, for bodies, past the edge
@@ -263,9 +263,9 @@ class EventStream(Response):
 
     The status waits until the request is accepted and, for ACCEPTED_S, for the first chunk: an earlier error
     is a response of its own, a later error ends the stream with a chunk of its own. After `ping_s` without a
-    chunk a ping is sent, since proxies and clients end a connection that is silent. A disconnect cancels the request. A slow client
-    delays no other: its frames wait in the native client, which ends the request if they are too many
-    (shared/client.py: UnreadFrames); the kernel ends a connection that reads nothing.
+    chunk a ping is sent, since proxies and clients end a connection that is silent. A disconnect cancels the
+    request. A slow client delays no other: its frames wait in the native client, which ends the request if
+    they are too many (shared/client.py: UnreadFrames); the kernel ends a connection that reads nothing.
     """
 
     def __init__(
