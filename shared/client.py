@@ -35,6 +35,7 @@ from shared.errors import (
     HeadraceError,
     Moved,
     Overloaded,
+    PayloadTooLarge,
     Unavailable,
     UnknownRequest,
     error_body,
@@ -254,7 +255,7 @@ class Client:
         of_model = subjects.generate_any_tenant(model).rpartition("*")[2]
         for replies in self._waiting.values():
             if not replies.count and replies.subject.endswith(of_model):
-                replies.send()
+                replies.send_again()
 
     def fail(self, error: HeadraceError) -> None:
         """End all running requests; their readers get this error after the received frames."""
@@ -378,7 +379,7 @@ class Client:
         replies = self._waiting.get(reply)
         if replies is not None and not replies.count:
             replies.resends -= bool(replies.resends)
-            replies.send()
+            replies.send_again()
 
     def _end_silent(self, counts: Mapping[str, int]) -> None:
         for reply, count in counts.items():
@@ -631,6 +632,13 @@ class UnreadFrames:
     def _count(self, size: int) -> None:
         self._bytes += size
         self._total.size += size
+
+    def send_again(self) -> None:
+        """Publish the request once more; the queue ends if the server's limit has become too low for it."""
+        try:
+            self.send()
+        except PayloadTooLarge as error:
+            self.fail(error)
 
     def fail(self, error: HeadraceError) -> None:
         """End the queue: the reader gets this error after the waiting messages."""
