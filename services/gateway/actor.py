@@ -25,6 +25,7 @@ from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
 from services.gateway.fleet import Fleet
 from services.gateway.native_call import Health, TenantConnections
 from services.gateway.page import Page
+from services.gateway.visitors import Visitors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
@@ -68,11 +69,13 @@ class GatewayActor(Actor):
         origins: Sequence[str] = (),
         awaited: Collection[str] = (),
         ping_s: float = 10.0,
+        hosts: Sequence[str] = (),
     ) -> None:
         """`address`: host and port, or the path of a Unix socket. `shared`: other gateways listen on the same
         port. `awaited`: the models of this fleet, if they are known."""
         self._awaited = awaited
         self._origins = origins
+        self._visitors = Visitors(hosts, origins, keys=keys.demanded)
         self._address = address
         self._tls = tls
         self._access_log = access_log
@@ -104,7 +107,8 @@ class GatewayActor(Actor):
             access_log=self._access_log,
             clock=mailbox.clock,
         )
-        app = build_app(self._endpoints, self._origins)
+        at_all = None if isinstance(self._address, str) else self._visitors
+        app = build_app(self._endpoints, self._origins, at_all)
         if isinstance(self._address, str):
             unix = UnixListener(self._address)
             self._http = HttpServer(app, unix.socket, self._tls, unix)
@@ -229,6 +233,7 @@ def build(settings: Settings) -> GatewayActor:
         origins=[origin.strip() for origin in settings.http_cors.split(",") if origin.strip()],
         awaited=settings.fleet_models,
         ping_s=settings.http_ping_s,
+        hosts=[host.strip() for host in settings.http_hosts.split(",") if host.strip()],
     )
 
 

@@ -59,6 +59,7 @@ from services.gateway.openai_response import BODY_SEND, EMBEDDINGS, OPENAI, Api,
 from services.gateway.openapi import document
 from services.gateway.page import Page
 from services.gateway.responses.events import RESPONSES, ResponseEvents
+from services.gateway.visitors import Visitors
 from shared.client import Client
 from shared.clock import Clock, SystemClock
 from shared.config import WatchedFile
@@ -105,8 +106,9 @@ _WITH_ID = {
 }
 
 
-def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
-    """The application of one gateway; pages of other `origins` may use it."""
+def build_app(endpoints: Endpoints, origins: Sequence[str] = (), visitors: Visitors | None = None) -> ASGIApp:
+    """The application of one gateway; pages of other `origins` may use it. `visitors` None: no host is
+    refused, since no browser reaches a Unix socket."""
     to_prometheus(())  # imports prometheus_client now, before the first request
     routes = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
@@ -140,7 +142,7 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
         CORSMiddleware, origins, ["*"], ["*"], expose_headers=[exchanges.ID_HEADER, "Retry-After", "Location"]
     )
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=[cors] if origins else [])  # type: ignore[arg-type]  # its handlers are typed for Exception alone
-    return ExchangeMiddleware(app, endpoints)
+    return ExchangeMiddleware(app, endpoints, visitors)
 
 
 @dataclass(slots=True)
@@ -431,8 +433,8 @@ async def _failed(request: Request, _: Exception) -> Response:
 class ExchangeMiddleware:
     """The middleware around every request: id, trace, counters."""
 
-    def __init__(self, app: ASGIApp, endpoints: Endpoints) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, endpoints: Endpoints, visitors: Visitors | None = None) -> None:
+        self._app, self._visitors = app, visitors
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -454,8 +456,12 @@ class ExchangeMiddleware:
             await send(message)
 
         endpoints.counters.begin()
+        app = self._app
+        if self._visitors is not None:
+            exchange.error = self._visitors.refusal(scope["method"], Headers(scope=scope))
+            app = self._app if exchange.error is None else refusal(exchange.error, exchange)
         try:
-            await self._app(scope, receive, marked)
+            await app(scope, receive, marked)
         finally:
             self._end(exchange)
 
