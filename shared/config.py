@@ -74,9 +74,6 @@ class Settings(BaseSettings):
     http_cors: str = Field(
         "", description="origins, by comma, whose pages may use the API; *: any; empty: none"
     )
-    http_hosts: str = Field(
-        "", description="names of a gateway without keys, by comma: llm.example.com; .example.com; *: any"
-    )
     http_ping_s: float = Field(
         10, ge=0.1, description="longest silence of a streamed answer, s: then a comment or a ping is sent"
     )
@@ -301,7 +298,6 @@ _METAVARS = {  # for names with an unclear last word
     "http_tls_cert": "FILE",
     "http_tls_key": "FILE",
     "http_cors": "ORIGINS",
-    "http_hosts": "NAMES",
     "http_ping_s": "SECONDS",
     "access_log": "FILE",
     "links": "NAME=URL,...",

@@ -69,13 +69,12 @@ class GatewayActor(Actor):
         origins: Sequence[str] = (),
         awaited: Collection[str] = (),
         ping_s: float = 10.0,
-        hosts: Sequence[str] = (),
     ) -> None:
         """`address`: host and port, or the path of a Unix socket. `shared`: other gateways listen on the same
         port. `awaited`: the models of this fleet, if they are known."""
         self._awaited = awaited
         self._origins = origins
-        self._visitors = Visitors(hosts, origins, keys=keys.demanded)
+        self._visitors = Visitors(origins, keys=keys.demanded)
         self._address = address
         self._tls = tls
         self._access_log = access_log
@@ -233,7 +232,6 @@ def build(settings: Settings) -> GatewayActor:
         origins=[origin.strip() for origin in settings.http_cors.split(",") if origin.strip()],
         awaited=settings.fleet_models,
         ping_s=settings.http_ping_s,
-        hosts=[host.strip() for host in settings.http_hosts.split(",") if host.strip()],
     )
 
 

@@ -5,15 +5,15 @@ points there afterwards (DNS rebinding) also read the answers. A gateway without
 to a host that is not its own, and those that change something from another origin. A page cannot send a key
 that it does not have, so a gateway with keys takes every host.
 
-    Host      an address; localhost; a name that nobody can register, such as `gateway` or `gateway.ns.svc`;
-              this machine's name; those of `http_hosts`
+    Host      an address; localhost; a name that cannot be registered, such as `gateway` or `gateway.ns.svc`;
+              this machine's name; those in the origins of `http_cors`
     Origin    the same host, or one of `http_cors`; other programs than browsers send none
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -21,9 +21,9 @@ from shared.errors import Forbidden
 
 ANY = "*"
 SAFE = ("GET", "HEAD", "OPTIONS")
-# No one can register names below these: https://www.iana.org/assignments/special-use-domain-names, and
+# Names below these cannot be registered: https://www.iana.org/assignments/special-use-domain-names, and
 # `internal`; `lan` and `svc` (of Kubernetes) are no top-level domains.
-_PRIVATE = ("localhost", "local", "internal", "lan", "svc", "home.arpa")
+_PRIVATE = (".localhost", ".local", ".internal", ".lan", ".svc", ".home.arpa")
 _OWN = ("same-origin", "none")  # values of `Sec-Fetch-Site`, which no page can set
 
 
@@ -35,15 +35,11 @@ def from_browser(headers: Mapping[str, str]) -> bool:
 class Visitors:
     """The check of a gateway's requests."""
 
-    def __init__(
-        self, hosts: Collection[str] = (), origins: Sequence[str] = (), *, keys: bool = False
-    ) -> None:
-        """`hosts`: further names, `.example.com` for all below one, ANY for all. `origins`: of `http_cors`.
-        `keys`: every request needs one."""
-        self._hosts = {host.lower() for host in hosts}
+    def __init__(self, origins: Sequence[str] = (), *, keys: bool = False) -> None:
+        """`origins`: those of `http_cors`; ANY for all. `keys`: every request needs one."""
         self._origins = {*origins}
-        self._all = keys or ANY in self._hosts
-        self._own = socket.gethostname().lower()
+        self._all = keys or ANY in self._origins
+        self._names = {socket.gethostname().lower(), *(_name(urlsplit(each).netloc) for each in origins)}
 
     def refusal(self, method: str, headers: Mapping[str, str]) -> Forbidden | None:
         """Why a request is refused; None for one that is welcome."""
@@ -52,20 +48,18 @@ class Visitors:
         host = headers.get("host", "")
         if not self._is_own(name := _name(host)):
             return Forbidden(
-                f"a gateway without API keys is not used as {name!r:.80}: add the name to its `http_hosts`"
+                f"a gateway without API keys is not used as {name!r:.80}: add its origin to `http_cors`"
             )
         if method in SAFE or (origin := headers.get("origin")) is None:
             return None
         same = headers.get("sec-fetch-site") in _OWN or origin.partition("://")[2] == host
-        if same or origin in self._origins or ANY in self._origins or not _is_site(origin):
+        if same or origin in self._origins or not _is_site(origin):
             return None
         return Forbidden(f"pages of {origin!r:.80} may not use this gateway: add the origin to `http_cors`")
 
     def _is_own(self, name: str) -> bool:
-        if not name or name in (self._own, *self._hosts) or _is_address(name):
-            return True
-        below = (*(f".{end}" for end in _PRIVATE), *(host for host in self._hosts if host.startswith(".")))
-        return "." not in name or name.endswith(below)
+        private = not name or "." not in name or name.endswith(_PRIVATE)
+        return private or name in self._names or _is_address(name)
 
 
 def _name(host: str) -> str:
