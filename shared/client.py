@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 from array import array
 from base64 import b64decode
@@ -22,9 +23,11 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from shared.clock import TIMER_S, timer_s
 from shared.errors import (
     NO_TEMPLATE,
     NO_TEXT,
+    NO_VECTOR,
     BadRequest,
     Cancelled,
     DeadlineExceeded,
@@ -32,6 +35,7 @@ from shared.errors import (
     HeadraceError,
     Moved,
     Overloaded,
+    PayloadTooLarge,
     Unavailable,
     UnknownRequest,
     error_body,
@@ -51,12 +55,16 @@ AGAIN_S, TIMES_AGAIN = 1.0, 4  # after a reconnect, resends of a request without
 SILENCE_S = 3.0  # of a followed request; then its detokenizer may be dead
 STATE_S = 2.0  # for a keeper's answer
 MOST_INBOXES = 8  # of one reader: late answers to its attaches are still read
+ACCEPTED_S = 0.5  # after which a stream without text is quiet, the first time
+QUIET = "quiet"  # type of a frame that this client adds: the request is accepted, and nothing has come
 GAP_S = 3.0  # for a stream with a missing frame to start over, as streams do after an outage of the broker
 
 MAX_UNREAD_BYTES = 2_097_152  # of one request: some 10,000 frames, a hundred seconds of a fast stream
 MAX_TENANT_BYTES = 67_108_864  # of all requests of a tenant; above, those with more than their share end
 
 _CUT = "the connection to the nats-server was cut, and the answer did not continue: send it again"
+
+OTHER_VERSION_MS = 1_000  # while a fleet is updated, the next try may meet other services
 
 LEAVE = b'{"leave":true}'  # body of an attach: its reader wants no more
 
@@ -118,6 +126,8 @@ class Client:
             self._exchange({**body, "stream": False}, timeout_s, trace)
         ) as replies:
             async for reply in replies:
+                if "input" in body and "embedding" not in reply:
+                    raise Unavailable(NO_VECTOR, retry_after_ms=OTHER_VERSION_MS)
                 return reply
         raise EngineError("the service ended the request without an answer")
 
@@ -127,22 +137,31 @@ class Client:
         return array("f", b64decode(found["embedding"]))
 
     def stream(
-        self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S, trace: str = ""
+        self,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        trace: str = "",
+        quiet_s: float = math.inf,
     ) -> AsyncGenerator[Body]:
-        """The frames of an answer: accepted, delta…, done. `timeout_s` limits the wait for each.
+        """The frames of an answer: accepted, delta…, done. `timeout_s` limits the wait for each. A frame
+        QUIET comes ACCEPTED_S after `accepted` if no other one does, then after each `quiet_s` without
+        one.
 
         Raises like `complete`, and MissingFrame, SlowReader. Closing the generator early (`aclose`,
         cancellation) cancels the request, unless it has `finish_detached`.
         """
-        return self._exchange({**body, "stream": True}, timeout_s, trace)
+        return self._exchange({**body, "stream": True}, timeout_s, trace, quiet_s)
 
-    async def follow(self, request_id: str, start: Mapping[int, str] | None = None) -> AsyncGenerator[Body]:
+    async def follow(
+        self, request_id: str, start: Mapping[int, str] | None = None, *, quiet: bool = False
+    ) -> AsyncGenerator[Body]:
         """The frames of any request of this tenant, for a reader that has the text `start` of each choice:
         accepted, delta…, done, as of `stream`; each choice of a delta has `at`, the characters of the choice
         before it. A durable request may wait, run, or have ended; any other must run. The reader survives the
         deaths of services, of the broker, and of all of them. When the text starts over, `accepted` comes
         again with a higher `attempt` (with `start`, the first one has 1 if the text goes on): drop what you
-        have.
+        have. With `quiet` a frame QUIET comes after each silence of some seconds.
 
         Closing the generator early leaves the request alone. Raises the request's error; Moved, if another
         reader follows it; UnknownRequest; Unavailable, if the fleet is gone for follow.LOST_S.
@@ -178,6 +197,8 @@ class Client:
                     await asyncio.sleep(patience.pause_s)
                 if not place.answered and patience.is_over(state, loop.time()):
                     raise _lost(request_id, state)
+                if quiet:
+                    yield {"type": QUIET}
         finally:
             for inbox in inboxes:
                 self._waiting.pop(inbox, None)
@@ -234,7 +255,7 @@ class Client:
         of_model = subjects.generate_any_tenant(model).rpartition("*")[2]
         for replies in self._waiting.values():
             if not replies.count and replies.subject.endswith(of_model):
-                replies.send()
+                replies.send_again()
 
     def fail(self, error: HeadraceError) -> None:
         """End all running requests; their readers get this error after the received frames."""
@@ -281,7 +302,9 @@ class Client:
             raise NoResponders(f"no service answers on {subject}")
         return delivery
 
-    async def _exchange(self, body: Body, timeout_s: float, trace: str) -> AsyncGenerator[Body]:
+    async def _exchange(
+        self, body: Body, timeout_s: float, trace: str, quiet_s: float = math.inf
+    ) -> AsyncGenerator[Body]:
         """Send `body` and yield the messages of the reply up to the last one."""
         model = str(body.get("model", ""))
         if not model:
@@ -291,17 +314,26 @@ class Client:
         reply, order = self._new_reply(), FrameOrder()
         total = self._unread_totals.setdefault(self.tenant, UnreadTotal())
         replies = self._waiting[reply] = UnreadFrames(lambda: self.cancel(request_id), total)
-        ended = False
+        ended, silent_s = False, 0.0
         try:
             headers = {"traceparent": trace} if trace else None
             replies.subject = subject
             replies.send = partial(self.bus.publish, subject, data, reply=reply, headers=headers)
             replies.send()
             while not ended:
+                most_s = timeout_s if order.gap is None else min(timeout_s, GAP_S)
+                first = order.frame == 1 and not silent_s
+                wait_s = min(most_s - silent_s, min(quiet_s, ACCEPTED_S) if first else quiet_s)
                 try:
-                    delivery = await replies.get(timeout_s if order.gap is None else min(timeout_s, GAP_S))
+                    delivery = await replies.get(wait_s)
                 except TimeoutError:
-                    raise order.gap or _no_answer(request_id, timeout_s) from None
+                    silent_s += wait_s
+                    if silent_s >= most_s:
+                        raise order.gap or _no_answer(request_id, timeout_s) from None
+                    if order.frame:
+                        yield {"type": QUIET}
+                    continue
+                silent_s = 0.0
                 ended = True  # an error, or the last message: nothing is left to cancel
                 message = _message(delivery, model)
                 if "error" in message and not (body["stream"] and order.outdated(message)):
@@ -347,7 +379,7 @@ class Client:
         replies = self._waiting.get(reply)
         if replies is not None and not replies.count:
             replies.resends -= bool(replies.resends)
-            replies.send()
+            replies.send_again()
 
     def _end_silent(self, counts: Mapping[str, int]) -> None:
         for reply, count in counts.items():
@@ -601,6 +633,13 @@ class UnreadFrames:
         self._bytes += size
         self._total.size += size
 
+    def send_again(self) -> None:
+        """Publish the request once more; the queue ends if the server's limit has become too low for it."""
+        try:
+            self.send()
+        except PayloadTooLarge as error:
+            self.fail(error)
+
     def fail(self, error: HeadraceError) -> None:
         """End the queue: the reader gets this error after the waiting messages."""
         self._failure = error
@@ -618,7 +657,7 @@ class UnreadFrames:
                 raise self._failure
             loop = self._loop = self._loop or asyncio.get_running_loop()
             self._reader, self._due_s = loop.create_future(), loop.time() + timeout_s
-            if self._timer is None or self._timer.when() > self._due_s:
+            if self._timer is None or self._timer.when() - TIMER_S > self._due_s:
                 self._arm()
             try:
                 await self._reader
@@ -646,7 +685,8 @@ class UnreadFrames:
 
     def _arm(self) -> None:
         self._disarm()
-        self._timer = asyncio.get_running_loop().call_at(self._due_s, self._look)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(timer_s((self._due_s - loop.time()) * 1e6), self._look)
 
     def _look(self) -> None:
         self._timer = None

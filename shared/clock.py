@@ -1,10 +1,14 @@
-"""Services read the time from a `Clock`, so that tests can replace it. `end_task` cancels a task."""
+"""Services read the time from a `Clock`, so that tests can replace it. `timer_s` is for timers, `end_task`
+cancels a task."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any, Protocol
+
+TIMER_S = 0.001  # the finest delay of a timer of uvloop
 
 
 class Clock(Protocol):
@@ -31,6 +35,12 @@ class SystemClock:
 def new_epoch(clock: Clock) -> int:
     """The incarnation number of a process: its start in wall microseconds, so a later one is larger."""
     return clock.wall_us()
+
+
+def timer_s(wait_us: float) -> float:
+    """The delay in seconds for a timer that must not fire early: whole milliseconds, rounded up. uvloop
+    rounds to the nearest one: with a rest below half of one a timer would fire again and again."""
+    return math.ceil(max(wait_us, 0) / 1e6 / TIMER_S) * TIMER_S
 
 
 async def end_task(task: asyncio.Future[Any], again_s: float = 1.0) -> None:

@@ -74,6 +74,9 @@ class Settings(BaseSettings):
     http_cors: str = Field(
         "", description="origins, by comma, whose pages may use the API; *: any; empty: none"
     )
+    http_ping_s: float = Field(
+        10, ge=0.1, description="longest silence of a streamed answer, s: then a comment or a ping is sent"
+    )
     access_log: str = Field("", description="a JSON line for each HTTP request: a file, or - for stdout")
     links: str = Field("", description="pages that `headrace status` names: NAME=URL,...")
     access_log_prompts: bool = Field(False, description="with the bodies of requests: prompts, messages, all")
@@ -295,6 +298,7 @@ _METAVARS = {  # for names with an unclear last word
     "http_tls_cert": "FILE",
     "http_tls_key": "FILE",
     "http_cors": "ORIGINS",
+    "http_ping_s": "SECONDS",
     "access_log": "FILE",
     "links": "NAME=URL,...",
     "tenant_classes": "FILE",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # `client.probe` tests for these messages.
 NO_TEMPLATE = "this model has no chat template; send `prompt`"
+NO_VECTOR = "a service of this model has an older version, which gives no vectors: update it, or try again"
 NO_TEXT = "is an encoder, which gives vectors of texts and generates nothing; send `input`"
 
 

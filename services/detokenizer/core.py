@@ -28,7 +28,7 @@ from services.detokenizer.open_requests import (
 from services.detokenizer.reconnect import Reconnect
 from services.detokenizer.response import Reader, ResponseText
 from services.detokenizer.text import ScoreReader, TokenGap
-from shared.errors import Cancelled, EngineError, HeadraceError, from_code
+from shared.errors import NO_VECTOR, Cancelled, HeadraceError, Unavailable, from_code
 from shared.messages import (
     Accepted,
     Claims,
@@ -47,7 +47,6 @@ from shared.replies import end_headers
 from shared.vocab.vocabulary import Vocabulary
 
 MOST_ASKED = 4  # tries to get a request re-opened, two heartbeats apart; each re-opens all of its scheduler
-NO_VECTOR = "its executor gives no vectors: it has an older version"
 FORGOTTEN = "messages of its scheduler were lost, and it does not open the request again"
 
 
@@ -287,7 +286,7 @@ class DetokenizerCore:
         if request.torn:
             return []  # the scheduler repeats it after the Opens
         if request.embeds and not close.vector and close.reason != "error":
-            close = replace(close, reason="error", code=EngineError.code, message=NO_VECTOR)
+            close = replace(close, reason="error", code=Unavailable.code, message=NO_VECTOR)
         if close.reason == "error":
             error = from_code(close.code, close.message, close.retry_after_ms)
             request.broken(stream, close)

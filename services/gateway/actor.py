@@ -25,6 +25,7 @@ from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
 from services.gateway.fleet import Fleet
 from services.gateway.native_call import Health, TenantConnections
 from services.gateway.page import Page
+from services.gateway.visitors import Visitors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
@@ -67,17 +68,19 @@ class GatewayActor(Actor):
         access_log: AccessLog | None = None,
         origins: Sequence[str] = (),
         awaited: Collection[str] = (),
+        ping_s: float = 10.0,
     ) -> None:
         """`address`: host and port, or the path of a Unix socket. `shared`: other gateways listen on the same
         port. `awaited`: the models of this fleet, if they are known."""
         self._awaited = awaited
         self._origins = origins
+        self._visitors = Visitors(origins, keys=keys.demanded)
         self._address = address
         self._tls = tls
         self._access_log = access_log
         self._shared = shared
         self._keys = keys
-        self._timeout_s = timeout_s
+        self._timeout_s, self._ping_s = timeout_s, ping_s
         self._endpoints: Endpoints | None = None
         self._seen: set[str] = set()  # models of this fleet that have had a tokenizer
 
@@ -96,13 +99,15 @@ class GatewayActor(Actor):
             fleet=fleet,
             page=Page(fleet, self._keys),
             timeout_s=self._timeout_s,
+            ping_s=self._ping_s,
             model_of=self._model_of,
             component=mailbox.source,
             tracer=mailbox.tracer,
             access_log=self._access_log,
             clock=mailbox.clock,
         )
-        app = build_app(self._endpoints, self._origins)
+        at_all = None if isinstance(self._address, str) else self._visitors
+        app = build_app(self._endpoints, self._origins, at_all)
         if isinstance(self._address, str):
             unix = UnixListener(self._address)
             self._http = HttpServer(app, unix.socket, self._tls, unix)
@@ -226,6 +231,7 @@ def build(settings: Settings) -> GatewayActor:
         access_log=AccessLog(access_log, prompts=settings.access_log_prompts) if access_log else None,
         origins=[origin.strip() for origin in settings.http_cors.split(",") if origin.strip()],
         awaited=settings.fleet_models,
+        ping_s=settings.http_ping_s,
     )
 
 

@@ -479,6 +479,7 @@ class MessageEvents:
     """The events of one stream, from the chunks of the OpenAI API."""
 
     media_type: ClassVar = EVENTS
+    ping: ClassVar = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, call: Call, echoed: Sequence[str] = ()) -> None:
         self._chunks = ChunkBuilder(call, echoed)

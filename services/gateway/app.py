@@ -35,7 +35,15 @@ from services.gateway.batches import BatchApi
 from services.gateway.durable.endpoints import PREFIXES, Durable, prefers_async
 from services.gateway.durable.store import Pause, Store
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
-from services.gateway.exchange import Exchange, ExchangeCounters, answer, exchange_of, given_id, refusal
+from services.gateway.exchange import (
+    Exchange,
+    ExchangeCounters,
+    answer,
+    credential,
+    exchange_of,
+    given_id,
+    refusal,
+)
 from services.gateway.fleet import Fleet
 from services.gateway.native_call import (
     HEADROOM_BYTES,
@@ -51,6 +59,7 @@ from services.gateway.openai_response import BODY_SEND, EMBEDDINGS, OPENAI, Api,
 from services.gateway.openapi import document
 from services.gateway.page import Page
 from services.gateway.responses.events import RESPONSES, ResponseEvents
+from services.gateway.visitors import Visitors
 from shared.client import Client
 from shared.clock import Clock, SystemClock
 from shared.config import WatchedFile
@@ -97,8 +106,9 @@ _WITH_ID = {
 }
 
 
-def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
-    """The application of one gateway; pages of other `origins` may use it."""
+def build_app(endpoints: Endpoints, origins: Sequence[str] = (), visitors: Visitors | None = None) -> ASGIApp:
+    """The application of one gateway; pages of other `origins` may use it. `visitors` None: no host is
+    refused, since no browser reaches a Unix socket."""
     to_prometheus(())  # imports prometheus_client now, before the first request
     routes = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
@@ -136,7 +146,7 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = ()) -> ASGIApp:
         expose_headers=[exchanges.ID_HEADER, exchanges.IGNORED_HEADER, "Retry-After", "Location"],
     )
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=[cors] if origins else [])  # type: ignore[arg-type]  # its handlers are typed for Exception alone
-    return ExchangeMiddleware(app, endpoints)
+    return ExchangeMiddleware(app, endpoints, visitors)
 
 
 @dataclass(slots=True)
@@ -149,6 +159,7 @@ class Endpoints:
     fleet: Fleet
     page: Page
     timeout_s: float
+    ping_s: float = 10.0
     model_of: Callable[[str, str, str], str] = lambda name, tenant, request: name  # the model of an alias
     component: str = "gateway"  # name in spans
     tracer: Tracer | None = None
@@ -160,7 +171,8 @@ class Endpoints:
     @property
     def durable(self) -> Durable:
         """The endpoints of durable requests."""
-        return Durable(self._client, self._enter, self._echoed, self.counters, self.clock, self.pause)
+        own = self.counters, self.clock, self.pause, self.ping_s
+        return Durable(self._client, self._enter, self._echoed, *own)
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
@@ -243,7 +255,7 @@ class Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
-        self.keys.only_operator(_credential(request))
+        self.keys.only_operator(credential(request))
         readings = await self.fleet.metrics()
         page = await asyncio.to_thread(to_prometheus, readings)  # some 10 ms: streams go on
         return Response(page, headers={"Content-Type": CONTENT_TYPE})
@@ -289,9 +301,8 @@ class Endpoints:
         call = call.of_model(self.model_of(call.model, client.tenant, call.request_id))
         exchange.model = call.model
         echoed = await self._echoed(call, client) if call.echo else ()
-        return await self._answered(
-            request, NativeCall(client, self.timeout_s, exchange.trace), call, echoed, api
-        )
+        native = NativeCall(client, self.timeout_s, exchange.trace, self.ping_s / 2)
+        return await self._answered(request, native, call, echoed, api)
 
     async def _answered(
         self, request: Request, native: NativeCall, call: Call, echoed: tuple[str, ...], api: Api
@@ -302,7 +313,7 @@ class Endpoints:
             frames, chunks = native.frames(call), api.chunks(call, echoed)
             if keeps and isinstance(chunks, ResponseEvents):
                 frames = self.durable.keeping(frames, chunks, call, native.client)
-            return EventStream(frames, chunks, exchange, self.counters, self.clock)
+            return EventStream(frames, chunks, exchange, self.counters, self.clock, self.ping_s)
         natives = await unless_gone(request.receive, native.responses(call))
         exchange.answered_us = self.clock.wall_us()
         exchange.usages += [each["usage"] for each in natives]
@@ -325,7 +336,7 @@ class Endpoints:
 
     def _admit(self, request: Request) -> str:
         """Find the tenant of the request's key. Raises NotAuthorized."""
-        tenant = exchange_of(request).tenant = self.keys.tenant_of(_credential(request))
+        tenant = exchange_of(request).tenant = self.keys.tenant_of(credential(request))
         return tenant
 
     async def _client(self, request: Request) -> Client:
@@ -368,12 +379,6 @@ class Endpoints:
             return str((await client.request(subject, {"tokens": body["prompt"]}))["text"])
 
         return tuple(await asyncio.gather(*map(text, call.bodies)))
-
-
-def _credential(request: Request) -> str:
-    """The `Authorization` header, or one with the key in `X-Api-Key`."""
-    headers = request.headers
-    return headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
 
 
 def _state(why: str) -> Response:
@@ -434,8 +439,8 @@ async def _failed(request: Request, _: Exception) -> Response:
 class ExchangeMiddleware:
     """The middleware around every request: id, trace, counters."""
 
-    def __init__(self, app: ASGIApp, endpoints: Endpoints) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, endpoints: Endpoints, visitors: Visitors | None = None) -> None:
+        self._app, self._visitors = app, visitors
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -455,8 +460,12 @@ class ExchangeMiddleware:
             await send(message)
 
         endpoints.counters.begin()
+        app = self._app
+        if self._visitors is not None:
+            exchange.error = self._visitors.refusal(scope["method"], Headers(scope=scope))
+            app = self._app if exchange.error is None else refusal(exchange.error, exchange)
         try:
-            await self._app(scope, receive, marked)
+            await app(scope, receive, marked)
         finally:
             self._end(exchange)
 

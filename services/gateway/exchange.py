@@ -73,6 +73,12 @@ def exchange_of(request: Request) -> Exchange:
     return exchange
 
 
+def credential(request: Request) -> str:
+    """The `Authorization` header, or one with the key in `X-Api-Key`."""
+    headers = request.headers
+    return headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+
+
 def given_id(header: str) -> str:
     """The client's id from a header, empty if it is not valid."""
     return header if re.fullmatch(REQUEST_ID, header) else ""

@@ -91,17 +91,20 @@ class Fleet:
         states = [{"kind": kind, "id": actor, "state": "silent"} for kind, _, actor in silent.values()]
         return [*states, *(s for s in found.values() if s and s.get("fleet") == self._mailbox.fleet)]
 
-    async def trace(self, request_id: str) -> Body | None:
-        """The trace of a request, as `headrace trace --json` has it; None if no scheduler knows it."""
+    async def trace(self, tenant: str, request_id: str) -> Body | None:
+        """The trace of a request of a tenant, as `headrace trace --json` has it; None if no scheduler knows
+        it."""
         known: list[Body] = []
 
         def note(delivery: Delivery) -> bool:
             with contextlib.suppress(ValueError):
                 body = from_json(delivery.data)
-                known.extend([body] if body.get("state") != "unknown" else [])
+                # a scheduler of an older version answers for any tenant
+                known.extend([body] if body.get("tenant") == tenant else [])
             return bool(known)
 
-        await gather(self._mailbox.bus, subjects.trace(request_id), ANSWER_S, note)
+        asked = subjects.trace_body(tenant)
+        await gather(self._mailbox.bus, subjects.trace(request_id), ANSWER_S, note, body=asked)
         return known[0] if known else None
 
 

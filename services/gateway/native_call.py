@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
@@ -22,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from services.gateway.errors import SlowRequest, Unprocessable, WrongMediaType
+from services.gateway.visitors import from_browser
 from shared.actor.membership import Peers, missing, starts_cold
 from shared.client import Client, probe
 from shared.errors import BadRequest, Cancelled, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel
@@ -156,6 +158,7 @@ class NativeCall:
     client: Client
     timeout_s: float  # of a request without `timeout_s`
     trace: str = ""
+    quiet_s: float = math.inf  # of a stream, between two frames QUIET
 
     async def responses(self, call: Call) -> list[Body]:
         """The native answer to each prompt. Raises the first error, and cancels the other requests."""
@@ -174,7 +177,7 @@ class NativeCall:
         """The frames of all prompts in the order of their arrival, with PROMPT if there are several prompts.
         Raises like `responses`. Closing the generator cancels the running requests."""
         streams = [
-            self.client.stream(body, timeout_s=self._timeout_s(body), trace=self.trace)
+            self.client.stream(body, timeout_s=self._timeout_s(body), trace=self.trace, quiet_s=self.quiet_s)
             for body in call.bodies
         ]
         return _merged(streams) if len(streams) > 1 else streams[0]
@@ -353,7 +356,7 @@ def _from_curl(request: Request, media: str) -> bool:
     """True for JSON with curl's own content type, as the examples of ollama's API have it. The form of a page
     in a browser has the same type, and an `Origin`."""
     is_form = media == "application/x-www-form-urlencoded"
-    return is_form and request.url.path.startswith("/api/") and "origin" not in request.headers
+    return is_form and request.url.path.startswith("/api/") and not from_browser(request.headers)
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -361,13 +364,13 @@ async def read_body(request: Request, most: int) -> bytes:
     if the client disconnects."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if (
-        media
+        (media or from_browser(request.headers))
         and media != "application/json"
         and not media.endswith("+json")
         and not _from_curl(request, media)
     ):
         raise WrongMediaType(
-            f"the content type is {media:.80}: send JSON with `Content-Type: application/json`"
+            f"the content type is {media or 'missing':.80}: send JSON with `Content-Type: application/json`"
         )
     check_coding(request)
     length = request.headers.get("content-length", "")

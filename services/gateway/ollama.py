@@ -264,6 +264,7 @@ class Lines:
     """The lines of one stream, from the chunks of the OpenAI API."""
 
     media_type: ClassVar = b"application/x-ndjson"
+    ping: ClassVar = b" "  # before the object of the next line; clients fail on an empty line
 
     def __init__(self, call: Call, echoed: Sequence[str] = (), *, chat: bool) -> None:
         self._chunks = ChunkBuilder(call, echoed)

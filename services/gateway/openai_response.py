@@ -14,7 +14,9 @@ repeated part is left out if its checksum matches the sent text, else the stream
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from services.gateway.connection import chunk_writer
 from services.gateway.exchange import Exchange, ExchangeCounters, refusal
 from services.gateway.native_call import PROMPT, unless_gone
 from shared.api import NO_EFFECT
+from shared.client import ACCEPTED_S, QUIET
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
@@ -44,6 +47,8 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would buffer a page
 ]
 EVENTS = b"text/event-stream; charset=utf-8"
+# A comment. Without a blank line, at which some clients dispatch an event without data if an id came before.
+PING = b": ping\n"
 DONE = b"data: [DONE]\n\n"
 BODY_SEND = "headrace.send"  # in the scope: the server's own `send`, for bodies, past the edge
 _MARK = "\0"
@@ -93,6 +98,7 @@ class Chunks(Protocol):
     """What an HTTP API sends of one stream."""
 
     media_type: ClassVar[bytes]
+    ping: ClassVar[bytes]  # what clients ignore, between chunks
 
     def take(self, prompt: int, frame: Body) -> list[str]:
         """The chunks for a frame of the stream of one prompt. Raises EngineError."""
@@ -108,6 +114,7 @@ class ChunkBuilder:
     """The chunks of one HTTP stream."""
 
     media_type: ClassVar = EVENTS
+    ping: ClassVar = PING
 
     def __init__(self, call: Call, echoed: Sequence[str] = ()) -> None:
         self._call = call
@@ -256,10 +263,11 @@ def changed() -> EngineError:
 class EventStream(Response):
     """The response of a streaming request: the chunks of one call, as they arrive.
 
-    The status waits for the first chunk: an earlier error is a response of its own, a later error ends the
-    stream with a chunk of its own. A disconnect cancels the request. A slow client
-    delays no other: its frames wait in the native client, which ends the request if they are too many
-    (shared/client.py: UnreadFrames); the kernel ends a connection that reads nothing.
+    The status waits until the request is accepted and, for ACCEPTED_S, for the first chunk: an earlier error
+    is a response of its own, a later error ends the stream with a chunk of its own. After `ping_s` without a
+    chunk a ping is sent, since proxies and clients end a connection that is silent. A disconnect cancels the
+    request. A slow client delays no other: its frames wait in the native client, which ends the request if
+    they are too many (shared/client.py: UnreadFrames); the kernel ends a connection that reads nothing.
     """
 
     def __init__(
@@ -269,8 +277,10 @@ class EventStream(Response):
         exchange: Exchange,
         counters: ExchangeCounters,
         clock: Clock,
+        ping_s: float,
     ) -> None:
         super().__init__()
+        self._ping_s = ping_s
         self._frames = frames
         self._chunks = chunks
         self._exchange = exchange
@@ -287,22 +297,27 @@ class EventStream(Response):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, send_body = False, scope.get(BODY_SEND, send)
-        write = chunk_writer(send_body)
+        write, now, ping_at_s = chunk_writer(send_body), asyncio.get_running_loop().time, math.inf
         try:
             async with aclosing(self._frames) as frames:
                 async for frame in frames:
-                    chunks = self._chunks.take(frame.get(PROMPT, 0), frame)
+                    quiet = frame["type"] == QUIET
+                    chunks = [] if quiet else self._chunks.take(frame.get(PROMPT, 0), frame)
                     if frame["type"] == "done":
                         self._exchange.usages.append(frame["usage"])
-                    if chunks and not started:
-                        started = True
+                    elif frame["type"] == "accepted":
+                        ping_at_s = min(ping_at_s, now() + ACCEPTED_S)
+                    if chunks and not self._exchange.first_us:
                         self._exchange.first_us = self._clock.wall_us()
+                    if not started and (chunks or quiet or now() >= ping_at_s):
+                        started, ping_at_s = True, now() + self._ping_s
                         headers = [(b"content-type", self._chunks.media_type), *_HEADERS]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    if chunks:
-                        if not write(body := self._chunks.write(chunks)):
+                    if chunks or now() >= ping_at_s:
+                        if not write(body := self._chunks.write(chunks) if chunks else self._chunks.ping):
                             await send_body(_body(body))
                         self._counters.chunks += len(chunks)
+                        ping_at_s = now() + self._ping_s
             self._exchange.answered_us = self._clock.wall_us()
             if (
                 not started

@@ -7,7 +7,7 @@ its own requests, the operator those of all tenants and the fleet.
     /docs             the API: /openapi.json, readable, with a form for each path
     /fleet            the states of all services
     /requests         the last requests of this gateway
-    /requests/{id}    where the time of one of them went
+    /requests/{id}    where the time of one of them went; `?tenant=` names one of several with this id
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.errors import NoRoute
-from services.gateway.exchange import answer
+from services.gateway.exchange import answer, credential
 from services.gateway.fleet import Fleet
 
 KEPT = 200  # requests in the list
@@ -84,27 +84,24 @@ class Page:
         return Response(self._files[name], headers=_HEADERS, media_type=media_type)
 
     async def _states(self, request: Request) -> Response:
-        self._access.only_operator(_key(request))
+        self._access.only_operator(credential(request))
         return answer({"services": await self._fleet.states()})
 
     async def _requests(self, request: Request) -> Response:
         return answer({"requests": self._seen_by(request)})
 
     async def _trace(self, request: Request) -> Response:
-        wanted = request.path_params["id"]
-        if not any(line["request_id"] == wanted for line in self._seen_by(request)):
+        wanted, tenant = request.path_params["id"], request.query_params.get("tenant")
+        seen = [each["tenant"] for each in self._seen_by(request) if each["request_id"] == wanted]
+        if tenant not in (None, *seen) or not seen:
             raise NoRoute(f"{wanted!r:.140} is not among the last {KEPT} requests of this gateway")
-        if (found := await self._fleet.trace(wanted)) is None:
+        if (found := await self._fleet.trace(tenant or seen[0], wanted)) is None:
             raise NoRoute(f"no scheduler knows the request {wanted!r:.140} any more")
         return answer(found)
 
     def _seen_by(self, request: Request) -> list[dict[str, Any]]:
-        viewer = self._access.viewer_of(_key(request))
+        viewer = self._access.viewer_of(credential(request))
         return [line for line in self._recent if viewer is None or line.get("tenant") == viewer]
-
-
-def _key(request: Request) -> str:
-    return request.headers.get("authorization", "")
 
 
 def _read(name: str) -> bytes:

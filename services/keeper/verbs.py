@@ -222,15 +222,21 @@ class Verbs:
         return True
 
     async def _create(self, subject: str, data: bytes) -> None:
-        """Create-only, again and again while the stream does not answer."""
+        """Create-only, again and again while the stream does not answer. A server with a full disk answers
+        reads alone: then a second try is the last one."""
+        reads = False
         for left in reversed(range(SUBMIT_TRIES)):
             try:
                 await self._streams.create(subject, data)
-            except Unavailable:
+            except Unavailable as error:
+                if reads:
+                    why = f"{error.message}; it answers reads, so its disk is perhaps full: see `status`"
+                    raise Unavailable(why, retry_after_ms=FULL_RETRY_MS) from None
                 if not left:
                     raise
             else:
                 return
+            reads = await self._streams.reads(subjects.WORK_STREAM)
 
     async def _checked(self, tenant: str, model: str, body: Body) -> Body:
         """What a tokenizer draws for a valid request. Raises its error for another one."""

@@ -43,6 +43,7 @@ from services.kv_offload.state import Counters, ReadLease, State, WriteLease
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import ONLY_TIER, PEER_READS, Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
+from shared.clock import timer_s
 from shared.config import Settings
 from shared.messages import Message
 from shared.telemetry.readings import Attributes, MetricPoint, Metrics
@@ -258,7 +259,7 @@ class KvOffloadActor(Actor):
             self._timer.cancel()
             self._timer = None
         if (due_us := self._core.due_us()) is not None:
-            wait_s = max(due_us - self._mailbox.clock.now_us(), 0) / 1e6
+            wait_s = timer_s(due_us - self._mailbox.clock.now_us())
             tick = partial(self._later, partial(self._handle, Ticked()))
             self._timer = asyncio.get_running_loop().call_later(wait_s, tick)
 

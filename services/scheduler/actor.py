@@ -39,6 +39,7 @@ from services.scheduler.state.step_log import StepSpan, step_spans, step_trace
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer, detection_us
 from shared.actor.runtime import Actor, HeartbeatPayload
+from shared.clock import timer_s
 from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, error_body
 from shared.messages import Cancel, ExecReset, Message, Tokenized
@@ -191,7 +192,7 @@ class SchedulerActor(Actor):
             self._due.cancel()
         self._due_us = due_us
         if due_us:
-            wait_s = max(due_us - self._mailbox.clock.now_us(), 0) / 1e6
+            wait_s = timer_s(due_us - self._mailbox.clock.now_us())
             on_due = self._mailbox.guarded(self._on_due)
             self._due = asyncio.get_running_loop().call_later(wait_s, on_due)
 
@@ -283,15 +284,15 @@ def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:
 
 
 def answer_trace(mailbox: Mailbox, state: State, asked: Delivery) -> None:
-    """Reply to `headrace.v1.trace.<request>`; with the body `subjects.TRACE_STEPS` the reply has the
-    steps."""
+    """Reply to `headrace.v1.trace.<request>`, whose body is that of `subjects.trace_body`."""
     try:
         request = subjects.name_at(asked.subject, 3)
     except ValueError:
         request = ""  # the answer is "unknown"
     if access.answerable(mailbox.bus, asked):
         offset_us = mailbox.clock.wall_us() - mailbox.clock.now_us()
-        body = status.trace(state, request, offset_us, steps=asked.data == subjects.TRACE_STEPS)
+        tenant, steps = subjects.asked_trace(asked.data)
+        body = status.trace(state, request, offset_us, tenant=tenant, steps=steps)
         mailbox.bus.publish(asked.reply, to_json(body))
 
 

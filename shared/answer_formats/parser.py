@@ -227,11 +227,9 @@ class AnswerParser:
         if not all(self._knows(name) for name, _ in found or ()):
             return False
         for name, arguments in found or ():
-            if self._reader.calls < self._most:
+            if self._reader.calls < self._most:  # the request allows no more, and their text is no answer
                 self._reader.start(name)
                 self._reader.emit(ARGUMENTS, arguments)
-            else:  # more than the request allows: text
-                self._reader.put(CONTENT, f"{name}({arguments})\n")
         return bool(found)
 
     def _json(self) -> NoCall:

@@ -74,6 +74,7 @@ CLOSE_TIMEOUT_S = 1.0
 CANCEL_AGAIN_S = 0.05
 
 _VIOLATION = "authorization violation"
+_TOO_LARGE = "maximum payload violation"
 _DENIED = "permissions violation"
 _DENIED_READING = "permissions violation for subscription"
 _CUTS = (OSError, nats_errors.UnexpectedEOF, nats_errors.StaleConnectionError)
@@ -98,6 +99,9 @@ class _Client(NatsClient):
     write_due = False  # in the next turn
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """Its own reads the limit of messages at a connect alone, and a reload may change it; it learns the
+        addresses of a cluster without a login."""
+        self._max_payload = int(info.get("max_payload", self._max_payload))
         await super()._process_info({**info, "connect_urls": None}, initial_connection)
         if info.get("connect_urls"):
             self._learn(info["connect_urls"], tls=bool(info.get("tls_required")))
@@ -179,6 +183,14 @@ class _Client(NatsClient):
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Its own closes the connection for good. The server has ended it for a message that was on its way
+        while a reload lowered the limit: the next connection has the new one."""
+        if _TOO_LARGE in err_msg.lower():
+            await self._process_op_err(nats_errors.MaxPayloadError())
+        else:
+            await super()._process_err(err_msg)
 
     async def flush(self, timeout: int = FLUSH_TIMEOUT_S) -> None:  # noqa: ASYNC109 - the name of nats-py
         """Return when the server has handled all that was sent before."""

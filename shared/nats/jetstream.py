@@ -181,6 +181,12 @@ class JetStream:
         info = await self._call(f"{_API}.STREAM.INFO.{stream}", b"")
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
 
+    async def reads(self, stream: str) -> bool:
+        """Whether a stream, which in a cluster has a leader then, answers reads."""
+        with contextlib.suppress(Unavailable, UnknownStream):
+            return bool(await self.room(stream))
+        return False
+
     async def create(self, subject: str, data: bytes, ttl_s: int = 0, only: str = "") -> None:
         """Store a message, the only one of its subject, or of the pattern `only`. It goes after `ttl_s`; 0:
         never. Returns when the stream has it. Raises Taken if there is one, StreamFull, PayloadTooLarge."""

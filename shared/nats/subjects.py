@@ -76,6 +76,7 @@ HOOK_ALL = f"{STORE}.hook.>"
 ALIAS_ALL = f"{STORE}.alias.*"
 ALIASES = f"{STORE}.aliases"  # request-reply: the aliases that a tokenizer has
 SET_ALIAS_ALL = f"{PUBLIC}.alias.*"
+_TRACE_TENANT = "tenant "
 TRACE_STEPS = b"steps"  # body of a trace request that includes the steps of its time
 
 
@@ -212,6 +213,23 @@ def resume_any_tenant(model: str) -> str:
 def trace(request: str) -> str:
     """Request-reply: the stages of a request."""
     return f"{PUBLIC}.trace.{token(request)}"
+
+
+def trace_body(tenant: str) -> bytes:
+    """The body of a trace request that may read requests of one tenant alone. The operator's has none."""
+    return f"{_TRACE_TENANT}{token(tenant)}".encode()
+
+
+def asked_trace(body: bytes) -> tuple[str, bool]:
+    """Whose requests a trace request may read, empty: those of all tenants; and whether it wants the steps.
+    A damaged name is that of no tenant."""
+    text = body.decode("utf-8", "replace")
+    if not text.startswith(_TRACE_TENANT):
+        return "", body == TRACE_STEPS
+    try:
+        return untoken(text.removeprefix(_TRACE_TENANT)), False
+    except ValueError:
+        return text, False
 
 
 def policy(scheduler: str) -> str:

@@ -375,3 +375,13 @@ async def test_an_answer_of_another_form_is_a_typed_error(
         await client.complete({"model": "m"}, timeout_s=5)
     good = [b for b in await request_all(client.bus, "asked", 0.05) if "error" not in b]
     assert good == []
+
+
+async def test_a_vector_is_refused_when_a_service_of_an_older_version_answers_with_text(
+    connect: Connect, client: Client, fleet: str
+) -> None:
+    text = {"type": "answer", "choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
+    await serve(connect, fleet, [text])
+    with pytest.raises(Unavailable, match="older version") as caught:
+        await client.embed({"model": fleet, "input": "Hello"})
+    assert caught.value.retry_after_ms == 1_000

@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from services.keeper import actor, queues, verbs
+from services.keeper import actor, queues
 from services.keeper.actor import KeeperActor
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
@@ -629,18 +629,21 @@ async def test_a_full_stream_refuses_and_loses_nothing(world: World, monkeypatch
 
 
 async def test_writes_that_a_full_disk_leaves_unanswered_are_a_fact_until_the_server_is_back(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World,
 ) -> None:
-    monkeypatch.setattr(verbs, "SUBMIT_TRIES", 1)
     keeper = await world.opened()
     await world.submit(request_id="a")
     await world.until(world.asked)  # all streams are made, and the tenant has its consumer
     assert keeper.actor.status()["unwritten"] == {}
     # As with a full disk, the next write fails. A server that is started again has no such limit.
     resource.prlimit(world.server.process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
-    for _ in range(2):
-        with pytest.raises(Unavailable, match="has not answered"):
-            await world.submit(request_id="b")
+    tries = list[bytes]()
+    subscription = await world.bus.subscribe(subjects.work("public", "b"), lambda d: tries.append(d.data))
+    await world.bus.flush()
+    with pytest.raises(Unavailable, match=r"has not answered .* its disk is perhaps full"):
+        await world.submit(request_id="b")
+    assert len(tries) == 2
+    await subscription.cancel()
     found: Any = keeper.actor.status()["unwritten"]
     (work,) = found.values()
     assert [*found] == ["headrace.store.work"]

@@ -17,10 +17,13 @@ from nats import errors as nats_errors
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer
-from shared.errors import SetupError, Unavailable
+from shared.client import Client
+from shared.errors import PayloadTooLarge, SetupError, Unavailable, error_body
 from shared.nats import bus as nats_bus
+from shared.nats import subjects
 from shared.nats.bus import OUTBOX_LIMIT_BYTES, NatsBus
 from shared.nats.interface import BusFault, Delivery
+from shared.replies import to_json
 
 
 class Faults:
@@ -325,3 +328,42 @@ async def test_a_websocket_url_works_too() -> None:
         await bus.drain()
     finally:
         server.stop()
+
+
+async def test_a_limit_of_messages_that_a_reload_lowers_refuses_the_request_and_ends_no_service(
+    own_server: list[NatsServer],
+) -> None:
+    """The server says nothing of the new limit, and cuts the connection of the next message above it."""
+    (server,) = own_server
+    faults = Faults()
+    client = await Client.open(await NatsBus.connect(server.url, timeout_s=20, on_fault=faults))
+    service = await NatsBus.connect(server.url, timeout_s=20, on_fault=faults)
+
+    def on_request(asked: Delivery) -> None:
+        size = 10 * len(asked.data)
+        try:
+            service.publish(asked.reply, b'{"text": "%s"}' % (b"x" * size))
+        except PayloadTooLarge as error:
+            service.publish(asked.reply, to_json(error_body(error)))
+
+    await service.subscribe(subjects.generate_any_tenant("m"), on_request)
+    await service.flush()
+    config = Path(server.folder.name) / servers.CONFIG_NAME
+    config.write_text(config.read_text().replace("max_payload: 8MB", "max_payload: 64KB"))
+    server.process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(20):
+        while "Reloaded server configuration" not in server.log.read_text():
+            await asyncio.sleep(0.01)
+    with pytest.raises(PayloadTooLarge, match="over the server's limit of 65536"):
+        await client.complete({"model": "m", "prompt": "x" * 100_000})
+    assert client.bus.max_payload == 65_536
+    late = asyncio.create_task(client.complete({"model": "m", "prompt": "x" * 10_000}))
+    async with asyncio.timeout(20):
+        while service.max_payload != 65_536:  # its answer cut its connection, too
+            await asyncio.sleep(0.01)
+    with pytest.raises(PayloadTooLarge, match="over the server's limit of 65536"):
+        await client.complete({"model": "m", "prompt": "x" * 10_000})
+    assert len((await client.complete({"model": "m", "prompt": "x" * 1_000}))["text"]) > 10_000
+    assert {fault.kind for fault in faults.got} == {"disconnected", "reconnected"}
+    late.cancel()
+    await asyncio.gather(client.bus.drain(), service.drain())

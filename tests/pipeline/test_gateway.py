@@ -402,3 +402,24 @@ async def test_keys_are_tenants(pipeline: Pipeline, tmp_path: Path) -> None:
         codes = [page.json()["error"]["code"] for page in pages[:3]]
         assert codes == ["invalid_api_key", "invalid_api_key", "permission_denied"]
     await remove_gateway(pipeline, "gateway-2")
+
+
+async def test_a_page_of_another_site_neither_reads_nor_asks(http: httpx.AsyncClient) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1}).encode()
+    json_type, own = {"content-type": "application/json"}, str(http.base_url).rstrip("/")
+    for path in ("/", "/requests", "/fleet", "/v1/models", "/metrics"):
+        refused = await http.get(path, headers={"host": "evil.example"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+    for headers, status in (
+        ({}, 200),  # a program without a content type
+        (json_type, 200),
+        ({"origin": own, **json_type}, 200),
+        ({"origin": own}, 415),
+        ({"sec-fetch-site": "same-origin"}, 415),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "https://evil.example", **json_type}, 403),
+        ({"origin": "null", **json_type}, 403),
+    ):
+        assert (await http.post("/v1/completions", content=body, headers=headers)).status_code == status, (
+            headers
+        )

@@ -108,6 +108,8 @@ async def test_its_data_need_the_key(http: httpx.AsyncClient) -> None:
     for path in ("/requests", "/requests/x", "/fleet"):
         assert (await http.get(path)).status_code == 401
     assert (await http.get("/fleet", headers=key("one"))).status_code == 403
+    for path, status in (("/requests", 200), ("/requests/x", 404), ("/fleet", 200)):
+        assert (await http.get(path, headers={"x-api-key": "three"})).status_code == status
 
 
 async def test_the_operator_sees_every_service(pipeline: Pipeline, http: httpx.AsyncClient) -> None:

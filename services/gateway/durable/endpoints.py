@@ -60,6 +60,7 @@ class Durable:
     counters: ExchangeCounters
     clock: Clock
     pause: Pause
+    ping_s: float
 
     def routes(self) -> list[Route]:
         """The paths with an id."""
@@ -181,7 +182,7 @@ class Durable:
         return store, await store.state(_id(request), path, self._now_s())
 
     def _stream(self, request: Request, frames: AsyncGenerator[Body], chunks: Chunks) -> EventStream:
-        return EventStream(frames, chunks, exchange_of(request), self.counters, self.clock)
+        return EventStream(frames, chunks, exchange_of(request), self.counters, self.clock, self.ping_s)
 
     def _now_s(self) -> float:
         return self.clock.wall_us() / 1e6

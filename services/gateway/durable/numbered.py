@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from services.gateway.openai_response import EVENTS, ChunkBuilder, changed
+from services.gateway.openai_response import EVENTS, PING, ChunkBuilder, changed
 from shared.errors import BadRequest
 from shared.openai.call import Call
 
@@ -51,6 +51,7 @@ class NumberedChunks:
     """The chunks of one stream after a place."""
 
     media_type: ClassVar = EVENTS
+    ping: ClassVar = PING
 
     def __init__(self, call: Call, echoed: Sequence[str] = (), last: LastId | None = None) -> None:
         self._chunks = ChunkBuilder(replace(call, include_usage=True), echoed)

@@ -98,7 +98,7 @@ class Store:
             yield {"type": "queued"}
         attempt, native = 0, 0
         try:
-            async with aclosing(self.client.follow(request_id)) as frames:
+            async with aclosing(self.client.follow(request_id, quiet=True)) as frames:
                 async for frame in frames:
                     if frame["type"] == "accepted":
                         text = attempt_of(request_id, frame)

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from services.gateway.openai_response import EVENTS, Api, changed, idle_fields
+from services.gateway.openai_response import EVENTS, PING, Api, changed, idle_fields
 from shared.openai.call import Call
 from shared.openai.responses.output import Event, Output, ended, failure_of, output_of, response, whole
 from shared.openai.responses.request import ResponseRequest, left_out, read
@@ -51,6 +51,7 @@ class ResponseEvents:
     """The events of one stream."""
 
     media_type: ClassVar = EVENTS
+    ping: ClassVar = PING
 
     def __init__(
         self, call: Call, echoed: Sequence[str] = (), after: Place = START, *, stored: bool = False

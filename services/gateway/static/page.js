@@ -209,11 +209,11 @@ async function requests() {
       const status = make("td", r.error ? `${r.status} ${r.error}` : r.status, r.status < 400 && !r.error ? "" : "bad");
       const line = row(new Date(r.time).toLocaleTimeString(), r.request_id, r.tenant, status, tokens, ms(r.first_chunk_ms), ms(r.duration_ms));
       line.classList.toggle("chosen", r.request_id === chosen);
-      line.addEventListener("click", () => trace(r.request_id));
+      line.addEventListener("click", () => trace(r));
       return line;
     }),
   );
-  if (!chosen && list.length) trace(list[0].request_id);
+  if (!chosen && list.length) trace(list[0]);
 }
 
 // A decision of the scheduler, in words.
@@ -235,12 +235,12 @@ function words(event) {
   }
 }
 
-async function trace(id) {
+async function trace({ request_id: id, tenant }) {
   chosen = id;
   for (const line of find("recent").rows) line.classList.toggle("chosen", line.cells[1]?.textContent === id);
   let found;
   try {
-    found = await load(`/requests/${encodeURIComponent(id)}`);
+    found = await load(`/requests/${encodeURIComponent(id)}?tenant=${encodeURIComponent(tenant)}`);
   } catch (error) {
     if (chosen === id) find("trace").replaceChildren(make("p", error.message, "note"));
     return;

@@ -354,12 +354,19 @@ def _histogram(
     return HistogramPoint(name, bounds, list(of.counts), of.total / per, group, attributes)
 
 
-def trace(state: State, request: str, wall_offset_us: int, *, steps: bool = False) -> dict[str, Any]:
-    """The answer to `headrace.v1.trace.<request>`: the spans of a running or ended request of any tenant;
-    with `steps` also the steps of its executors in its time. It works without OpenTelemetry. `wall_offset_us`
-    is the wall clock minus the scheduler's monotonic clock."""
-    live = next((r for key, r in state.requests.items() if key[1] == request), None)
-    ended = None if live is not None else state.ended.find(request)
+def trace(
+    state: State, request: str, wall_offset_us: int, *, tenant: str = "", steps: bool = False
+) -> dict[str, Any]:
+    """The answer to `headrace.v1.trace.<request>`: the spans of a running or ended request of `tenant`, of
+    any tenant if it is empty, as for the operator; with `steps` also the steps of its executors in its time.
+    It works without OpenTelemetry. `wall_offset_us` is the wall clock minus the scheduler's monotonic
+    clock."""
+
+    def wanted(key: tuple[str, str]) -> bool:
+        return key[1] == request and tenant in ("", key[0])
+
+    live = next((r for key, r in state.requests.items() if wanted(key)), None)
+    ended = None if live is not None else state.ended.find(wanted)
     if live is not None:
         facts, context = request_record(live, state.now_us), live.trace
     elif ended is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -462,10 +462,10 @@ class EndedRequests:
         while len(self.by_key) > MAX_ENDED:
             self.by_key.popitem(last=False)
 
-    def find(self, request: str) -> EndedRequest | None:
-        """The newest ended request with this id, of any tenant."""
-        keys = [key for key in reversed(self.by_key) if key[1] == request]
-        return self.by_key[keys[0]] if keys else None
+    def find(self, wanted: Callable[[tuple[str, str]], bool]) -> EndedRequest | None:
+        """The newest ended request whose tenant and id are `wanted`."""
+        key = next(filter(wanted, reversed(self.by_key)), None)
+        return None if key is None else self.by_key[key]
 
 
 @dataclass(frozen=True, slots=True)

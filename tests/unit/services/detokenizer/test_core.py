@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.text_models import write_sentencepiece_gguf
 
-from services.detokenizer.core import MOST_ASKED, NO_VECTOR, DetokenizerCore
+from services.detokenizer.core import MOST_ASKED, DetokenizerCore
 from services.detokenizer.open_requests import Command, Fault, Publish, SendTo
+from shared.errors import NO_VECTOR
 from shared.messages import (
     EMBEDDING,
     EMBEDDING_BASE64,
@@ -520,7 +521,7 @@ def test_a_vector_is_the_whole_reply_and_an_executor_without_vectors_an_error(
     assert told(out) == [Ended(seq=7, index=0, reason="stop")] * 2
     out = run(core, opened(8, stream=False, format=form, request="r2"), tokens(0, "a", 8), close(1, seq=8))
     (reply,) = frames(out)
-    assert (reply["error"]["code"], reply["error"]["message"]) == (500, NO_VECTOR)
+    assert (reply["error"]["code"], reply["error"]["message"]) == (503, NO_VECTOR)
     assert told(out) == [Ended(seq=8, index=1, reason="error")]
 
 

@@ -289,7 +289,7 @@ def test_the_record_waits_for_ended_as_long_as_its_request_may_run() -> None:
     seq = world.readers_of("a")[0].opened.seq
     world.handle(Arrived("detokenizer.d1", Ended(seq=seq, index=2, reason="stop")))
     assert [s.request.tokenized.request for s in world.scheduler.state.sequences.values()] == ["b"]
-    trace = world.scheduler.state.ended.find("a")
+    trace = world.scheduler.state.ended.find(lambda key: key[1] == "a")
     assert trace is not None
     assert (trace.record.choices[0].tokens, trace.record.choices[0].reason) == (2, "stop")
     (reader,) = world.readers_of("b")

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from support.recorded_answers import read
 
 from shared.answer_formats.arguments import Argument
-from shared.answer_formats.formats import FORMATS, Xml
 
-FAMILIES = [name for name, form in FORMATS.items() if isinstance(form.notations[0], Xml) and form.writes]
+FAMILIES = ["qwen3_coder", "glm45"]
 DEFS = {
     "Zip": {"type": "string"},
     "Same": {"$ref": "#/$defs/Zip"},

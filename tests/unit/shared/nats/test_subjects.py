@@ -101,3 +101,13 @@ def test_a_long_name_is_no_name() -> None:
     assert subjects.name_at(f"headrace.v1.cancel.t.{'a' * 128}", 4) == "a" * 128
     with pytest.raises(ValueError, match="at most 128"):
         subjects.name_at(f"headrace.v1.cancel.t.{'a' * 129}", 4)
+
+
+def test_a_trace_request_of_a_tenant_is_told_from_that_of_the_operator() -> None:
+    assert subjects.asked_trace(b"") == ("", False)
+    assert subjects.asked_trace(subjects.TRACE_STEPS) == ("", True)
+    for tenant in ("acme", "steps", "a.b c", "é"):
+        assert subjects.asked_trace(subjects.trace_body(tenant)) == (tenant, False)
+    damaged = b"tenant =ZZ"
+    assert subjects.asked_trace(damaged) == (damaged.decode(), False)
+    assert subjects.asked_trace(b"tenant ")[0], "the tenant without a name is not the operator"

@@ -47,7 +47,7 @@ class Keeper:
     async def state(self, request_id: str) -> Any:
         return await self.request(request_id)
 
-    async def follow(self, request_id: str) -> AsyncGenerator[Any]:
+    async def follow(self, request_id: str, *, quiet: bool) -> AsyncGenerator[Any]:
         for frame in self.frames:
             if isinstance(frame, Exception):
                 raise frame
