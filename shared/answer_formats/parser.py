@@ -226,10 +226,13 @@ class AnswerParser:
     def _all(self, found: Calls | None) -> bool:
         if not all(self._knows(name) for name, _ in found or ()):
             return False
-        for name, arguments in found or ():
-            if self._reader.calls < self._most:  # the request allows no more, and their text is no answer
-                self._reader.start(name)
-                self._reader.emit(ARGUMENTS, arguments)
+        room = self._most - self._reader.calls
+        for name, arguments in (found or [])[:room]:
+            self._reader.start(name)
+            self._reader.emit(ARGUMENTS, arguments)
+        if more := "".join(f"{name}({arguments})\n" for name, arguments in (found or [])[room:]):
+            # More calls than the request allows are text. They were read as a whole: their place is its end.
+            self._reader.put(CONTENT, more, self._reader.place - 1)
         return bool(found)
 
     def _json(self) -> NoCall:

@@ -8,7 +8,7 @@ import json
 import pytest
 from support.recorded_answers import ANSWERS, FIRST, SECOND, TEXT, THOUGHT, TOOLS, Answer, parts_of, read
 
-from shared.answer_formats.formats import FORMATS
+from shared.answer_formats.formats import FORMATS, Keyed, Python
 from shared.answer_formats.parser import AnswerParser
 from shared.answer_formats.reader import MAX_HEAD, MAX_HELD, Part
 
@@ -85,7 +85,8 @@ def test_text_after_calls_is_the_same_at_every_split_and_its_place_is_known(
             assert decided <= parser.decided
             decided = parser.decided
         assert decided == len(text)
-        assert "".join(placed.split()) == "".join(whole.content.split())
+        if parallel or not isinstance(FORMATS[form].notations[0], Python | Keyed):  # else not the raw text
+            assert "".join(placed.split()) == "".join(whole.content.split())
 
 
 def test_the_name_comes_first_and_the_arguments_as_they_arrive() -> None:
