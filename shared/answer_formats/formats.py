@@ -47,7 +47,7 @@ class Xml:
     key: str
     key_begins: str  # the constant text at the start of a key
     value_ends: str
-    style: str  # XGrammar's name for it
+    style: str  # of the rules in grammar.py; empty: without a grammar
     newlines: bool = False  # a value stands between line breaks that are not part of it
 
 
