@@ -132,7 +132,7 @@ def _given(content: object, info: ValidationInfo) -> object:
         match part:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
-            case {"type": "refusal", "refusal": str(text)} if role == ASSISTANT:
+            case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case _:
                 raise ValueError("only parts of type `text` are supported")

@@ -323,7 +323,9 @@ class Client:
             while not ended:
                 most_s = timeout_s if order.gap is None else min(timeout_s, GAP_S)
                 first = order.frame == 1 and not silent_s
-                wait_s = min(most_s - silent_s, min(quiet_s, ACCEPTED_S) if first else quiet_s)
+                wait_s = min(
+                    most_s - silent_s, min(quiet_s, ACCEPTED_S) if first and quiet_s < math.inf else quiet_s
+                )
                 try:
                     delivery = await replies.get(wait_s)
                 except TimeoutError:

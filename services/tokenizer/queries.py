@@ -386,6 +386,9 @@ def _tokenized(data: bytes, model: ServedModel, wall_us: int) -> dict[str, Any] 
         return BadRequest("the body is nested too deeply; send flat messages")
     except HeadraceError as error:
         return error
+    except Exception as error:  # a bug is a 500 for this client, never silence
+        log.exception("a question for tokens failed")
+        return EngineError(f"the tokenizer failed on this request: {type(error).__name__}")
 
 
 def refuse(mailbox: Mailbox, model: str, fail: Fail) -> None:

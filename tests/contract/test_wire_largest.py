@@ -16,7 +16,7 @@ from services.kv_offload.peers.book import BATCH
 from services.scheduler.kv_tiers.lookups import MAX_KEYS
 from services.scheduler.state.requests import MAX_CHUNKS, MAX_DECISIONS, MAX_IDS
 from services.scheduler.step_planner import MOST_VECTORS
-from services.tokenizer.structured_output import MAX_GRAMMAR_CHARS
+from services.tokenizer.structured_output import MAX_PACKED_CHARS
 from shared import codec
 from shared.api import (
     MAX_BIASES,
@@ -101,7 +101,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     sampling = dataclasses.replace(
         SAMPLES["SlotOpen"].sampling, bias_ids=column(biases), bias_values=floats([9.5]) * biases
     )  # type: ignore[union-attr]  # it is a SlotOpen
-    grammar = draw(st.sampled_from([0, MAX_GRAMMAR_CHARS]))
+    grammar = draw(st.sampled_from([0, MAX_PACKED_CHARS]))
     processors = draw(st.integers(0, MAX_PROCESSORS if not grammar else 2))
     return {
         "sampling": sampling,

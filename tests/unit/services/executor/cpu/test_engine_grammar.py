@@ -9,6 +9,7 @@ from support.default_model import default_engine, greedy_cases, model_path
 from support.executor.plan_maker import GREEDY, PlanMaker
 from support.structured import grammar_of
 
+from shared.answer_formats.grammar import packed, whole
 from shared.messages import Sampling, ints
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import load_vocabulary
@@ -24,6 +25,8 @@ SCHEMA = {
     "required": ["name", "age"],
 }
 
+WRONG = packed(whole(None, {"text": "nothing"}, thinking=False))
+
 
 def test_structured_and_free_rows_in_one_batch() -> None:
     maker = PlanMaker(default_engine())
@@ -33,7 +36,7 @@ def test_structured_and_free_rows_in_one_batch() -> None:
     maker.open(0, case.prompt, GREEDY, stop_ids=STOP)
     maker.open(1, case.prompt, GREEDY, stop_ids=STOP, grammar=grammar)
     maker.open(2, case.prompt, Sampling(temperature=1.0), seed=3, stop_ids=STOP, grammar=grammar)
-    maker.open(3, case.prompt, GREEDY, stop_ids=STOP, grammar=grammar_of({"grammar": "root ::= nothing"}))
+    maker.open(3, case.prompt, GREEDY, stop_ids=STOP, grammar=WRONG)
     first = maker.prefill(dict.fromkeys(range(4), len(case.prompt)))
     ((row, why),) = first.row_errors
     assert (row, first.ids[3], first.done[3]) == (3, -1, 2)
