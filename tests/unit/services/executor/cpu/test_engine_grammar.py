@@ -41,7 +41,7 @@ def test_structured_and_free_rows_in_one_batch() -> None:
     ((row, why),) = first.row_errors
     assert (row, first.ids[3], first.done[3]) == (3, -1, 2)
     assert why.startswith("refused: grammar: ")
-    assert 'Rule "nothing"' in why
+    assert 'unknown name: "nothing"' in why
     more = maker.decode(dict.fromkeys(range(3), len(case.prompt) + 1), STEPS)
     ids = {slot: [first.ids[slot], *more[slot]] for slot in range(3)}
     length = min(len(case.output), STEPS + 1)
