@@ -250,4 +250,4 @@ async def test_ollamas_own_examples_name_no_content_type(url: str) -> None:
         assert (answer.status_code, answer.json()["done"]) == (200, True)
         of_a_page = {**form, "origin": "http://elsewhere.example"}
         assert (await http.post("/api/generate", content=asked, headers=of_a_page)).status_code == 403
-        assert (await http.post("/v1/completions", content=asked, headers=form)).status_code == 403
+        assert (await http.post("/v1/completions", content=asked, headers=form)).status_code == 415
