@@ -386,7 +386,6 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [{"role": "x", "content": "x"}]}, "messages", r"`messages\.0\.role`: .* 'system', 'dev"),
     ({"messages": [{"role": "user"}]}, "messages", r"`messages\.0\.content`: a text is expected"),
     ({"messages": [{"role": "system", "content": None}]}, "messages", r"`messages\.0\.content`: a text is"),
-    ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": ""}]}]}, "messages", "only p"),
     ({"prompt": "x", "max_tokens": 128}, "max_tokens",
      "length is 128 tokens: the prompt has 1 tokens and `max_tokens` is 128; ask for at most 127"),
     ({**CHAT, "max_tokens": 1, "max_completion_tokens": 999}, "max_completion_tokens", "context_length_ex"),
