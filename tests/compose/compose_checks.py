@@ -201,7 +201,13 @@ async def test_two_models_and_one_of_each_kind_dies(stack: Stack) -> None:
     """A random Llama beside the first model, each with two schedulers and two executors in float32: no
     request is refused when one of them dies, and each text is that of an undisturbed run."""
     volumes = ("-v", f"{stack.project}_models:/cache", "-v", f"{ROOT}/tests:/tests:ro")
-    image = ("-e", "PYTHONPATH=/tests", "--entrypoint", "python", "headrace/executor:0.1.0-cpu")
+    image = (
+        "-e",
+        "PYTHONPATH=/tests",
+        "--entrypoint",
+        "python",
+        "headrace/kv:0.1.0",
+    )  # it has transformers, which LMCache needs
     docker("run", "--rm", *volumes, *image, "-c", WRITE_SMALL)
     one_model = stack.env["COMPOSE_FILE"]
     stack.env |= {"COMPOSE_FILE": f"{one_model}:docker/second_model.yaml", "SECOND_MODEL": "/cache/small"}
