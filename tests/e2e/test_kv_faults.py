@@ -210,9 +210,7 @@ async def under_load(house: House, fault: str) -> None:
         after, opened = await traffic.tiers(), await breaker_openings(traffic) - opened
         await undo(house, traffic)
         ready_s = await traffic.until(whole)
-        # A new executor learns anew what a load costs: on a fast machine computing may pay for a minute.
-        learns = fault.startswith("executor")
-        back_s = 0.0 if learns else await until_hit(house, traffic, watch)
+        back_s = await until_hit(house, traffic, watch)
         await traffic.settle()
     assert_same(answers, house.reference)
     assert len(answers) == REQUESTS
