@@ -107,9 +107,8 @@ class _Reader:
         self._root = root
         self._param = param
         self._dropped = dropped
-        self._open = set[
-            int
-        ]()  # ids of schemas that are joined with others, so they cannot close their objects
+        # ids of schemas that are joined with others, so they cannot close their objects
+        self._open = set[int]()
         self._followed = set[str]()  # references that lead to a schema
         self._find_joined(root, 0)
 
