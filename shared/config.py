@@ -128,7 +128,7 @@ class Settings(BaseSettings):
         "int4/fp8",
     ] = Field(
         "auto",
-        description="auto: packed8 or f32 on cpus, bf16 on cuda; int8, packed, fp8, int4: weights; /fp8: KV",
+        description="auto: packed or f32 on cpus, bf16 on cuda; int8, packed, fp8, int4: weights; /fp8: KV",
     )
     kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: from the free memory")
     block_tokens: int = Field(16, ge=8, le=256, description="tokens in a KV block")

@@ -1,14 +1,45 @@
 """Kernels for a CPU, compiled by Numba and run on torch's threads.
 
-`NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma,+f16c` makes them those of an AVX2 machine on any other.
+They are compiled for a kind of CPU, not for a CPU: all machines of a kind run the same instructions, and so
+compute the same bits. `NUMBA_CPU_FEATURES=+avx2,+fma,+f16c` makes them those of an AVX2 machine on any other.
 """
 
 import hashlib
 import os
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 BYTES = ("avx2", "f16c")  # CPU features that products of bytes and half bytes need
+
+
+@dataclass(frozen=True, slots=True)
+class CpuKind:
+    """What kernels are compiled for. `llvm_cpu`: a CPU by LLVM's name, whose features all machines of the
+    kind have; `features`: these and more, by LLVM's names."""
+
+    name: str
+    llvm_cpu: str
+    features: tuple[str, ...]
+
+    @property
+    def llvm_features(self) -> str:
+        """As LLVM takes them. It would use half of AVX-512's registers in loops of its own choice."""
+        return ",".join([*(f"+{feature}" for feature in self.features), "-prefer-256-bit"])
+
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")
+_VNNI = (*_AVX512, "avx512vnni")
+_BF16 = (*_VNNI, "avx512bf16")
+CPU_KINDS = (  # the best first
+    CpuKind("amx", "x86-64-v4", (*_BF16, "amx-tile", "amx-int8", "amx-bf16")),
+    CpuKind("avx512bf16", "x86-64-v4", _BF16),
+    CpuKind("avx512vnni", "x86-64-v4", _VNNI),
+    CpuKind("avx512", "x86-64-v4", _AVX512),
+    CpuKind("avx2", "x86-64-v3", _AVX2),
+)
 
 
 def available() -> bool:
@@ -16,17 +47,29 @@ def available() -> bool:
     return find_spec("numba") is not None
 
 
+@cache
+def cpu_kind() -> CpuKind | None:
+    """What kernels are compiled for here. None without Numba, and on a CPU that is of no kind: Numba compiles
+    for what it has."""
+    found = _features()
+    return next((kind for kind in CPU_KINDS if found.issuperset(kind.features)), None)
+
+
 def has(*features: str) -> bool:
-    """Whether Numba is installed and the CPU, or the one that kernels are compiled for, has all these
-    features, by LLVM's names: `avx512bf16`."""
+    """Whether Numba is installed and kernels may use all these features, by LLVM's names: `avx512bf16`."""
+    kind = cpu_kind()
+    return frozenset(kind.features if kind else _features()).issuperset(features)
+
+
+def _features() -> frozenset[str]:
+    """The features of the CPU, or those in NUMBA_CPU_FEATURES. Empty without Numba."""
     if not available():
-        return False
+        return frozenset()
     if named := os.environ.get("NUMBA_CPU_FEATURES"):
-        return {f"+{feature}" for feature in features} <= set(named.split(","))
+        return frozenset(each[1:] for each in named.split(",") if each.startswith("+"))
     from llvmlite.binding import get_host_cpu_features
 
-    found = get_host_cpu_features()
-    return all(found.get(feature, False) for feature in features)
+    return frozenset(feature for feature, there in get_host_cpu_features().items() if there)
 
 
 def sources_digest() -> str:

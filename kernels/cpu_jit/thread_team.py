@@ -25,9 +25,12 @@ import torch
 from numba import cfunc, config, types
 from numpy.typing import NDArray
 
-from kernels.cpu_jit import sources_digest
+from kernels.cpu_jit import cpu_kind, prebuilt, sources_digest
 
 log = logging.getLogger("headrace.kernels")
+
+if _kind := cpu_kind():
+    config.CPU_NAME, config.CPU_FEATURES = _kind.llvm_cpu, _kind.llvm_features
 
 
 _Parallel = Callable[[int, Any, int, int], None]  # function, data, threads, flags
@@ -103,7 +106,8 @@ def _code_folder() -> Path:
 
 
 class Kernel:
-    """A function of numbers, compiled at its first use and cached on disk. Any thread may call it.
+    """A function of numbers. Its machine code comes with the package, or is compiled at the first use and
+    cached on disk. Any thread may call it.
 
     `body(p)` gets a pointer to int64: `p[0]` is the counter of pieces of work (`fetch_add`), then come the
     numbers and addresses of the call.
@@ -111,6 +115,7 @@ class Kernel:
 
     def __init__(self, body: Callable[..., None], pointers: int = 1) -> None:
         """With several `pointers` it is only a function that other kernels call."""
+        self.name = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"  # no other kernel has it
         self._body, self._pointers = body, pointers
         self._compiling = threading.Lock()
         self._compiled: Any = None  # keeps the machine code
@@ -118,7 +123,7 @@ class Kernel:
 
     def __call__(self, pieces: int, *numbers: int) -> None:
         """Run on as many threads as torch uses, at most `pieces`. The caller keeps the memory at the
-        addresses until this returns. Without a cached kernel the first call takes seconds."""
+        addresses until this returns. The first call of a kernel that is compiled takes seconds."""
         if self._alone is None:
             self._compile()
         data = (ctypes.c_int64 * (len(numbers) + 1))(0, *numbers)
@@ -135,10 +140,14 @@ class Kernel:
             self._compile()
         return int(self._compiled.address)
 
+    def compiled_by_numba(self) -> Any:
+        """The machine code, with its `address`, compiled here."""
+        return _machine_code(self._body, self._pointers)
+
     def _compile(self) -> None:
         with self._compiling:
             if self._alone is None:
-                self._compiled = _machine_code(self._body, self._pointers)
+                self._compiled = prebuilt.load(self.name) or self.compiled_by_numba()
                 self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
 

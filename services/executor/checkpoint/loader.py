@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import json
 import logging
+import platform
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -169,6 +172,8 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     kept_in = name if name in _KEPT else ""
     by_row = " row by row" * options.deterministic  # "deterministic": older blocks, with other bits on CPUs
     how = f" in {kept_in}" * bool(kept_in) + by_row
+    if device.type == "cpu":
+        how += f" by {cpu_arithmetic(name)}"
     digest = fingerprint(options.model_name + how, shapes, weights, cache.block_tokens, kept, ranks)
     return Loaded(
         shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,
@@ -182,9 +187,21 @@ def _is_small(options: TorchOptions) -> bool:
     return not options.dummy and file_bytes(ModelFiles("", options.model_path)) < SMALL_BYTES
 
 
-def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
+def cpu_arithmetic(dtype: str) -> str:
+    """What decides the order of sums on this CPU, in words: its kind, torch's choice of instructions, and
+    where torch's libraries multiply, too, who made it."""
+    kind = kernels.cpu_jit.cpu_kind()
+    words = [kind.name if kind else platform.machine(), f"torch {torch.backends.cpu.get_cpu_capability()}"]
+    if kind is None or dtype not in PACKED:
+        with contextlib.suppress(OSError):
+            found = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+            words += [found[1]] if found else []
+    return ", ".join(words)
+
+
+def model_digest(options: TorchOptions, dtype: str, kv_dtype: str, arithmetic: str | None = None) -> str:
     """Hex digest of everything that decides which tokens are chosen: weights, shapes with rope, dtype, KV
-    format, deterministic mode; not the number of ranks or the layout of KV.
+    format, deterministic mode, the instructions of a CPU; not the number of ranks or the layout of KV.
 
     Weights count by the names, types and shapes of their tensors, and by evenly spread samples of the
     tensors' bytes in the file: about 512 kB in 0.1 s, where all bytes take seconds for each GB. So a change
@@ -198,6 +215,8 @@ def model_digest(options: TorchOptions, dtype: str, kv_dtype: str) -> str:
     shapes = shapes.for_context(_context_tokens(shapes, options.max_context))
     modes = f"dummy {options.dummy} deterministic {options.deterministic}"
     facts = [_DIGEST, repr(shapes), repr(shapes.experts), dtype, kv_dtype, modes]
+    if device_of(options.device).type == "cpu":
+        facts.append(cpu_arithmetic(dtype) if arithmetic is None else arithmetic)
     if shapes.rope_gain != 1.0:
         facts.append(f"rope gain {shapes.rope_gain!r}")
     if isinstance(scheme := scheme_in(options.model_path), Int4Format):
@@ -224,8 +243,8 @@ def check_digest(options: TorchOptions, wanted: str) -> None:
     """Raise SetupError unless the engine of these options would have the model digest `wanted`. Reads little
     of the weights, and loads none."""
     dtype = _dtype_name(options, device_of(options.device))
-    kept = _NAMES[_KV[dtype]] if options.kv_dtype == "auto" else options.kv_dtype
-    own = model_digest(options, dtype, kept)
+    own_kv = _NAMES[_KV[dtype]] if options.kv_dtype == "auto" else options.kv_dtype
+    own = model_digest(options, dtype, own_kv)
     if own == wanted:
         return
     for computed, kv, mode in product((*_DTYPES, *_KEPT), ("", "/fp8"), (False, True)):
@@ -233,10 +252,28 @@ def check_digest(options: TorchOptions, wanted: str) -> None:
         if model_digest(replace(options, deterministic=mode), computed, kept) == wanted:
             flags = " ".join(_flags(computed, kept, deterministic=mode))
             raise SetupError(f"the executors that serve this model compute otherwise: start with {flags}")
+    if other := _arithmetic_of(options, dtype, own_kv, wanted):
+        raise SetupError(
+            f"the executors that serve this model compute with {other}, this CPU with "
+            f"{cpu_arithmetic(dtype)}: last bits would differ; see CPUs of several kinds in docs/guides"
+        )
     raise SetupError(
         f"the weights of {options.model_name} in {options.model_path} are not those of the executors that "
         f"serve it: their model digest is {own}, not {wanted}"
     )
+
+
+def _arithmetic_of(options: TorchOptions, dtype: str, kv_dtype: str, wanted: str) -> str:
+    """The CPU arithmetic with which this engine has the model digest `wanted`; empty if none has it."""
+    if device_of(options.device).type != "cpu":
+        return ""
+    kinds, instructions = [kind.name for kind in kernels.cpu_jit.CPU_KINDS], ("AVX2", "AVX512")
+    makers = [""] if dtype in PACKED else [", AuthenticAMD", ", GenuineIntel"]
+    for kind, used, maker in product(kinds, instructions, makers):
+        words = f"{kind}, torch {used}{maker}"
+        if model_digest(options, dtype, kv_dtype, words) == wanted:
+            return words
+    return ""
 
 
 def _flags(computed: str, kept: str, *, deterministic: bool) -> tuple[str, ...]:
@@ -299,7 +336,7 @@ def device_of(name: str, rank: int = 0) -> torch.device:
 
 
 def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
-    """What a server computes in if no dtype is chosen, and why: `packed8` for a GGUF file whose weights are
+    """What a server computes in if no dtype is chosen, and why: `packed` for a GGUF file whose weights are
     mostly in blocks and for a checkpoint in 4 bits, on one CPU rank with the instructions; `bf16` for a
     checkpoint in bfloat16 on a CPU with AMX; else `f32`; on a GPU `auto`."""
     if device_of(device).type != "cpu":
@@ -315,7 +352,7 @@ def best_dtype(path: Path, device: str, ranks: int) -> tuple[str, str]:
         return "f32", "several ranks share the layers, and cuts may fall within a block"
     if not in_4_bits and type_of_blocks(path) is None:
         return "f32", "few weights of the file are in blocks of 4 to 8 bits"
-    return "packed8", "the weights stay in the file's blocks; packed is slower, with the answers of f32"
+    return "packed", "the weights stay in the file's blocks; packed8 is faster, with other near ties"
 
 
 def _is_in_bf16(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from support.executor.tiny_models import save_tiny, tiny_model
 
 import kernels.cpu_jit
 from services.executor.actor import engine_builder
+from services.executor.checkpoint import loader
 from services.executor.checkpoint.loader import TorchOptions, check_digest, model_digest
 from services.executor.cpu.engine import build
 from shared.config import load
@@ -60,6 +61,31 @@ def test_weights_and_modes_change_it(tmp_path: Path) -> None:
     assert len(found) == 11
 
 
+def test_the_instructions_of_a_cpu_change_it_and_the_error_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kinds of CPU add up numbers in another order."""
+    options = TorchOptions(
+        model_path=save_tiny("llama", tmp_path), model_name="m", device="cpu", dtype="bf16"
+    )
+    monkeypatch.setattr(loader, "cpu_arithmetic", lambda dtype: "avx512, torch AVX512, GenuineIntel")
+    check_digest(options, model_digest(options, "bf16", "bf16"))
+    for other in ("avx2, torch AVX2, GenuineIntel", "avx512, torch AVX512, AuthenticAMD"):
+        with pytest.raises(
+            SetupError, match=f"compute with {other}, this CPU with avx512, torch AVX512, Gen"
+        ):
+            check_digest(options, model_digest(options, "bf16", "bf16", other))
+
+
+def test_kv_of_another_kind_of_cpu_is_other_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, found = save_tiny("llama", tmp_path), set()
+    for name in ("avx2", "avx512"):
+        monkeypatch.setattr(loader, "cpu_arithmetic", lambda dtype, name=name: name)
+        options = TorchOptions(model_path=folder, model_name="m", device="cpu", blocks=8, slots=2)
+        found.add(build(options).info.fingerprint)
+    assert len(found) == 2
+
+
 def test_it_tells_how_tokens_are_routed(tmp_path: Path) -> None:
     folder = save_tiny("qwen3-moe", tmp_path)
     before = digest(folder)
@@ -88,7 +114,7 @@ def test_it_is_checked_before_weights_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.skipif(not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES), reason="no AVX2: packed weights need it")
 @pytest.mark.parametrize(
     ("first", "second", "flags", "kv"),
-    [("cpu", "cpu/tp2", "packed8", "f16"), ("cpu/tp2", "cpu", "f32", "f32")],
+    [("cpu", "cpu/tp2", "packed", "f16"), ("cpu/tp2", "cpu", "f32", "f32")],
 )
 def test_one_rank_and_two_choose_other_dtypes_and_the_second_is_told_which(
     first: str, second: str, flags: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -103,7 +103,7 @@ def test_another_device_says_what_to_use_instead(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="dtype int4 is for GPUs; on a CPU use packed, or f32, bf16 or int8"):
         load(options(folder, dtype="int4"))
     in_blocks = kernels.cpu_jit.has(*kernels.cpu_jit.BYTES)
-    assert best_dtype(folder, "cpu", 1)[0] == ("packed8" if in_blocks else "f32")
+    assert best_dtype(folder, "cpu", 1)[0] == ("packed" if in_blocks else "f32")
     assert best_dtype(folder, "cpu", 2)[0] == "f32"
     assert loader._dtype_name(options(folder), torch.device("cpu")) == "f32"
 

@@ -50,8 +50,8 @@ def test_one_prompt_alone(backend: TorchBackend, index: int) -> None:
 
 @pytest.mark.skipif(not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES), reason="no AVX2: `auto` is f32")
 def test_the_default_for_a_gguf_file_names_the_capital_of_france() -> None:
-    """With inputs in 8 bits for all matrices the model goes on in French, and for ever."""
-    backend, case = default_engine(dtype="packed8"), greedy_cases()[0]
+    """With inputs in 8 bits the model goes on in French on some CPUs, and for ever."""
+    backend, case = default_engine(dtype="packed"), greedy_cases()[0]
     maker = PlanMaker(backend)
     maker.open(0, case.prompt, GREEDY, stop_ids=STOP)
     first = maker.prefill({0: len(case.prompt)}).ids[0]

@@ -63,7 +63,7 @@ def test_only_a_gguf_file_has_blocks() -> None:
 def test_a_server_without_a_dtype_computes_with_the_blocks_of_its_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    wanted = "packed8" if kernels.cpu_jit.has(*kernels.cpu_jit.BYTES) else "f32"
+    wanted = "packed" if kernels.cpu_jit.has(*kernels.cpu_jit.BYTES) else "f32"
     assert best_dtype(model_path(), "cpu", 1)[0] == wanted
     assert best_dtype(tmp_path, "cpu", 1)[0] == "f32"
     monkeypatch.setattr(kernels.cpu_jit, "has", lambda *wanted: True)
