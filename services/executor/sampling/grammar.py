@@ -111,7 +111,9 @@ class Grammars:
     ) -> dict[int, str]:
         """Forbid in place the tokens that may not follow, in these rows of `logits` `[rows, vocab]`; row i
         belongs to `slots[i]`. Returns why rows failed, by index."""
-        allowed = torch.full((len(rows), self._words), -1, dtype=torch.int32)
+        allowed = torch.full(
+            (len(rows), self._words), -1, dtype=torch.int32, pin_memory=logits.device.type == "cuda"
+        )
         index = {row: k for k, row in enumerate(rows)}
 
         ready: dict[int, LLMatcher] = {}
@@ -260,11 +262,22 @@ def _each(rows: Sequence[int], do: Callable[[int], None]) -> dict[int, str]:
 
 def _forbid(logits: Tensor, rows: Sequence[int], allowed: Tensor) -> None:
     """Set the logits of tokens with a 0 bit in `allowed` `[rows, words]` to -inf."""
-    words = allowed.numpy().view(np.uint8)
-    bits = np.unpackbits(words, axis=1, count=logits.shape[1], bitorder="little")
-    forbidden = torch.from_numpy(bits).to(logits.device, non_blocking=True).eq(0)
+    if logits.device.type == "cpu":
+        host, vocab = logits.numpy(), logits.shape[1]
+        for row, words in zip(rows, allowed.numpy().view(np.uint8), strict=True):
+            bits = np.unpackbits(words, count=vocab, bitorder="little")
+            np.copyto(host[row], -np.inf, where=bits == 0)  # a third of the time of masked_fill_
+        return
+    forbidden = _zeros_of(allowed.to(logits.device, non_blocking=True), logits.shape[1])
     if len(rows) == len(logits):
-        logits.masked_fill_(forbidden, float("-inf"))
+        logits.masked_fill_(forbidden, -torch.inf)
     else:
         at = torch.tensor(rows, device=logits.device)
-        logits[at] = logits[at].masked_fill_(forbidden, float("-inf"))
+        logits[at] = logits[at].masked_fill_(forbidden, -torch.inf)
+
+
+def _zeros_of(words: Tensor, count: int) -> Tensor:
+    """Whether each of the first `count` bits is 0, `[rows, count]`. Words travel and are unpacked on the
+    device: bits in bytes take 8 times as long."""
+    each = torch.arange(_WORD_BITS, dtype=words.dtype, device=words.device)
+    return words.unsqueeze(-1).bitwise_right_shift(each).bitwise_and_(1).eq_(0).flatten(1)[:, :count].bool()
