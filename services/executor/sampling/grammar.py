@@ -115,7 +115,6 @@ class Grammars:
             (len(rows), self._words), -1, dtype=torch.int32, pin_memory=logits.device.type == "cuda"
         )
         index = {row: k for k, row in enumerate(rows)}
-
         ready: dict[int, LLMatcher] = {}
 
         def accept(row: int) -> None:
@@ -128,11 +127,12 @@ class Grammars:
             if ready[row].is_error():
                 why = f"grammar: {first_line(ready[row].get_error())}"
                 raise GrammarRefusedError(why[:MAX_WHY_CHARS])
-            if not allowed[index[row]].any():
+            if not words[index[row]].any():
                 raise GrammarRefusedError(_DEAD_END)
 
         failures = _each(rows, accept)
         fill([(matcher, index[row]) for row, matcher in ready.items()], allowed, self._threads)
+        words = allowed.numpy()
         failures |= _each(list(ready), check)
         _forbid(logits, rows, allowed)
         return failures
@@ -209,18 +209,20 @@ def choose(
         logits = logits.clone()
         failures |= grammars.mask(logits, first, slots, tokens)
     choosing_ns = time.monotonic_ns()
-    ids = sampler.propose(logits, slots, positions)
+    adjusted = sampler.adjusted(logits, slots, positions)
+    ids = sampler.pick(adjusted, logits, slots, positions)
     chosen = ids.tolist()
     chosen_ns = time.monotonic_ns()
     tried = [row for row in rows if row not in first and chosen[row] >= 0]
     again, failed = grammars.refused(chosen, tried, slots, tokens)
     failures |= failed
     if again:
-        at = torch.tensor(again, device=logits.device)
-        masked, their_slots = logits[at], [slots[row] for row in again]
+        masked, their_slots = adjusted[again], [slots[row] for row in again]
         failed = grammars.mask(masked, range(len(again)), their_slots, tokens)
         failures |= {again[k]: why for k, why in failed.items()}
-        ids[at] = sampler.propose(masked, their_slots, [positions[row] for row in again], again=True)
+        before = masked if adjusted is logits else logits[again]
+        places = [positions[row] for row in again]
+        ids[again] = sampler.pick(masked, before, their_slots, places, again=True)
     sampler.remember(slots, ids)
     host_us = (time.monotonic_ns() - chosen_ns + choosing_ns - began_ns) // 1000
     return ids, host_us, failures

@@ -129,7 +129,7 @@ class Sampler:
     def prepare(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
         """The logits from which a kernel chooses: what it does not take, done. Arguments as of `choose`; the
         caller calls `remember` with the chosen tokens."""
-        adjusted = self._adjust(logits, slots, positions)
+        adjusted = self.adjusted(logits, slots, positions)
         if self._asking(self._left, slots):  # divided by 0, a greedy row keeps its likeliest tokens
             scaled = self._scaled(adjusted, adjusted.amax(-1), slots)
             dropped = self._through(self._left, scaled, slots, own=True) == -torch.inf
@@ -140,16 +140,15 @@ class Sampler:
         """Ids `[rows]`: a token for each row of `logits` `[rows, vocab]` float32, or one of ROW_ERRORS. Row i
         belongs to `slots[i]`, its token to position `positions[i]` of the sequence. `logits` stays
         unchanged."""
-        ids = self.propose(logits, slots, positions)
+        ids = self.pick(self.adjusted(logits, slots, positions), logits, slots, positions)
         self.remember(slots, ids)
         return ids
 
-    def propose(
-        self, logits: Tensor, slots: list[int], positions: list[int], *, again: bool = False
+    def pick(
+        self, adjusted: Tensor, logits: Tensor, slots: list[int], positions: list[int], *, again: bool = False
     ) -> Tensor:
-        """Like `choose`, but without `remember`, which the caller calls with the final tokens. A draw `again`
-        is independent of the first draw at the same position."""
-        adjusted = self._adjust(logits, slots, positions)
+        """Like `choose`, of logits that are `adjusted`, and without `remember`, which the caller calls with
+        the final tokens. A draw `again` is independent of the first draw at the same position."""
         hot = [i for i, slot in enumerate(slots) if slot in self._hot]
         if len(hot) == len(slots):
             best = adjusted.amax(-1)
@@ -213,7 +212,7 @@ class Sampler:
             logits = changed if whole else copy(0, rows, changed)
         return logits
 
-    def _adjust(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+    def adjusted(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
         """Logits with penalties and bias, and without early stop ids; a copy if any row has one."""
         adjusted = self._through(_LOGITS, logits, slots)
         biased = [i for i, slot in enumerate(slots) if slot in self._bias]
