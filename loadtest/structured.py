@@ -4,8 +4,8 @@
     python -m loadtest.structured --temperature 0 -- --dtype bf16
 
 One `headrace up`, with the flags after `--`. All rows of an arm are asked at once, and each answer has
-`--tokens` tokens: without a schema by `ignore_eos`, under it because the array that it asks for is longer. The
-prompts and the lengths are the same. The order of the two arms alternates. `ratio`: tokens/s under the
+`--tokens` tokens: without a schema by `ignore_eos`, under it because the array that it asks for is longer.
+The prompts and the lengths are the same. The order of the two arms alternates. `ratio`: tokens/s under the
 schema divided by tokens/s without, of each pair.
 """
 
