@@ -30,13 +30,19 @@ class Driver:
         return self.open_with(slot, tokens, room, sampling)
 
     def open_with(
-        self, slot: int, tokens: list[int], room: int, sampling: Sampling | None = None, logprobs: int = 0
+        self,
+        slot: int,
+        tokens: list[int],
+        room: int,
+        sampling: Sampling | None = None,
+        logprobs: int = 0,
+        grammar: str = "",
     ) -> tuple[int, list[int]]:
         """The same with tokens given; greedy unless told."""
         self._backend.open_slot(
             SlotOpen(
                 slot=slot, generation=0, seq=slot, prompt_tokens=len(tokens), tokens=ints(tokens),
-                sampling=sampling or GREEDY, logprobs=logprobs,
+                sampling=sampling or GREEDY, logprobs=logprobs, grammar=grammar,
             )
         )  # fmt: skip
         count = -(-room // self._backend.info.block_tokens)

@@ -20,7 +20,10 @@ import triton
 # int4_experts, long_prompts, long_prompts_fp8.
 # Parts of several GPUs, each in a process of its own: tp2, tp4, tp8, pp2, pp4, moe2, halves2, experts2, …4,
 # formats2, steps2
-ALL_PARTS = "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore"
+ALL_PARTS = (
+    "limits,exact,kernels,draw,chunks,products,deterministic,fp8,decode,mixed,prefill,profile,restore,"
+    "structured"
+)
 
 
 def main() -> None:
@@ -67,6 +70,7 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         restore,
         rig,
         spread,
+        structured,
         tp,
     )
 
@@ -120,6 +124,8 @@ def _measure(name: str, step_tokens: int, found: dict[str, Any]) -> Any:
         return engine.prefill(built, step_tokens)
     if name == "profile":
         return profile.profiles(built)
+    if name == "structured":
+        return structured.structured(built.own)
     if name == "restore":
         return restore.restore(built)
     raise ValueError(f"there is no part {name!r}")

@@ -134,12 +134,18 @@ def _ebnf(text: str, param: str) -> str:
         raise BadRequest(f"`{param}`: grammar: {error!s:.200}", param=param) from None
 
 
+def _too_long(source: str) -> str:
+    """Why a grammar is too long; empty for one that is not."""
+    length, most = len(source), MAX_GRAMMAR_CHARS
+    if length <= most:
+        length, most = len(grammar.packed(source)), MAX_PACKED_CHARS
+    return f"the grammar takes {length} characters, over {most}; shorten it" if length > most else ""
+
+
 def _check(source: str, param: str) -> None:
     """Raises BadRequest for a grammar that is too long, or that the engine does not take."""
-    for length, most in ((len(source), MAX_GRAMMAR_CHARS), (len(grammar.packed(source)), MAX_PACKED_CHARS)):
-        if length > most:
-            why = f"the grammar takes {length} characters, over {most}; shorten it"
-            raise BadRequest(f"`{param}`: {why}", param=param)
+    if why := _too_long(source):
+        raise BadRequest(f"`{param}`: {why}", param=param)
     if source and (why := engine_refuses(source)):
         raise BadRequest(f"`{param}`: the grammar engine refuses it: {why}", param=param)
 
@@ -176,7 +182,8 @@ class Tools:
         try:
             _check(source or "", "tools")
         except BadRequest:
-            schemas = {name: self._alone(name) for name in self.schemas}
+            asked = self.strict if _too_long(source or "") else self.schemas  # each takes the engine 1 ms
+            schemas = {**self.schemas, **{name: self._alone(name) for name in asked}}
             if schemas == self.schemas:  # each can be followed, but not all together
                 schemas = {
                     name: each if name in self.strict else ANY_OBJECT for name, each in schemas.items()

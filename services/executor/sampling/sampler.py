@@ -10,14 +10,16 @@ It does not affect other rows: batched computations read zeros in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import kernels.cpu_jit
 from kernels.sampling.ref import COLUMN, FILTERS, INVALID, LOGITS, PARAMETERS, Stages, draw
 from services.executor.engine import StepOutput
 from shared.messages import ROW_REFUSED, WHOLE_VECTOR, Sampling, SlotOpen, floats, ints
@@ -55,6 +57,7 @@ class Sampler:
         self._size = (slots, vocab)
         self._device = device
         self._by_row = deterministic
+        self._draws = _fastest_draw(device)
         self._table = np.zeros((slots, len(PARAMETERS)), dtype=np.float32)
         self._on: list[set[int]] = [set() for _ in _STAGES]  # slots that each stage changes
         self._hot: set[int] = set()  # slots that draw
@@ -126,7 +129,7 @@ class Sampler:
     def prepare(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
         """The logits from which a kernel chooses: what it does not take, done. Arguments as of `choose`; the
         caller calls `remember` with the chosen tokens."""
-        adjusted = self._adjust(logits, slots, positions)
+        adjusted = self.adjusted(logits, slots, positions)
         if self._asking(self._left, slots):  # divided by 0, a greedy row keeps its likeliest tokens
             scaled = self._scaled(adjusted, adjusted.amax(-1), slots)
             dropped = self._through(self._left, scaled, slots, own=True) == -torch.inf
@@ -137,16 +140,15 @@ class Sampler:
         """Ids `[rows]`: a token for each row of `logits` `[rows, vocab]` float32, or one of ROW_ERRORS. Row i
         belongs to `slots[i]`, its token to position `positions[i]` of the sequence. `logits` stays
         unchanged."""
-        ids = self.propose(logits, slots, positions)
+        ids = self.pick(self.adjusted(logits, slots, positions), logits, slots, positions)
         self.remember(slots, ids)
         return ids
 
-    def propose(
-        self, logits: Tensor, slots: list[int], positions: list[int], *, again: bool = False
+    def pick(
+        self, adjusted: Tensor, logits: Tensor, slots: list[int], positions: list[int], *, again: bool = False
     ) -> Tensor:
-        """Like `choose`, but without `remember`, which the caller calls with the final tokens. A draw `again`
-        is independent of the first draw at the same position."""
-        adjusted = self._adjust(logits, slots, positions)
+        """Like `choose`, of logits that are `adjusted`, and without `remember`, which the caller calls with
+        the final tokens. A draw `again` is independent of the first draw at the same position."""
         hot = [i for i, slot in enumerate(slots) if slot in self._hot]
         if len(hot) == len(slots):
             best = adjusted.amax(-1)
@@ -181,16 +183,16 @@ class Sampler:
             return torch.cat(
                 [self._draw(logits[i], best[i], slots[i], positions[i], again=again) for i in each]
             )
-        scaled = self._through(_FILTERS, self._scaled(logits, best, slots), slots, own=True)
+        heat = torch.from_numpy(self._table[slots, _HEAT]).to(self._device)
         keys = torch.from_numpy(self._seeds[slots] ^ _AGAIN * again).to(self._device)
-        return draw(scaled, keys, torch.tensor(positions, device=self._device))
+        at = torch.tensor(positions, device=self._device)
+        if not self._asking(_FILTERS, slots):
+            return self._draws(logits, best, heat, keys, at)
+        kept = self._through(_FILTERS, self._scaled(logits, best, slots), slots, own=True)
+        return self._draws(kept, torch.zeros_like(best), torch.ones_like(heat), keys, at)
 
     def _scaled(self, logits: Tensor, best: Tensor, slots: list[int]) -> Tensor:
-        """Logits divided by the temperature, relative to the largest: a tiny temperature cannot overflow."""
-        temperature = torch.from_numpy(self._table[slots, _HEAT]).to(self._device)
-        scaled = (logits - best.unsqueeze(1)).div_(temperature.unsqueeze(1))
-        sound = best.isfinite()
-        return scaled if bool(sound.all()) else scaled.masked_fill_(~sound.unsqueeze(1), 0.0)
+        return _scaled(logits, best, torch.from_numpy(self._table[slots, _HEAT]).to(self._device))
 
     def _through(self, stages: range, logits: Tensor, slots: list[int], *, own: bool = False) -> Tensor:
         """`logits` after these of _STAGES, each for the rows that ask for it; `own`: changed in place."""
@@ -210,7 +212,7 @@ class Sampler:
             logits = changed if whole else copy(0, rows, changed)
         return logits
 
-    def _adjust(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+    def adjusted(self, logits: Tensor, slots: list[int], positions: list[int]) -> Tensor:
         """Logits with penalties and bias, and without early stop ids; a copy if any row has one."""
         adjusted = self._through(_LOGITS, logits, slots)
         biased = [i for i, slot in enumerate(slots) if slot in self._bias]
@@ -266,6 +268,27 @@ class Sampler:
             top_ids=ints(top.indices[kept].tolist()),
             top_logprobs=floats(top.values[kept].tolist()),
         )
+
+
+def _scaled(logits: Tensor, best: Tensor, heat: Tensor) -> Tensor:
+    """Logits divided by the temperature, relative to the largest: a tiny temperature cannot overflow."""
+    scaled = (logits - best.unsqueeze(1)).div_(heat.unsqueeze(1))
+    sound = best.isfinite()
+    return scaled if bool(sound.all()) else scaled.masked_fill_(~sound.unsqueeze(1), 0.0)
+
+
+def _draw_by_definition(
+    logits: Tensor, best: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
+    """See kernels.cpu_jit.draw.draw."""
+    return draw(_scaled(logits, best, heat), seeds, positions)
+
+
+def _fastest_draw(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The kernel on a CPU with Numba: 8 rows of 49,152 logits in 0.12 ms of one Zen 5 core, in torch 2.5."""
+    if device.type == "cpu" and kernels.cpu_jit.available():
+        return import_module("kernels.cpu_jit.draw").draw  # type: ignore[no-any-return]  # Numba's import
+    return _draw_by_definition
 
 
 def slot_row(wanted: Sampling) -> NDArray[np.float32]:

@@ -86,7 +86,7 @@ def test_the_kernel_after_the_reference_draws_what_the_reference_draws() -> None
         torch_alone.open(opened(i, sampling=Sampling(**wish)))
     for step in range(2):
         logits, positions = logits_of(len(wishes), step), [len(PROMPT) + step] * len(wishes)
-        wanted = torch_alone.propose(logits, rows, positions)
+        wanted = torch_alone.pick(torch_alone.adjusted(logits, rows, positions), logits, rows, positions)
         found = sampling.choose(logits, rows, positions)[0]
         assert found.tolist() == wanted.tolist()
         torch_alone.remember(rows, found)

@@ -116,7 +116,7 @@ def test_what_the_grammar_allows_is_what_a_free_row_would_have_drawn(
     slots = list(range(SLOTS))
     sampler = sampler_of(grammars, {slot: opened(slot) for slot in slots})
     logits = flat(letters, SLOTS)
-    free = sampler.propose(logits, slots, [3] * SLOTS).tolist()
+    free = sampler.pick(logits, logits, slots, [3] * SLOTS).tolist()
     ids, _, _ = grammar.choose(grammars, sampler, logits, slots, [3] * SLOTS, lambda _: PROMPT)
     allowed = [token in letters[:3] for token in free]
     assert 20 < sum(allowed) < 80
