@@ -75,7 +75,7 @@ def ask(port: int, wanted: Body) -> int:
     connection.close()
     if answer.status != 200 or found["usage"]["completion_tokens"] != wanted["max_tokens"]:
         raise SystemExit(f"{answer.status}: {json.dumps(found)[:600]}")
-    return wanted["max_tokens"]
+    return int(wanted["max_tokens"])
 
 
 def tokens_per_s(port: int, asked: argparse.Namespace, *, schema: bool) -> float:
@@ -120,7 +120,7 @@ def main() -> None:
     asked = parser.parse_args()
     pairs = measured(asked)
     ratios = [pair["ratio"] for pair in pairs]
-    found = {
+    found: dict[str, Any] = {
         "arguments": {name: str(value) for name, value in vars(asked).items()},
         "circumstances": circumstances(),
         "ratio": {"median": round(statistics.median(ratios), 4), "least": min(ratios), "most": max(ratios)},

@@ -71,7 +71,7 @@ def structured(backend: Backend, rows: Sequence[int] = ROWS, pairs: int = PAIRS)
                 if number:  # the first round compiles kernels and grammars
                     taken[arm].append(round(ms, 4))
         shares = [with_it / free - 1 for free, with_it in zip(taken["free"], taken["schema"], strict=True)]
-        row = {
+        row: dict[str, Any] = {
             "rows": count,
             **{f"{arm}_ms": round(statistics.median(of), 4) for arm, of in taken.items()},
             "share": round(statistics.median(shares), 4),

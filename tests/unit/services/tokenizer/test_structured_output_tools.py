@@ -11,6 +11,7 @@ from support.loose_tools import FOLLOWED, LOOSE, tool_with
 from support.structured import grammar_of, tools_of
 
 from services.tokenizer import structured_output
+from services.tokenizer.json_schema import engine_refuses
 from services.tokenizer.structured_output import parsed
 from shared.answer_formats import grammar
 from shared.errors import BadRequest
@@ -122,16 +123,17 @@ def test_400_tools_that_are_too_long_together_are_not_tried_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried: list[str] = []
-    known = structured_output.engine_refuses
 
     def refuses(source: str) -> str:
         tried.append(source)
-        return known(source)
+        return engine_refuses(source)
 
     monkeypatch.setattr(structured_output, "engine_refuses", refuses)
     about = {"properties": {f"p{i}": {"const": "x" * 64} for i in range(10)}}
-    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": about}} for i in range(400)]
-    tools[7]["function"]["strict"] = True
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": about, "strict": i == 7}}
+        for i in range(400)
+    ]
     schemas = schemas_of(rules_of({"tools": tools}))
     assert [schema for schema in schemas if schema != ANY] == schemas[7:8]
     assert len(schemas) == 400
