@@ -29,6 +29,13 @@ from shared.vocab.vocabulary import Vocabulary
 COMPILERS = 2
 COMPILED = 64  # compiled grammars kept
 MAX_WHY_CHARS = 120  # 256 of them fit into a result
+# Within a string of bounded length, tokens may follow that are short enough for what is left of it: they are
+# told apart once. With llguidance's own slices, of 10 and 30, the slowest masks take twice as long.
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (1, 2, 3, 4, 5, 6, 7, 8, 10, 14, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
 _CONTROL = b"\xff"  # before the name of a token that is no text, for llguidance
 
 
@@ -186,7 +193,7 @@ def _tokenizer(texts: Sequence[bytes], ends: list[int]) -> LLTokenizer:
             return []
 
     words = Words(eos_token_id=ends[0], bos_token_id=None, tokens=tokens, special_token_ids=silent)
-    return LLTokenizer(TokenizerWrapper(words), n_vocab=len(texts), eos_token=ends)
+    return LLTokenizer(TokenizerWrapper(words), n_vocab=len(texts), eos_token=ends, slices=_SLICES)
 
 
 def first_line(text: str) -> str:

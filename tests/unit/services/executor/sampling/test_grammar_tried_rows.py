@@ -13,7 +13,6 @@ from support.structured import grammar_of
 
 from services.executor.sampling import grammar
 from services.executor.sampling.grammar import Grammars
-from services.executor.sampling.grammar_compiler import GrammarCompiler
 from services.executor.sampling.sampler import Sampler
 from shared.answer_formats import grammar as answer_grammar
 from shared.messages import GrammarFailed, GrammarReady, Sampling, SlotOpen, ints
@@ -210,15 +209,3 @@ def test_the_end_of_each_compilation_is_told_once_for_each_slot_that_waits(
     last = told.get(timeout=60)
     assert (type(last), last.slot) == (GrammarReady, 5)
     assert told.empty()
-
-
-def test_masks_on_several_threads_are_those_of_one(vocabulary: Vocabulary) -> None:
-    compiler = GrammarCompiler(lambda: vocabulary, PADDED)
-    asked = [grammar_of({"structured_outputs": {"regex": f"[a-{end}]+"}}) for end in "bcdefghijklm"]
-    matchers = [(compiler.request(each, "t").result.result(60), row) for row, each in enumerate(asked)]
-    alone, together = (torch.full((len(asked), -(-PADDED // 32)), -1, dtype=torch.int32) for _ in range(2))
-    grammar.fill(matchers, alone, 1)
-    grammar.fill(matchers, together, 2)
-    assert torch.equal(alone, together)
-    assert len({tuple(row) for row in alone.tolist()}) == len(asked)
-    compiler.close()
