@@ -122,6 +122,8 @@ class ExecutorActor(Actor):
         gguf.forget()  # the last reader was the engine
         computing = lambda: self._device.since_us > 0  # noqa: E731
         self._arenas = ArenaTransfers(self._backend, mailbox, self._host_id, self._send_hello, computing)
+
+    def on_ready(self) -> None:
         self._join()
 
     def receive(self, source: str, message: Message, trace: str) -> None:

@@ -79,6 +79,9 @@ class Actor:
     async def start(self, mailbox: Mailbox) -> None:
         """Load, subscribe public subjects. The actor is ready when it returns."""
 
+    def on_ready(self) -> None:
+        """Called after `start`, once the process handles messages without a pause: ask for work."""
+
     def receive(self, source: str, message: Message, trace: str) -> None:
         """Handle one message of the mailbox; in order and once per source `kind.id`."""
 
@@ -137,6 +140,7 @@ class Runtime:
     failure: BaseException | None = None
     tracer: Tracer | None = None
     metric_sink: MeterSink | None = None
+    settle: Callable[[], None] | None = None  # called between `start` and ready: it may block
     on_heartbeat: Callable[[str], None] | None = (
         None  # called with the state, or "cut_off", at each heartbeat
     )
@@ -173,7 +177,10 @@ class Runtime:
         asyncio.get_running_loop().call_soon(self._deliver_held_back)  # runs at the first await of start
         await self.actor.start(self.mailbox)
         self._deliver_held_back()  # for a start without an await
+        if self.settle is not None:
+            self.settle()
         self.state = "ready"
+        self.actor.on_ready()
         self.send_heartbeat()
 
     async def finish(self, drain_timeout_s: float, hurried: asyncio.Event | None = None) -> None:
@@ -409,6 +416,7 @@ async def _live(actor: Actor, connect: Connect, options: ProcessOptions) -> int:
             heartbeat_interval_us=options.heartbeat_interval_us,
             tracer=tracer,
             metric_sink=metrics,
+            settle=settle_garbage_collector,
             on_heartbeat=options.on_heartbeat,
         )
         return await _live_on(runtime, options)
@@ -429,7 +437,6 @@ async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
     if started.done() and (error := started.exception()) is not None:
         runtime.fail(error)
     elif started.done() and not failing.done():
-        settle_garbage_collector()
         loop = asyncio.get_running_loop()
         loop.call_later(SETTLED_S, loop.run_in_executor, None, give_back_memory)
         process_log.info("%s is ready", runtime.mailbox.source)
@@ -451,7 +458,8 @@ async def _live_on(runtime: Runtime, options: ProcessOptions) -> int:
 
 def settle_garbage_collector() -> None:
     """Exempt the objects of start-up from collection, and collect rarely: a full collection stops a
-    scheduler with 2,000 requests for tens of milliseconds. Reference counts free most later objects."""
+    scheduler with 2,000 requests for tens of milliseconds. Reference counts free most later objects. This
+    collection stops an executor that has imported torch for more than 0.1 s, so it comes before `ready`."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

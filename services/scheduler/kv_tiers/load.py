@@ -3,6 +3,10 @@
 A load is a prefix, since computing needs all tokens before. Loading takes the same time for each token,
 computing takes more for each next one: so either all available blocks are loaded, or none. A sequence with a
 load job is in no step, and delays no other.
+
+Only a load measures what loads take. So an estimate from a moment in which the machine was busy would prevent
+the loads that correct it: after a while without one a few blocks are loaded although computing looks faster,
+and if that is far faster than predicted, it replaces the estimate.
 """
 
 from __future__ import annotations
@@ -20,9 +24,18 @@ from services.scheduler.kv_tiers.lookups import (
     tier_of,
 )
 from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.state.cost_model import FAR
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import DECODE, Executor, State
-from services.scheduler.state.transfers import ANSWER_US, REMOTE, Job, JobPhase, LookupResult, Tier
+from services.scheduler.state.transfers import (
+    ANSWER_US,
+    REMOTE,
+    TRY_BLOCKS,
+    Job,
+    JobPhase,
+    LookupResult,
+    Tier,
+)
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import KvCopied, KvCopy, KvPrefetch, KvReady, KvRelease, ints, longs
 
@@ -41,7 +54,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
     if not keys or sequence.reserved < len(keys):
         return
     first = len(sequence.table)
-    remote = sum(t == REMOTE for t in result.found[first : first + len(keys)])
+    remote = result.found[first : first + len(keys)].count(REMOTE)
     load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
     costs = RecomputeCost.of(executor)
     compute_us = costs.tokens_us(sequence.computed, sum(valid))
@@ -55,10 +68,20 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
             recompute_us=compute_us,
         )
         state.counters.loads_declined += 1
-        return
+        if not _may_try(state, executor):
+            return
+        keys, valid = keys[:TRY_BLOCKS], valid[:TRY_BLOCKS]
+        remote = result.found[first : first + len(keys)].count(REMOTE)
+        load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
     job = _send_prefetch(state, executor, tier, sequence, _Load(keys, valid, load_us, compute_us))
     if job is not None:
         job.fetched = [at in result.fetched for at in range(first, first + len(keys))]
+
+
+def _may_try(state: State, executor: Executor) -> bool:
+    """Whether it is time for a load that measures the present rate. One at a time: it may be slow indeed."""
+    loads = (job for job in state.tiers.jobs.values() if job.up and job.executor == executor.hello.executor)
+    return executor.up.unused(state.now_us) and not any(loads)
 
 
 def predicted(state: State, executor: Executor, group: SequenceGroup, held_blocks: int) -> tuple[int, int]:
@@ -102,11 +125,15 @@ def _load_next_part(state: State, executor: Executor, sequence: Sequence) -> Non
 def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: int) -> int:
     size = executor.hello.bytes_per_block
     fetch_us = int(remote * size / (tier.fetch_bytes_per_us or GUESS_FETCH_BYTES_PER_US))
-    # The link works on its queue until KvReady. If no load was measured lately, stores show the rate.
+    # The link works on its queue until KvReady.
     ask_us = tier.answer_us + fetch_us + executor.up.trip_us // 2
     wait_us = max(executor.up.wait_us() - ask_us, 0)
-    link = executor.up if executor.up.known(now_us) or not executor.down.copies_seen else executor.down
-    return ask_us + wait_us + link.copy_us(blocks * size) + executor.up.trip_us // 2
+    links = [executor.up]
+    if not executor.up.known(now_us) and executor.down.copies_seen:
+        # Stores show the rate, too. The faster of two doubtful estimates counts, since a load corrects it.
+        links = [link for link in (executor.up, executor.down) if link.copies_seen]
+    copy_us = min(link.copy_us(blocks * size) for link in links)
+    return ask_us + wait_us + copy_us + executor.up.trip_us // 2
 
 
 class _Load(NamedTuple):
@@ -199,6 +226,8 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
     """A load has ended. If it took longer than the lease, it may have read other bytes."""
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     if ok:
+        if executor.up.unused(state.now_us) and FAR * (state.now_us - job.began_us) < job.predicted_us:
+            executor.up.forget()
         executor.up.observe(job.queued_bytes, message.took_us, state.now_us)
         executor.up.observe_trip(state.now_us - job.sent_us - message.wait_us - message.took_us)
     finish(state, job)

@@ -24,7 +24,7 @@ from services.scheduler.state.policies import EAGER_COPY_PM, OffloadView
 from services.scheduler.state.requests import Phase as SequencePhase
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
-from services.scheduler.state.transfers import ANSWER_US, LONG_COPY_US, Job, JobPhase, Tier
+from services.scheduler.state.transfers import ANSWER_US, LONG_COPY_US, TRY_BLOCKS, Job, JobPhase, Tier
 from shared.messages import (
     PRESENT,
     KvCommit,
@@ -42,7 +42,6 @@ LEASE_US = 10_000_000
 EAGER_BYTES = 8 << 20  # of an eager copy: on a CPU it takes a core from the steps for 2 ms
 JOB_BYTES = 64 << 20  # 1.3 ms of a PCIe link: the next copy does not wait long
 JOB_BLOCKS = 128
-TRY_BLOCKS = 4  # of a copy that measures the present rate
 MAX_JOBS = 2  # at once: one is copied while the next is requested
 MAX_JUDGED = 256  # dirty blocks at one time; or twice as many as are needed
 JUDGED_TOGETHER = 16  # blocks of a sequence with one verdict

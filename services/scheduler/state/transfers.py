@@ -25,6 +25,8 @@ MIB = float(1 << 20)
 LONG_COPY_BYTES, LONG_COPY_US = 32 << 20, 10_000  # a copy of either length shows the rate
 ENOUGH_COPIES = 8  # so many shorter copies count as much as a long one
 STALE_US = 5_000_000  # a small copy this often takes little time even on a slow link
+RETRY_US = 1_000_000  # without a load, after which one is tried although it looks slow
+TRY_BLOCKS = 4  # of a copy that measures the present rate
 
 LookupTarget = tuple[str, str]  # kv_offload id, and an engine's fingerprint: keys differ by fingerprint
 
@@ -218,6 +220,15 @@ class TransferLink:
         on their bytes, and an estimate that is too slow would prevent the copies that correct it."""
         return self.fresh(now_us) and (self.saw_long_copy or self.copies_seen >= ENOUGH_COPIES)
 
+    def unused(self, now_us: int) -> bool:
+        """Whether no copy was measured for RETRY_US: the machine may have been slow for a moment then."""
+        return now_us - self.seen_us >= RETRY_US
+
+    def forget(self) -> None:
+        """The measured times are not true any more: the next copy replaces them."""
+        self.trip_us = 0
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
     def observe(self, size_bytes: int, took_us: int, now_us: int = 0) -> None:
         """Add a measured copy to the fit."""
         if size_bytes <= 0 or took_us <= 0:
@@ -243,7 +254,7 @@ class TransferLink:
 
     def _fit(self) -> tuple[float, float]:
         """us per copy, us per MiB: neither below zero."""
-        if not self.copies_seen:
+        if not self._n:
             return GUESS_EACH_US, MIB / GUESS_BYTES_PER_US
         spread = self._n * self._xx - self._x * self._x
         if spread <= 1e-6 * self._n * self._xx:

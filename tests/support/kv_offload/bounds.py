@@ -16,7 +16,7 @@ from support.kv_offload.traffic import Answer
 
 from services.scheduler.kv_tiers.load import MOST_DEADLINE_US
 from services.scheduler.kv_tiers.lookups import MOST_WAIT_US
-from services.scheduler.state.transfers import ANSWER_US
+from services.scheduler.state.transfers import ANSWER_US, TRY_BLOCKS
 from shared import codec
 from shared.messages import KvCopied, KvCopy, KvFound, KvLookup, KvPrefetch, KvReady, KvReserve, KvReserved
 from shared.nats.interface import Delivery
@@ -81,8 +81,8 @@ class TierWatch:
                 self._answered(job, now_s)
             case KvReady(job=job, status="ok", from_l2=0) | KvReserved(job=job):
                 self._answered(job, now_s)
-            case KvCopy(job=job, to_arena=False):
-                self._up.add(job)
+            case KvCopy(job=job, to_arena=False, blocks=blocks) if len(blocks) > TRY_BLOCKS:
+                self._up.add(job)  # not a try of a link that looks slow
             case KvCopied(job=job, status="ok") if job in self._up:
                 self.loads_s.append(now_s)
 

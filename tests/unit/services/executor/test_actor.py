@@ -111,6 +111,18 @@ async def test_it_says_hello_until_it_is_welcome(fleet: Fleet) -> None:
     assert actor.status()["scheduler"] == "scheduler.s"
 
 
+async def test_its_process_settles_before_it_says_hello(fleet: Fleet) -> None:
+    """The answer to a hello is work, and settling takes longer than a load of KV blocks."""
+    hand, chosen = HandScheduler(), list[object]()
+    await fleet.started(hand, "s")
+    actor = ExecutorActor(lambda: SimBackend(SimOptions(model="m", timing="step=0")), "host-7")
+    runtime = fleet.runtime(actor, "e")
+    runtime.settle = lambda: chosen.append(actor.status()["scheduler"])
+    await runtime.start()
+    await hand.until(ExecHello)
+    assert [*chosen, actor.status()["scheduler"]] == ["", "scheduler.s"]
+
+
 async def test_one_that_is_kept_out_says_why_and_goes_on_saying_hello(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,16 @@ from support.scheduler.world import World
 from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.state.requests import Arrived, TierLost, TierReady
 from services.scheduler.state.state import Executor
-from services.scheduler.state.transfers import ANSWER_US, BACKOFF_US, LONG_COPY_BYTES, LONG_COPY_US, MISSES
+from services.scheduler.state.transfers import (
+    ANSWER_US,
+    BACKOFF_US,
+    LONG_COPY_BYTES,
+    LONG_COPY_US,
+    MISSES,
+    RETRY_US,
+    TRY_BLOCKS,
+    TransferLink,
+)
 from shared.messages import (
     Cancel,
     KvCopied,
@@ -363,6 +372,63 @@ def test_a_load_competes_with_computing_behind_what_is_before_it(before: list[in
     assert bool(world.copies["e1"]) == (not declined)
     world.run()
     assert cached_tokens(world, "second") == (0 if declined else 20)
+
+
+def slowed() -> World:
+    """Loading looks slow: the messages of the last load took 300 ms. The prompt's 20 tokens take 20 ms."""
+    world = stored()
+    executor = only(world)
+    for tokens in range(1, 41):
+        executor.cost_model.observe(StepShape(0, 0, 0, 0).with_chunk(0, tokens), 1_000 * tokens)
+        executor.up.observe(256, 100, world.now_us)
+    executor.up.observe_trip(300_000)
+    return world
+
+
+def again(world: World, request: str) -> int:
+    """How many tokens of the prompt are loaded for another request."""
+    only(world).pool.forget_cache()
+    world.ask(request, PROMPT, 2)
+    world.run()
+    return cached_tokens(world, request)
+
+
+def test_an_estimate_from_a_busy_moment_does_not_end_loading() -> None:
+    world = slowed()
+    assert again(world, "at once") == 0
+    world.tick(RETRY_US)
+    assert again(world, "later") == 4 * TRY_BLOCKS
+    assert again(world, "then") == 20, "the messages of the load before took no time"
+    assert world.scheduler.state.counters.loads_declined == 2
+
+
+def test_a_link_that_is_slow_indeed_is_tried_now_and_then() -> None:
+    """By one request at a time, with a few blocks."""
+    world = slowed()
+    world.tick(RETRY_US)
+    for request in ("tried", "beside"):
+        world.ask(request, PROMPT, 2)
+    while not world.copies["e1"]:
+        assert world.deliver_tier()
+    world.tick(300_000)
+    world.run()
+    counters = world.scheduler.state.counters
+    assert (counters.loads_declined, counters.loads, counters.l1_hit_blocks) == (2, 1, TRY_BLOCKS)
+    assert again(world, "at once") == 0
+    world.tick(RETRY_US)
+    assert again(world, "later") == 4 * TRY_BLOCKS
+
+
+@pytest.mark.parametrize("slow", ["up", "down"])
+def test_a_few_slow_copies_of_one_direction_do_not_end_loading(slow: str) -> None:
+    """Two short copies do not show a rate: the first ones of an executor are slower than all after them."""
+    world = slowed()
+    only(world).up, only(world).down = TransferLink(), TransferLink()
+    for _ in range(2):
+        only(world).up.observe(256, 50_000 if slow == "up" else 100, world.now_us)
+        only(world).down.observe(256, 50_000 if slow == "down" else 100, world.now_us)
+        only(world).up.saw_long_copy = only(world).down.saw_long_copy = False
+    assert again(world, "at once") == 20
 
 
 def test_who_is_next_asks_again_before_its_turn() -> None:

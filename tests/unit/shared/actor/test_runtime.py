@@ -47,6 +47,18 @@ async def test_beats_tell_the_states_of_a_life(fleet: Fleet) -> None:
     assert fleet.broker.subscriptions == [s for s in fleet.broker.subscriptions if s.pattern[2] == "beat"]
 
 
+async def test_a_process_settles_before_the_actor_asks_for_work(fleet: Fleet) -> None:
+    """The first work would wait for that."""
+    actor, order = Recorder(), list[str]()
+    runtime = fleet.runtime(actor)
+    runtime.settle = lambda: order.append(f"settled {runtime.state}")
+    actor.on_ready = lambda: order.append(f"asked {runtime.state}")  # type: ignore[method-assign]
+    await runtime.start()
+    await fleet.broker.settle()
+    assert order == ["settled starting", "asked ready"]
+    assert fleet.beats[-1] == ("executor.a", "ready")
+
+
 async def test_whoever_watches_is_told_each_beat_and_when_the_broker_brings_none_back(fleet: Fleet) -> None:
     told: list[str] = []
     runtime = fleet.runtime(Recorder())

@@ -33,6 +33,10 @@ class Scripted(Actor):
         self.kill, self.error, self.later = kill, error, later
         self.loop: asyncio.AbstractEventLoop | None = None
         self.ended: list[str] = []
+        self.frozen_objects = 0
+
+    def on_ready(self) -> None:
+        self.frozen_objects = gc.get_freeze_count()
 
     async def start(self, mailbox: Mailbox) -> None:
         self.loop = asyncio.get_running_loop()
@@ -95,6 +99,13 @@ def test_the_loop_is_uvloop() -> None:
     assert run(actor) == 0
     assert isinstance(actor.loop, uvloop.Loop)
     assert actor.ended == ["drain", "stop"]
+
+
+def test_garbage_is_collected_before_the_actor_asks_for_work() -> None:
+    gc.unfreeze()
+    actor = Scripted(kill=signal.SIGTERM, later=True)
+    assert run(actor) == 0
+    assert actor.frozen_objects > 1_000
 
 
 def test_asyncio_serves_with_a_warning_where_uvloop_is_missing(
