@@ -1,5 +1,5 @@
-"""What readers leave unread is bounded: of each request, and of all requests of a tenant. So is a request's wait
-for services."""
+"""What readers leave unread is bounded: of each request, and of all requests of a tenant. A request waits for
+services for some seconds."""
 
 from __future__ import annotations
 
