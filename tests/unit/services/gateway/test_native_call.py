@@ -211,8 +211,8 @@ async def test_a_second_connection_yields_to_the_first(server: NatsServer) -> No
 
 
 def publish(server: NatsServer, to: list[str], *readers: Bus) -> None:
-    """Publish to each, and return when the server has it all and each reader's socket the first of it; the event
-    loop stands still meanwhile."""
+    """Publish to each, and return when the server has it all and each reader's socket the first of it; the
+    event loop stands still meanwhile."""
     where = urlparse(server.url)
     assert where.hostname is not None
     with socket.create_connection((where.hostname, where.port or 4222)) as raw:
