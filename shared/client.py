@@ -51,7 +51,7 @@ DEFAULT_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 10.0  # of `Client.request`
 PROBE_TIMEOUT_S = 60.0
 PROBE = {"messages": [{"role": "user", "content": "Hello"}]}
-AGAIN_S, TIMES_AGAIN = 1.0, 4  # after a reconnect, resends of a request without a reply
+AGAIN_S, TIMES_AGAIN = 1.0, 4  # resends of a request without a reply, after a reconnect or without services
 SILENCE_S = 3.0  # of a followed request; then its detokenizer may be dead
 STATE_S = 2.0  # for a keeper's answer
 MOST_INBOXES = 8  # of one reader: late answers to its attaches are still read
@@ -101,6 +101,7 @@ class Client:
     tenant: str = subjects.DEFAULT_TENANT
     _own: str = ""  # a fresh inbox of the connection
     awaited: Callable[[], bool] = lambda: False  # services are to come: requests without one are sent again
+    _served: set[str] = field(default_factory=set)  # models with services when a request was last answered
     _waiting: dict[str, UnreadFrames] = field(default_factory=dict)  # by reply subject
     _unread_totals: dict[str, UnreadTotal] = field(default_factory=dict)  # by tenant
 
@@ -121,7 +122,8 @@ class Client:
         self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S, trace: str = ""
     ) -> Body:
         """The whole answer, OpenAI-shaped. Raises the service's error, Unavailable if no service has the
-        model, NoAnswer after `timeout_s`."""
+        model (one that this client has had answers from: for TIMES_AGAIN seconds), NoAnswer after
+        `timeout_s`."""
         async with contextlib.aclosing(
             self._exchange({**body, "stream": False}, timeout_s, trace)
         ) as replies:
@@ -252,9 +254,9 @@ class Client:
     def resend_unanswered(self, model: str) -> None:
         """Send all requests for `model` without a reply again, of any tenant: the server may have given them
         to a service that has died. A service that has such a request ignores the repetition."""
-        of_model = subjects.generate_any_tenant(model).rpartition("*")[2]
+        of_model = subjects.generate_any_tenant(model).rpartition(".")[2]
         for replies in self._waiting.values():
-            if not replies.count and replies.subject.endswith(of_model):
+            if not replies.count and replies.model == of_model:
                 replies.send_again()
 
     def fail(self, error: HeadraceError) -> None:
@@ -318,6 +320,7 @@ class Client:
         try:
             headers = {"traceparent": trace} if trace else None
             replies.subject = subject
+            replies.resends = TIMES_AGAIN if replies.model in self._served else 0
             replies.send = partial(self.bus.publish, subject, data, reply=reply, headers=headers)
             replies.send()
             while not ended:
@@ -331,6 +334,8 @@ class Client:
                 except TimeoutError:
                     silent_s += wait_s
                     if silent_s >= most_s:
+                        if replies.unserved and not replies.count:
+                            raise _no_service(model) from None
                         raise order.gap or _no_answer(request_id, timeout_s) from None
                     if order.frame:
                         yield {"type": QUIET}
@@ -342,6 +347,8 @@ class Client:
                     raise error_of(message)
                 ended = not body["stream"]
                 if ended or order.take(message):
+                    if ended or order.frame == 1:
+                        self._served.add(replies.model)
                     ended = ended or END_HEADER in delivery.headers
                     yield message
         finally:
@@ -393,9 +400,12 @@ class Client:
         replies = self._waiting.get(delivery.subject)
         if replies is None:
             return
-        if delivery.no_responders and (replies.resends or self.awaited()):  # its services may not be back yet
-            asyncio.get_running_loop().call_later(AGAIN_S, self._send_again, delivery.subject)
-            return
+        if delivery.no_responders:
+            if replies.resends or self.awaited():  # its services may not be back yet
+                replies.unserved = True
+                asyncio.get_running_loop().call_later(AGAIN_S, self._send_again, delivery.subject)
+                return
+            self._served.discard(replies.model)
         replies.put(delivery)
 
 
@@ -552,6 +562,11 @@ def _json(body: Mapping[str, Any]) -> bytes:
         raise _unwritable(why) from None
 
 
+def _no_service(model: str) -> Unavailable:
+    why = f"no service answers for model {model!r}: start one with `headrace up`, or see `headrace status`"
+    return Unavailable(why, retry_after_ms=round(AGAIN_S * 1e3))
+
+
 def _no_answer(request_id: str, timeout_s: float) -> NoAnswer:
     return NoAnswer(f"no answer to request {request_id} within {timeout_s:g} s: see `headrace status`")
 
@@ -571,9 +586,7 @@ def _read(data: bytes) -> Body | None:
 
 def _message(delivery: Delivery, model: str) -> Body:
     if delivery.no_responders:
-        raise Unavailable(
-            f"no service answers for model {model!r}: start one with `headrace up`, or see `headrace status`"
-        )
+        raise _no_service(model)
     message = _read(delivery.data)
     if message is None:
         raise EngineError(f"the service answered with something that is not JSON: {delivery.data[:80]!r}")
@@ -590,7 +603,7 @@ class UnreadFrames:
 
     __slots__ = (
         "_bytes", "_deliveries", "_due_s", "_failure", "_loop", "_on_full", "_reader", "_timer", "_total",
-        "count", "lasting", "resends", "send", "subject",
+        "count", "lasting", "resends", "send", "subject", "unserved",
     )  # fmt: skip
 
     def __init__(self, on_full: Callable[[], None], total: UnreadTotal | None = None) -> None:
@@ -607,8 +620,14 @@ class UnreadFrames:
         self.count = 0  # received messages
         self.send: Callable[[], None] = lambda: None  # publishes the request
         self.subject = ""  # to this subject
-        self.resends = 0  # left after a reconnect
+        self.resends = 0  # left, while no service is there
+        self.unserved = False  # no service was there
         self.lasting = False  # its reader itself notices a silence
+
+    @property
+    def model(self) -> str:
+        """The token of the model that the request is for; empty without one."""
+        return self.subject.rpartition(".")[2]
 
     def put(self, delivery: Delivery) -> None:
         """Keep a message for the reader."""

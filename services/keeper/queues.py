@@ -56,6 +56,7 @@ class TenantQueues:
         self._turns: dict[str, None] = {}  # tenants that may have work, the next one first
         self.taker = ""  # another reader of the stream, as of the last look
         self._held = Counter[str]()  # messages in the stream, by tenant, at the last look and since
+        self._stored = Counter[str]()  # those of this keeper that no pull has brought, by consumer
         self._wake = asyncio.Event()
         self._server_us = 0  # wall clock of the nats-server minus the monotonic one here; 0: not known
 
@@ -100,6 +101,7 @@ class TenantQueues:
     def stored(self, tenant: str) -> None:
         """A request of this tenant is in the stream."""
         self._held[tenant] += 1
+        self._stored[_name(tenant)] += 1
         self._turn(tenant)
 
     async def run(self) -> None:
@@ -107,7 +109,7 @@ class TenantQueues:
         Raises Unavailable."""
         await self._look()
         await self._adopt()
-        puller = await Puller.open(self._streams.bus, self._deliver)
+        puller = await Puller.open(self._streams.bus, self._deliver, self._stored)
         looks_at = 0.0
         try:
             while True:
@@ -135,7 +137,7 @@ class TenantQueues:
         came = await puller.pull(subjects.WORK_STREAM, _name(tenant), most)
         if came is None:  # the consumer may be gone
             await self._make(tenant)
-        elif came == most:
+        elif came == most or self._stored[_name(tenant)]:
             self._turn(tenant)
         return True
 
@@ -159,6 +161,8 @@ class TenantQueues:
             if count := consumer["num_pending"] + consumer["num_ack_pending"]:
                 held[tenant] = count
                 self._turns.setdefault(tenant)
+        for tenant in self._turns:  # the server may not count yet what this keeper has just stored
+            held[tenant] = max(held[tenant], self._stored[_name(tenant)])
         if taker != self.taker:
             why = f"refused: {taker} takes them out of {subjects.WORK_STREAM}"
             log.warning("new durable requests are %s", why if taker else "accepted again")

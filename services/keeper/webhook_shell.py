@@ -63,6 +63,7 @@ class Webhooks:
         self._ready = False  # there is a stream
         self._made: set[str] = set()  # hosts with a consumer of these settings
         self._due: set[str] = set()  # hosts that may have events now
+        self._stored = Counter[str]()  # events of this keeper that no pull has brought, by host
         self._busy = Counter[str]()  # tries that run, by host
         self._tries: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
@@ -106,6 +107,7 @@ class Webhooks:
         message = {"url": hook.url, "body": to_json(event).decode()}
         with contextlib.suppress(Taken):  # by a keeper that died before its ack
             await self._streams.create(subjects.hook(key, event["id"]), to_json(message))
+            self._stored[key] += 1
         self._turn(key)
 
     # ---- from the stream to the hosts ------------------------------------------------------------
@@ -123,7 +125,7 @@ class Webhooks:
 
     async def _send(self, hosts: WatchedFile[dict[str, Secrets]]) -> None:
         """Pull and send until an error. Raises Unavailable."""
-        puller = await Puller.open(self._streams.bus, self._deliver)
+        puller = await Puller.open(self._streams.bus, self._deliver, self._stored)
         looks_at = 0.0
         try:
             while True:
@@ -151,7 +153,7 @@ class Webhooks:
         came = await puller.pull(subjects.HOOK_STREAM, key, room)
         if came is None:  # it may be gone; its next turn is that of the next look
             self._made.discard(key)
-        elif came == room:
+        elif came == room or self._stored[key]:
             self._turn(key)
 
     def _turn(self, key: str) -> None:

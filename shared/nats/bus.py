@@ -375,14 +375,15 @@ class NatsBus:
     async def _drain(self) -> None:
         if self._nc.is_connected:
             # cut off half-way, or the server has stopped answering: nothing is left to deliver
-            with contextlib.suppress(nats_errors.Error, Unavailable):
+            with contextlib.suppress(nats_errors.Error, OSError, Unavailable):
                 await asyncio.gather(*(_drained(s.inner) for s in self._subscriptions))
                 await self.flush()
         self._subscriptions.clear()
         self._faults.silent = True
         if self._writer is not None:
             self._writer.cancel()
-        await self._nc.close()
+        with contextlib.suppress(OSError):  # it was cut, and nats-py writes what is left all the same
+            await self._nc.close()
 
     # ---- reports of nats-py ---------------------------------------------------------------------
 

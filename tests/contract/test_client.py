@@ -303,6 +303,36 @@ async def test_where_nobody_comes_back_a_request_ends_after_some_times(
         await asyncio.wait_for(plain, 60)
 
 
+async def test_a_request_for_a_model_that_was_served_waits_until_it_is_served_again(
+    connect: Connect, client: Client, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of a cluster has died, and its services are on their way to another one."""
+    monkeypatch.setattr(client_module, "AGAIN_S", 0.05)
+    monkeypatch.setattr(client_module, "TIMES_AGAIN", 10_000)
+    away = asyncio.Event()
+    service = await connect()
+
+    def answer(delivery: Delivery) -> None:
+        service.publish(delivery.reply, b'{"text": "here"}')
+
+    first = await service.subscribe(subjects.generate_any_tenant(fleet), answer)
+    await service.flush()
+    assert await client.complete({"model": fleet}) == {"text": "here"}
+    await first.cancel()
+    await service.flush()
+    unserved = client._send_again
+
+    def noted(reply: str) -> None:
+        away.set()
+        unserved(reply)
+
+    monkeypatch.setattr(Client, "_send_again", lambda _, reply: noted(reply))
+    waiting = asyncio.create_task(client.complete({"model": fleet}, timeout_s=60))
+    await asyncio.wait_for(away.wait(), 60)
+    await service.subscribe(subjects.generate_any_tenant(fleet), answer)
+    assert await waiting == {"text": "here"}
+
+
 async def test_a_request_without_a_model(client: Client) -> None:
     with pytest.raises(BadRequest, match="add `model`"):
         await client.complete({"prompt": "x"})

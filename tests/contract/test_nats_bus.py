@@ -244,6 +244,18 @@ async def test_a_full_outbox_is_a_fault(own_server: list[NatsServer]) -> None:
     await asyncio.wait_for(bus.drain(), 5)
 
 
+async def test_a_connection_that_was_cut_with_something_to_send_is_drained(
+    own_server: list[NatsServer],
+) -> None:
+    faults = Faults()
+    bus = await NatsBus.connect(own_server[0].url, on_fault=faults, timeout_s=30)
+    own_server[0].process.kill()
+    await faults.wait_for("disconnected")
+    await bus.subscribe("a", lambda _: None)
+    await bus.drain()
+    assert bus._nc.is_closed
+
+
 async def test_a_refused_subject_is_a_fault(tmp_path: Path) -> None:
     server = servers.start(
         extra='authorization { users = [{user: u, password: p, permissions: {publish: "ok"}}] }'

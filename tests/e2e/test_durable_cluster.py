@@ -15,7 +15,7 @@ from support.running_up import StartUp
 
 from loadtest.durable import MODEL, all_records, simulated, submit_all
 from services.launcher.nats_server import NatsServer
-from shared.client import Client
+from shared.client import Client, NoAnswer
 from shared.errors import Unavailable
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
@@ -94,8 +94,9 @@ def test_the_death_of_a_server_with_users_ends_no_service(
         dies.process.wait()
         answers = [client.complete({**body, "request_id": f"r{n}"}, timeout_s=60) for n in range(24)]
         done = await asyncio.gather(*answers, return_exceptions=True)
-        late = [n for n, each in enumerate(done) if isinstance(each, BaseException)]
-        for number in late:  # no service was there for a moment
+        failed = {n: each for n, each in enumerate(done) if isinstance(each, BaseException)}
+        assert {type(each) for each in failed.values()} <= {NoAnswer}, failed
+        for number in failed:  # the other server sent it to the dead one, before it noticed
             await client.complete({**body, "request_id": f"again{number}"}, timeout_s=60)
         await bus.drain()
 

@@ -1,12 +1,17 @@
-"""What readers leave unread is bounded: of each request, and of all requests of a tenant."""
+"""What readers leave unread is bounded: of each request, and of all requests of a tenant. A request waits for
+services for some seconds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
+from support.memory_bus import MemoryBroker
 
 from shared import client
-from shared.client import SlowReader, UnreadFrames, UnreadTotal
-from shared.nats.interface import Delivery
+from shared.client import TIMES_AGAIN, Client, SlowReader, UnreadFrames, UnreadTotal
+from shared.errors import Unavailable
+from shared.nats.interface import NO_RESPONDERS, Delivery
 
 FRAME = Delivery("inbox", b"x" * 100)
 
@@ -46,3 +51,32 @@ async def test_what_a_reader_leaves_behind_counts_no_more() -> None:
     assert (pile.streams, pile.size) == (1, 300)
     two.close()
     assert (pile.streams, pile.size) == (0, 0)
+
+
+async def test_a_model_that_is_not_served_again_fails_later_requests_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request whose own time is over before that says the same."""
+    asker, sent, served = await Client.open(MemoryBroker().connect()), list[str](), True
+
+    def publish(
+        subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        sent.append(subject)
+        if reply and served:
+            asker._on_reply(Delivery(reply, b'{"text": "here"}'))
+        elif reply:
+            asker._on_reply(Delivery(reply, b"", headers={"Status": NO_RESPONDERS}))
+
+    monkeypatch.setattr(asker.bus, "publish", publish)
+    assert await asker.complete({"model": "m"}) == {"text": "here"}
+    served = False
+    with pytest.raises(Unavailable, match="no service answers for model 'm'") as caught:
+        await asker.complete({"model": "m"}, timeout_s=0.01)
+    assert (caught.value.retryable, caught.value.retry_after_ms) == (True, 1_000)
+    monkeypatch.setattr(client, "AGAIN_S", 0.001)
+    for times in (1 + TIMES_AGAIN, 1):
+        sent.clear()
+        with pytest.raises(Unavailable, match="no service answers for model 'm'"):
+            await asker.complete({"model": "m"}, timeout_s=60)
+        assert len(sent) == times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from services.launcher.nats_server import NatsServer
 from shared.client import Client
 from shared.errors import SetupError, Unavailable
 from shared.nats.bus import TURN_MESSAGES, NatsBus
-from shared.nats.interface import BusFault, Delivery
+from shared.nats.interface import Bus, BusFault, Delivery
 
 FLOOD = 20_000
 
@@ -150,7 +151,7 @@ async def test_a_tenants_flood_is_not_ahead_of_another_tenants_frame(server: Nat
         bus = (await lines.of(tenant)).bus
         await bus.subscribe(f"to.{tenant}", note)
         await bus.flush()
-    publish(server, [*["to.a"] * FLOOD, "to.b"])
+    publish(server, [*["to.a"] * FLOOD, "to.b"], *[(await lines.of(tenant)).bus for tenant in "ab"])
     await asyncio.wait_for(done.wait(), 60)
     assert order.index("b") < FLOOD / 10
     await lines.close()
@@ -176,7 +177,7 @@ async def test_a_connection_lets_others_have_their_turn(server: NatsServer) -> N
 
     await bus.subscribe("to.a", count)
     await bus.flush()
-    publish(server, ["to.a"] * FLOOD)
+    publish(server, ["to.a"] * FLOOD, bus)
     beside = asyncio.create_task(others())
     await asyncio.wait_for(done.wait(), 60)
     beside.cancel()
@@ -202,15 +203,16 @@ async def test_a_second_connection_yields_to_the_first(server: NatsServer) -> No
     for bus, which in ((first, "first"), (second, "second")):
         await bus.subscribe("to.a", partial(count, which))
         await bus.flush()
-    publish(server, ["to.a"] * FLOOD)
+    publish(server, ["to.a"] * FLOOD, first, second)
     await asyncio.wait_for(done.wait(), 60)
     assert at_end <= FLOOD // 2
     await second.drain()
     await first.drain()
 
 
-def publish(server: NatsServer, to: list[str]) -> None:
-    """Publish to each, and return when the server has it all; the event loop stands still meanwhile."""
+def publish(server: NatsServer, to: list[str], *readers: Bus) -> None:
+    """Publish to each, and return when the server has it all and each reader's socket the first of it; the
+    event loop stands still meanwhile."""
     where = urlparse(server.url)
     assert where.hostname is not None
     with socket.create_connection((where.hostname, where.port or 4222)) as raw:
@@ -219,3 +221,8 @@ def publish(server: NatsServer, to: list[str]) -> None:
         got = b""
         while b"PONG\r\n" not in got:
             got += raw.recv(65536)
+    for reader in readers:  # the server answers the publisher before it has written to the others
+        assert isinstance(reader, NatsBus)
+        transport: Any = reader._nc._transport
+        arrived, _, _ = select.select([transport._io_writer.get_extra_info("socket").fileno()], [], [], 60)
+        assert arrived
