@@ -48,6 +48,7 @@ from shared.actor.mailbox import Mailbox
 from shared.actor.membership import missing, starts_cold
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import STAMP, Aliases
+from shared.api import RUN_HEADER
 from shared.client import error_of
 from shared.config import Settings
 from shared.errors import (
@@ -276,8 +277,8 @@ class KeeperActor(Actor):
             match command:
                 case LookUp(key, checkpoint):
                     self._call(self._look_up(key, checkpoint=checkpoint))
-                case Ask(work, checkpoint):
-                    self._ask(work, checkpoint)
+                case Ask(work, checkpoint, run):
+                    self._ask(work, checkpoint, run)
                 case Drop(key):
                     self._call(self._drop(key))
                 case Store(key, record):
@@ -340,14 +341,15 @@ class KeeperActor(Actor):
             return self._forwarder.is_there(key)
         return self._core.runs(key)
 
-    def _ask(self, work: Work, checkpoint: bytes) -> None:
+    def _ask(self, work: Work, checkpoint: bytes, run: int) -> None:
         if self._forwarder.forwards(work.model):
             age_us = self._core.age_us((work.tenant, work.id), self._mailbox.clock.now_us())
             self._forwarder.ask(work, age_us)
             return
         make = subjects.resume if checkpoint else subjects.generate
         subject, reply = make(work.tenant, work.model), reply_subject(work.tenant, work.id)
-        self._mailbox.bus.publish(subject, checkpoint or to_json(work.body), reply=reply)
+        headers = {RUN_HEADER: str(run)} if run else None
+        self._mailbox.bus.publish(subject, checkpoint or to_json(work.body), reply=reply, headers=headers)
 
     def _on_reply(self, delivery: Delivery) -> None:
         _, tenant, _, request = delivery.subject.split(".")

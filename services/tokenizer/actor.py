@@ -51,6 +51,7 @@ from shared.actor.membership import (
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import HEADER, STAMP, Aliases
 from shared.answer_formats.formats import AUTO, OFF, Format, named
+from shared.api import run_of
 from shared.clock import Clock, SystemClock
 from shared.config import Settings, WatchedFile
 from shared.errors import Overloaded, PayloadTooLarge
@@ -355,6 +356,7 @@ class TokenizerActor(Actor):
             classes=self._classes.of(tenant),
             grammars=follows_grammars(self._mailbox.peers, self._name),
             alias=delivery.headers.get(HEADER, ""),
+            run=run_of(delivery.headers),
         )
         if len(delivery.data) <= LONG_BYTES:
             self._done(prepared(submission, self._model, self._core.cancels))
