@@ -138,6 +138,7 @@ class KeeperActor(Actor):
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
         await self._aliases.follow(bus)  # from here on it may be asked for its status
+        await self._aliases.answer()
         await self._forwarder.start(bus)
         self._answers = await bus.subscribe(REPLIES, mailbox.guarded(self._on_reply))
         self._verb_subscriptions: list[Subscription] = [

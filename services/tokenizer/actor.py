@@ -172,6 +172,7 @@ class TokenizerActor(Actor):
         self._classes.refresh()
         if self._standing is not None:  # started
             self._table.catch_up(self._queries.newest(STAMP))
+            self._aliases.upkeep()
         self._handle(loads(self._mailbox.peers, self._name))
         for task in (self._ticking, self._standing):
             if task is not None and task.done():
@@ -216,6 +217,7 @@ class TokenizerActor(Actor):
             "calls": self._model.template.skills(with_tools=True).calls_are,
             "models_here": sorted(self._queries.served()) if self._standing is not None else [],  # started
             "pending": self._pending,
+            "removed": self._aliases.removed if self._standing is not None else {},
             "copies": len(self._standby),
             "taken_over": self._taken_over,
             "requests": core.requests,

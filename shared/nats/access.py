@@ -77,7 +77,6 @@ _READS = {
         f"{PUBLIC}.tokenize.*.*",
         f"{PUBLIC}.detokenize.*.*",  # of aliases, to forward
         f"{PUBLIC}.alias.*",
-        ALIASES,
         f"{PUBLIC}.models",
         f"{PUBLIC}.models.*",
         "hr.*.beat.tokenizer.*",
@@ -296,7 +295,7 @@ def of_service(kind: str, fleet: str) -> Permissions:
     subscribe = (
         f"hr.{f}.{kind}.*.in.*",
         *_READS.get(kind, ()),
-        *((ALIAS_ALL,) if kind in ("tokenizer", "gateway", "keeper") else ()),
+        *((ALIAS_ALL, ALIASES) if kind in ("tokenizer", "gateway", "keeper") else ()),
         f"hr.{f}.beat.*.*",
         f"hr.{f}.beat_ask",
         "hr.beat_ask",

@@ -141,16 +141,19 @@ class JetStream:
     unwritten: Unwritten = field(default_factory=Unwritten)
     made: Made = field(default_factory=Made)
 
-    async def make_stream(self, name: str, config: Mapping[str, Any]) -> None:
-        """Make a stream unless there is one of this name, whose settings then stay. Raises StreamFull if the
-        server has no room for it."""
+    async def make_stream(self, name: str, config: Mapping[str, Any]) -> bool:
+        """Make a stream unless there is one of this name, whose settings then stay; True if it was made.
+        Raises StreamFull if the server has no room for it."""
+        made = False
         try:
             await self._call(f"{_API}.STREAM.INFO.{name}", b"")
         except UnknownStream:  # made again, it would need its space on disk a second time
             self.made.missing(name)
-            with contextlib.suppress(Taken):  # by another keeper
+            with contextlib.suppress(Taken):  # by another service
                 await self._call(f"{_API}.STREAM.CREATE.{name}", _json({"name": name, **config}))
+                made = True
         self.made.found(name)
+        return made
 
     async def make_consumer(self, stream: str, name: str, config: Mapping[str, Any]) -> None:
         """Make a durable pull consumer, or give one of this name these settings."""

@@ -383,6 +383,18 @@ async def test_a_host_that_is_down_with_more_events_than_a_consumer_waits_for_ho
     assert None not in pulled, "a pull was not answered, and the other host waited for it"
 
 
+async def test_a_stream_of_events_that_is_removed_is_made_again(world: World) -> None:
+    """Without a restart; the events in it are lost, and later ones come."""
+    keeper = await world.keeper()
+    await world.submit("before")
+    await world.receiver.until(1)
+    await world.empty(subjects.HOOK_STREAM)
+    await world.bus.request(f"$JS.API.STREAM.DELETE.{subjects.HOOK_STREAM}", b"", timeout_us=5_000_000)
+    await world.submit("after")
+    await world.receiver.until(2)
+    assert [*keeper.actor.status()["removed"]] == [subjects.HOOK_STREAM]  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize(("statuses", "most", "tries"), [([503] * 9, 2, 2), ([410], 9, 1)])
 async def test_an_event_is_given_up(
     world: World, monkeypatch: pytest.MonkeyPatch, statuses: Sequence[int], most: int, tries: int

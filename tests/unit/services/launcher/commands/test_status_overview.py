@@ -330,6 +330,11 @@ def test_a_removed_stream_is_a_problem() -> None:
     (problem,) = status.problems(Fleet("f", "nats://h", [keeper]))
     assert "keep found stream HR_DONE removed, " in problem
     assert "and made it again: what it held is gone" in problem
+    tokenizer = {**keeper, "kind": "tokenizer", "id": "tok", "removed": {"HR_ALIASES": 5.0}}
+    problems = [*status.problems(Fleet("f", "nats://h", [tokenizer]))]
+    assert any(
+        "tok found stream HR_ALIASES removed, 5s ago, and made it again: it has all" in p for p in problems
+    )
 
 
 def test_a_copy_of_the_work_queue_is_a_problem_of_the_keeper() -> None:
