@@ -194,6 +194,7 @@ class KeeperActor(Actor):
             MetricPoint("headrace.keeper.webhooks", hooks.delivered, "{event}", is_counter=True),
             MetricPoint("headrace.keeper.webhooks_failed", hooks.failed, "{try}", is_counter=True),
             MetricPoint("headrace.keeper.webhooks_given_up", hooks.given_up, "{event}", is_counter=True),
+            MetricPoint("headrace.keeper.webhooks_dropped", hooks.dropped, "{event}", is_counter=True),
             MetricPoint("headrace.keeper.batches", len(self._batches), "{batch}"),
             MetricPoint("headrace.keeper.batch_lines", self._batches.in_flight, "{request}"),
         )
@@ -212,6 +213,7 @@ class KeeperActor(Actor):
             "lines_in_flight": self._batches.in_flight,
             "unwritten": self._unwritten.facts(),
             "removed": self._made.facts(),
+            "webhooks_dropped": self._webhooks.dropped_lately(),
         }
 
     async def drain(self) -> None:

@@ -650,6 +650,11 @@ def _keepers(fleet: Fleet) -> Iterator[str]:
                 f"({first['why']}). The disk of that nats-server may be full: look at its log and at the "
                 "folder of durable requests."
             )
+        for origin, count in sorted(facts.get("webhooks_dropped", {}).items()):
+            yield (
+                f"{name} has dropped {count:,} events for {origin}, the oldest of tenants with more than "
+                "their share: it takes none, or too few of them. Look at that receiver."
+            )
         if taker := facts.get("taken_by"):
             yield (
                 f"{name} refuses new durable requests: {taker} takes them out of their stream. Delete "

@@ -337,6 +337,15 @@ def test_a_removed_stream_is_a_problem() -> None:
     )
 
 
+def test_a_receiver_whose_events_were_dropped_is_a_problem_of_the_keeper() -> None:
+    dropped = {"https://a.example": 1_200}
+    keeper = {"kind": "keeper", "id": "keep", "state": "ready", "last_10_s": {}, "webhooks_dropped": dropped}
+    assert list(status.problems(Fleet("f", "nats://h", [keeper]))) == [
+        "keeper.keep has dropped 1,200 events for https://a.example, the oldest of tenants with more than "
+        "their share: it takes none, or too few of them. Look at that receiver."
+    ]
+
+
 def test_a_copy_of_the_work_queue_is_a_problem_of_the_keeper() -> None:
     keeper = {"kind": "keeper", "id": "keep", "state": "ready", "last_10_s": {}, "taken_by": "stream BACKUP"}
     assert list(status.problems(Fleet("f", "nats://h", [keeper]))) == [
