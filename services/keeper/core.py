@@ -198,8 +198,8 @@ class _Flight:
         return self.asks > 0
 
     def ask(self, checkpoint: bytes = b"") -> Ask:
-        """Send the request. A run that begins at a later delivery, or later in this one, has a higher number,
-        whatever any clock says; it is the first one of most requests."""
+        """Send the request. A run that begins at a later delivery, or later in this one, has a higher number;
+        no clock counts."""
         self.asks += 1
         run = (self.times - 1) * ASKS_OF_DELIVERY + (self.asks - 1) % ASKS_OF_DELIVERY + 1
         return Ask(self.work, checkpoint, 0 if checkpoint else min(run, MAX_RUN))

@@ -416,7 +416,7 @@ class SetClock(SystemClock):
 
 @pytest.mark.parametrize("connect", ["memory"], indirect=True)
 @pytest.mark.parametrize("ahead_s", [2, -2, 600, -600, 172_800, -172_800])
-async def test_a_change_holds_whatever_the_clock_of_its_tokenizer_says(two: Two, ahead_s: int) -> None:
+async def test_a_change_of_an_alias_holds_also_with_a_slow_or_a_fast_clock(two: Two, ahead_s: int) -> None:
     """All tokenizers are gone meanwhile; a gateway still has what the first ones have set."""
     await add_gateway(two)
     await healthy(two)

@@ -6,11 +6,11 @@
     keep       a response that was answered already, so that it can be read and continued
 
 An id of the gateway has the time in it (`timed_id`). An older one without a record is 410, any other 404:
-both say that there is none, and clocks choose between the two words alone.
+both mean that there is none, and clocks choose between the two words alone.
 
 Frames have the attempt of the text, the same for every reader: the number that a keeper gave to the run which
-computes it. A request that is computed again after the loss of everything has a higher one, and no clock has
-a say in it. So a reader that comes back with the attempt of another text gets the stream from its start.
+computes it. A request that is computed again after the loss of everything has a higher one; no clock counts.
+So a reader that comes back with the attempt of another text gets the stream from its start.
 """
 
 from __future__ import annotations
