@@ -5,7 +5,8 @@
 An operator sets an alias while requests run. Every holder of the table takes a change with a higher version,
 so all of them end with the same table, in any order of the changes. A tokenizer's heartbeat has the
 `stamp` of its table: a holder with a lower one asks the others for theirs, and so does a tokenizer that
-starts. So a change has a version above those of the same name before it, also with a slow clock. The aliases are those of a nats-server, as the models are, and not of a fleet.
+starts. So a change has a version above those of the same name before it, also with a slow
+clock. The aliases are those of a nats-server, as the models are, and not of a fleet.
 
 A hash of the request's id decides the model: the same request sent again goes to the same one. That holds
 for REMEMBERED_US also when the alias has changed meanwhile, since the first one may still run. While a model
