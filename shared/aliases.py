@@ -4,8 +4,9 @@
 
 An operator sets an alias while requests run. Every holder of the table takes a change with a higher version,
 so all of them end with the same table, in any order of the changes. A tokenizer's heartbeat has the
-`stamp` of its table: a holder with a lower one asks the tokenizers for theirs. The aliases are those of a
-nats-server, as the models are, and not of a fleet.
+`stamp` of its table: a holder with a lower one asks the others for theirs, and so does a tokenizer that
+starts. So a change has a version above those of the same name before it, also with a slow
+clock. The aliases are those of a nats-server, as the models are, and not of a fleet.
 
 A hash of the request's id decides the model: the same request sent again goes to the same one. That holds
 for REMEMBERED_US also when the alias has changed meanwhile, since the first one may still run. While a model
@@ -21,8 +22,8 @@ from typing import Any
 
 from shared.errors import BadRequest
 from shared.kv_blocks import rendezvous
-from shared.nats import subjects
-from shared.nats.interface import Bus, Delivery
+from shared.nats import access, subjects
+from shared.nats.interface import Bus, Delivery, Subscription
 
 HEADER = "Headrace-Alias"  # of a request that was sent to an alias, and forwarded to one of its models
 STAMP = "aliases"  # in the load of a tokenizer's heartbeat
@@ -37,7 +38,7 @@ class Alias:
     """What a name stands for."""
 
     name: str
-    version: int  # wall clock of the change, µs; of two with one name the higher one holds
+    version: int  # above the one before, and unique: if it can be, the time, µs. The highest one holds
     targets: tuple[tuple[str, int], ...]  # models with their weights; none: the alias is deleted
 
     def model_for(self, tenant: str, request: str) -> str:
@@ -106,10 +107,18 @@ class Aliases:
         await bus.subscribe(subjects.ALIAS_ALL, self._on_change)
         await bus.subscribe(self._inbox, self._on_table)
 
+    async def answer(self) -> Subscription:
+        """Give the table to those that ask for it."""
+        return await self._bus.subscribe(subjects.ALIASES, self._on_asked)
+
+    def ask(self) -> None:
+        """Ask the other holders for their tables."""
+        self._bus.publish(subjects.ALIASES, b"", reply=self._inbox)
+
     def catch_up(self, stamp: int) -> None:
         """Ask for the table of the tokenizers if one of them has reported a higher stamp."""
         if stamp > self.stamp:
-            self._bus.publish(subjects.ALIASES, b"", reply=self._inbox)
+            self.ask()
 
     @property
     def stamp(self) -> int:
@@ -124,6 +133,14 @@ class Aliases:
         """The alias of a name, None if there is none."""
         alias = self._known.get(name)
         return alias if alias is not None and alias.targets else None
+
+    def last(self, name: str) -> Alias | None:
+        """The last change of a name, also one that has deleted it."""
+        return self._known.get(name)
+
+    def every(self) -> list[Alias]:
+        """The last change of each name, also of those that are deleted."""
+        return [*self._known.values()]
 
     def all(self) -> list[Alias]:
         """The aliases, by name."""
@@ -151,7 +168,7 @@ class Aliases:
 
     def pack(self) -> bytes:
         """The table, for `take_all`."""
-        return json.dumps([asdict(alias) for alias in self._known.values()]).encode()
+        return json.dumps([asdict(alias) for alias in self.every()]).encode()
 
     def resolve(self, name: str, tenant: str, request: str) -> str | None:
         """The model for a request to an alias; None if there is none of this name."""
@@ -170,6 +187,10 @@ class Aliases:
     def is_settled(self, name: str, since_us: int) -> bool:
         """True if all holders have resolved a name alike since `since_us`."""
         return self._changed_us.get(name, -SETTLED_US) <= since_us - SETTLED_US
+
+    def _on_asked(self, delivery: Delivery) -> None:
+        if access.answerable(self._bus, delivery):
+            self._bus.publish(delivery.reply, self.pack())
 
     def _on_change(self, delivery: Delivery) -> None:
         try:

@@ -39,6 +39,9 @@ MAX_TIMEOUT_S = 86_400
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: a far smaller one gives infinity in float32
 MAX_TOP_K = 2**31 - 1  # above any vocabulary, and an int32
 
+RUN_HEADER = "Headrace-Run"  # of a message from a keeper: Tokenized.run of its request
+MAX_RUN = 2**20 - 1
+
 MAX_ERROR_CHARS = 400  # an error is also a header, and may quote long parts of a request
 
 NOT_YET = "not supported yet"
@@ -46,6 +49,12 @@ NO_EFFECT = "accepted, without effect"
 OLD = "the old name of vLLM for `structured_outputs` with "
 
 Extensible = with_config(ConfigDict(extra="ignore", strict=True))  # unknown keys are ignored
+
+
+def run_of(headers: Mapping[str, str]) -> int:
+    """The number of a run, from the headers of a request; 0 without one."""
+    given = headers.get(RUN_HEADER, "")
+    return min(int(given), MAX_RUN) if re.fullmatch(r"[0-9]{1,9}", given) else 0
 
 
 def bad_field(error: ValidationError) -> BadRequest:

@@ -114,7 +114,7 @@ class Followed:
         if has and (scored or not all(self._begins(index, texts.get(index, "")) for index in has)):
             self._restart(0)
         usage = answer.get("usage") or {}
-        about = {name: answer[name] for name in ("model", "created") if name in answer}
+        about = {name: answer[name] for name in ("model", "created", "run") if name in answer}
         more = {"prompt_tokens": usage["prompt_tokens"]} if usage else {}
         if "answer_format" in answer:
             more["answer_format"] = answer["answer_format"]

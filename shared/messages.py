@@ -204,6 +204,7 @@ class Tokenized:
     routing_key: str = ""  # requests with an equal one go to the same scheduler; empty: the id decides
     pooling: int = 0  # it ends with its prompt's vector, of so many numbers or WHOLE_VECTOR; 0: it generates
     most_calls: int = 0  # of functions that its answer may have: none, one, or MANY_CALLS
+    run: int = 0  # of a durable request: the number of this run of it, from its keeper; 0: it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +295,7 @@ class Open:
     min_tokens: int = 0  # stop strings end the text after these tokens only
     answer_format: str = ""  # as in Tokenized; its markers are shown
     most_calls: int = 0  # as in Tokenized: their text has no stop strings
+    run: int = 0  # as in Tokenized; readers get it with the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

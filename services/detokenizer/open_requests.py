@@ -168,6 +168,7 @@ def opened_of(tokenized: Tokenized, choice: int) -> Open:
         stop_ids=tokenized.stop_ids,
         answer_format=tokenized.answer_format,
         most_calls=tokenized.most_calls,
+        run=tokenized.run,
     )
 
 

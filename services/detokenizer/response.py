@@ -276,7 +276,8 @@ class FrameBuilder:
     def __init__(self, opened: Open) -> None:
         self._request = opened.request
         self.attempt = (opened.attempt - 1) * MAX_RESENDS + 1
-        self._about = {"model": opened.model, "created": opened.received_wall_us // 1_000_000}
+        created = opened.received_wall_us // 1_000_000
+        self._about = {"model": opened.model, "created": created, **_run_of(opened)}
         self._accepted = {"prompt_tokens": opened.prompt_tokens, **_format_of(opened)}
         self._chat = opened.format == "chat"
         self._frame = 0
@@ -366,6 +367,7 @@ def answer(opened: Open, whole: list[tuple[Delta, dict[str, str]]], facts: Mappi
             "model": opened.model,
             "choices": [choice(i, delta, ending) for i, (delta, ending) in enumerate(whole)],
             **_format_of(opened),
+            **_run_of(opened),
             **facts,
         }
     )
@@ -390,6 +392,10 @@ def embedding(opened: Open, vector: bytes, facts: Mapping[str, Any]) -> bytes:
 
 def _format_of(opened: Open) -> dict[str, str]:
     return {"answer_format": opened.answer_format} if opened.answer_format else {}
+
+
+def _run_of(opened: Open) -> dict[str, int]:
+    return {"run": opened.run} if opened.run else {}
 
 
 def usage_body(prompt: int, completion: int, cached: int) -> dict[str, Any]:

@@ -272,7 +272,8 @@ class ExecutorActor(Actor):
         one before have ended."""
         if self._arenas is None:
             return
-        self._exec_epoch = epoch = max(self._mailbox.clock.wall_us(), self._exec_epoch + 1)
+        box = self._mailbox  # not below its epoch: a scheduler would take it for that of a process before
+        self._exec_epoch = epoch = max(box.clock.wall_us(), box.epoch, self._exec_epoch + 1)
         self._welcomed, self._kept_out = False, ""
         self._last_step = 0
         self._open_slots.clear()

@@ -89,6 +89,7 @@ class GatewayActor(Actor):
         self._aliases = Aliases(mailbox.clock.now_us)
         self._aliases.is_there = self._is_there
         await self._aliases.follow(mailbox.bus)
+        await self._aliases.answer()
         client, until_us = await Client.open(mailbox.bus), mailbox.clock.now_us() + START_US
         client.awaited = lambda: mailbox.clock.now_us() < until_us and self._lacks_tokenizer()
         fleet = Fleet(mailbox, lambda: self.metrics)

@@ -48,6 +48,7 @@ from shared.actor.mailbox import Mailbox
 from shared.actor.membership import missing, starts_cold
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import STAMP, Aliases
+from shared.api import RUN_HEADER
 from shared.client import error_of
 from shared.config import Settings
 from shared.errors import (
@@ -137,6 +138,7 @@ class KeeperActor(Actor):
         self._calls: set[asyncio.Task[None]] = set()
         self._asked = 0  # submits and results in work
         await self._aliases.follow(bus)  # from here on it may be asked for its status
+        await self._aliases.answer()
         await self._forwarder.start(bus)
         self._answers = await bus.subscribe(REPLIES, mailbox.guarded(self._on_reply))
         self._verb_subscriptions: list[Subscription] = [
@@ -192,6 +194,7 @@ class KeeperActor(Actor):
             MetricPoint("headrace.keeper.webhooks", hooks.delivered, "{event}", is_counter=True),
             MetricPoint("headrace.keeper.webhooks_failed", hooks.failed, "{try}", is_counter=True),
             MetricPoint("headrace.keeper.webhooks_given_up", hooks.given_up, "{event}", is_counter=True),
+            MetricPoint("headrace.keeper.webhooks_dropped", hooks.dropped, "{event}", is_counter=True),
             MetricPoint("headrace.keeper.batches", len(self._batches), "{batch}"),
             MetricPoint("headrace.keeper.batch_lines", self._batches.in_flight, "{request}"),
         )
@@ -210,6 +213,7 @@ class KeeperActor(Actor):
             "lines_in_flight": self._batches.in_flight,
             "unwritten": self._unwritten.facts(),
             "removed": self._made.facts(),
+            "webhooks_dropped": self._webhooks.dropped_lately(),
         }
 
     async def drain(self) -> None:
@@ -276,8 +280,8 @@ class KeeperActor(Actor):
             match command:
                 case LookUp(key, checkpoint):
                     self._call(self._look_up(key, checkpoint=checkpoint))
-                case Ask(work, checkpoint):
-                    self._ask(work, checkpoint)
+                case Ask(work, checkpoint, run):
+                    self._ask(work, checkpoint, run)
                 case Drop(key):
                     self._call(self._drop(key))
                 case Store(key, record):
@@ -340,14 +344,15 @@ class KeeperActor(Actor):
             return self._forwarder.is_there(key)
         return self._core.runs(key)
 
-    def _ask(self, work: Work, checkpoint: bytes) -> None:
+    def _ask(self, work: Work, checkpoint: bytes, run: int) -> None:
         if self._forwarder.forwards(work.model):
             age_us = self._core.age_us((work.tenant, work.id), self._mailbox.clock.now_us())
             self._forwarder.ask(work, age_us)
             return
         make = subjects.resume if checkpoint else subjects.generate
         subject, reply = make(work.tenant, work.model), reply_subject(work.tenant, work.id)
-        self._mailbox.bus.publish(subject, checkpoint or to_json(work.body), reply=reply)
+        headers = {RUN_HEADER: str(run)} if run else None
+        self._mailbox.bus.publish(subject, checkpoint or to_json(work.body), reply=reply, headers=headers)
 
     def _on_reply(self, delivery: Delivery) -> None:
         _, tenant, _, request = delivery.subject.split(".")

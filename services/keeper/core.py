@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from services.keeper.records import Body, Hook, Work, to_json
 from shared import checkpoints
+from shared.api import MAX_RUN
 from shared.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -41,6 +42,7 @@ MOST_AWAY = 4_096  # more, which the centre of an edge has accepted: each costs 
 WINDOW_BYTES = 67_108_864  # of these requests and their unstored answers
 PROGRESS_US = 3_000_000  # a third of the time after which a delivery counts as lost
 ASK_AGAIN_US = 30_000_000  # an answer may be lost while the nats-server is away
+ASKS_OF_DELIVERY = 64  # with numbers of runs of their own: half an hour of them
 RETRY_US = 1_000_000  # after a call to JetStream that failed
 FIRST_DELAY_US, LAST_DELAY_US = 1_000_000, 15_000_000  # of a refused request, doubled at each delivery
 HELD_GAP_US = 10_000  # between two deliveries of held requests: a delivery costs CPU even if nothing is asked
@@ -123,6 +125,7 @@ class Ask:
 
     work: Work
     checkpoint: bytes = b""
+    run: int = 0  # the number of the run that this begins, unless the request runs; 0: it goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +186,23 @@ class _Flight:
     times: int
     size: int
     due_us: int  # of the next try
-    asked: bool = False
+    asks: int = 0
     resumed: bool = False  # asked with its checkpoint
     restarted: bool = False  # from the start, since its checkpoint was of no use
     away: bool = False  # outside of the window
     record: Body | None = None  # to store
+
+    @property
+    def asked(self) -> bool:
+        """True if the request was sent to a service."""
+        return self.asks > 0
+
+    def ask(self, checkpoint: bytes = b"") -> Ask:
+        """Send the request. A run that begins at a later delivery, or later in this one, has a higher number;
+        no clock counts."""
+        self.asks += 1
+        run = (self.times - 1) * ASKS_OF_DELIVERY + (self.asks - 1) % ASKS_OF_DELIVERY + 1
+        return Ask(self.work, checkpoint, 0 if checkpoint else min(run, MAX_RUN))
 
 
 @dataclass(slots=True)
@@ -319,9 +334,9 @@ class KeeperCore:
             hold.probe_us = now_us + LAST_DELAY_US
         found = b"" if flight.restarted else event.checkpoint
         checkpoint = found if found and checkpoints.is_of(found, to_json(flight.work.body)) else b""
-        flight.asked, flight.resumed, flight.due_us = True, bool(checkpoint), now_us + ASK_AGAIN_US
+        flight.resumed, flight.due_us = bool(checkpoint), now_us + ASK_AGAIN_US
         useless = found != checkpoint  # of another body or version
-        return [*([Drop(event.key)] if useless else []), Ask(flight.work, checkpoint)]
+        return [*([Drop(event.key)] if useless else []), flight.ask(checkpoint)]
 
     def _answered(self, event: Answered, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
         if flight.record is not None:
@@ -333,7 +348,7 @@ class KeeperCore:
         failed = isinstance(event.outcome, HeadraceError) and not isinstance(event.outcome, LASTING)
         if flight.resumed and failed:
             flight.resumed, flight.restarted, flight.due_us = False, True, now_us + ASK_AGAIN_US
-            return [Drop(event.key), Ask(flight.work)]
+            return [Drop(event.key), flight.ask()]
         if not isinstance(event.outcome, TRY_AGAIN):
             flight.size += event.size
             self._bytes += event.size
@@ -396,7 +411,7 @@ class KeeperCore:
             if flight.record is not None:
                 yield Store(key, flight.record)
             elif flight.asked and not flight.work.checkpoints:
-                yield Ask(flight.work)
+                yield flight.ask()
             else:
                 yield LookUp(key, flight.work.checkpoints)
 

@@ -5,7 +5,8 @@
 
 An event is in the stream before its request leaves the work queue, so no death loses it; it may be sent
 twice, with the same id. Each host has a consumer and so many tries at a time: one that hangs holds up nothing
-else. Without the setting `webhooks` there is neither stream nor consumer.
+else, and fills no more than its share of the stream: then the oldest of its own events go. Without the
+setting `webhooks` there is neither stream nor consumer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shared.config import WatchedFile
 from shared.errors import BadRequest, HeadraceError, Unavailable
 from shared.nats import subjects
 from shared.nats.interface import Delivery
-from shared.nats.jetstream import JetStream, Puller, Taken, deliveries
+from shared.nats.jetstream import REMOVED_S, JetStream, Puller, Taken, deliveries
 from shared.processes import Rarely
 
 log = logging.getLogger("headrace.keeper")
@@ -47,6 +48,7 @@ CONSUMER = {
 TRY_S = 10.0
 TRIES_OF_HOST = 8  # at a time, of one keeper
 MAX_LINE = 4_096  # bytes of a status line
+MAX_STORED = 4_096  # hosts and tenants whose share of the stream is looked at
 OPEN_AGAIN_S = 1.0
 LOOK_S = 2.0  # between looks for events that are due again, or that other keepers stored
 AGAIN_US = 5_000_000  # until a record whose event could not be stored is delivered again
@@ -63,12 +65,15 @@ class Webhooks:
         self._ready = False  # there is a stream
         self._made: set[str] = set()  # hosts with a consumer of these settings
         self._due: set[str] = set()  # hosts that may have events now
-        self._stored = Counter[str]()  # events of this keeper that no pull has brought, by host
+        self._not_pulled = Counter[str]()  # events of this keeper that no pull has brought, by host
         self._busy = Counter[str]()  # tries that run, by host
         self._tries: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._away = Rarely(log, clock)
         self.delivered = self.failed = self.given_up = 0
+        self._stored: dict[tuple[str, str], str] = {}  # hosts and tenants with events; the oldest first
+        self._dropped = Counter[str]()  # events that found no room, by origin
+        self._dropped_us: dict[str, int] = {}
 
     def check(self, url: object) -> str:
         """`url`, if events may go there. Raises BadRequest, Unavailable."""
@@ -105,10 +110,45 @@ class Webhooks:
             return  # by its tenant, or it was kept for its time
         event, key = event_of(hook, record), target_of(hook.url).key
         message = {"url": hook.url, "body": to_json(event).decode()}
+        self._note(key, hook.tenant, target_of(hook.url).origin)
         with contextlib.suppress(Taken):  # by a keeper that died before its ack
-            await self._streams.create(subjects.hook(key, event["id"]), to_json(message))
-            self._stored[key] += 1
+            await self._streams.create(subjects.hook(key, hook.tenant, event["id"]), to_json(message))
+            self._not_pulled[key] += 1
         self._turn(key)
+
+    @property
+    def dropped(self) -> int:
+        """Events that found no room."""
+        return self._dropped.total()
+
+    def dropped_lately(self) -> dict[str, int]:
+        """These events by origin, of hosts that have lost one within REMOVED_S."""
+        since_us = self._clock.now_us() - REMOVED_S * 1_000_000
+        return {origin: self._dropped[origin] for origin, at in self._dropped_us.items() if at > since_us}
+
+    # ---- room for all ----------------------------------------------------------------------------
+
+    def _note(self, key: str, tenant: str, origin: str) -> None:
+        """A tenant has events of a host."""
+        self._stored.pop((key, tenant), None)
+        self._stored[key, tenant] = origin
+        if len(self._stored) > MAX_STORED:
+            del self._stored[next(iter(self._stored))]
+
+    async def _cut(self) -> None:
+        """Drop the oldest events of each host and tenant with more than an equal share of half the stream, if
+        more than that is full: a host that is down leaves room for the events of others."""
+        try:
+            room = await self._streams.room_for(subjects.HOOK_STREAM) if self._stored else 0
+            for (key, tenant), origin in [*self._stored.items()] if room else ():
+                share = max(room // len(self._stored), 1)
+                events = subjects.hook(key, tenant, "*")
+                if count := await self._streams.purge(subjects.HOOK_STREAM, events, keep=share):
+                    self._dropped[origin] += count
+                    self._dropped_us[origin] = self._clock.now_us()
+                    self._away.warning("%d events for %s are dropped: too many wait for it", count, origin)
+        except HeadraceError as error:
+            self._away.warning("no room is made for webhooks: %s", error.message)
 
     # ---- from the stream to the hosts ------------------------------------------------------------
 
@@ -125,7 +165,7 @@ class Webhooks:
 
     async def _send(self, hosts: WatchedFile[dict[str, Secrets]]) -> None:
         """Pull and send until an error. Raises Unavailable."""
-        puller = await Puller.open(self._streams.bus, self._deliver, self._stored)
+        puller = await Puller.open(self._streams.bus, self._deliver, self._not_pulled)
         looks_at = 0.0
         try:
             while True:
@@ -133,6 +173,7 @@ class Webhooks:
                 if now >= looks_at:
                     looks_at = now + LOOK_S
                     hosts.refresh()
+                    await self._cut()
                     self._due |= {target_of(origin).key for origin in hosts.value}
                 self._wake.clear()
                 for key in [*self._due]:
@@ -147,13 +188,13 @@ class Webhooks:
     async def _pull(self, puller: Puller, key: str, room: int) -> None:
         self._due.discard(key)
         if key not in self._made:
-            config = {**CONSUMER, "filter_subject": subjects.hook(key, "*")}
+            config = {**CONSUMER, "filter_subject": subjects.hooks_of(key)}
             await self._streams.make_consumer(subjects.HOOK_STREAM, key, config)
             self._made.add(key)
         came = await puller.pull(subjects.HOOK_STREAM, key, room)
         if came is None:  # it may be gone; its next turn is that of the next look
             self._made.discard(key)
-        elif came == room or self._stored[key]:
+        elif came == room or self._not_pulled[key]:
             self._turn(key)
 
     def _turn(self, key: str) -> None:
@@ -174,7 +215,7 @@ class Webhooks:
         task.add_done_callback(ended)
 
     async def _try(self, delivery: Delivery) -> None:
-        origin, why, event = "", "", delivery.subject.split(".")[4]
+        origin, why, event = "", "", delivery.subject.rpartition(".")[2]
         try:
             message = json.loads(delivery.data)
             target = target_of(message["url"])

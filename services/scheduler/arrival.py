@@ -195,6 +195,7 @@ def _open(sequence: Sequence, held: int) -> Open:
         min_tokens=tokenized.min_tokens,
         answer_format=tokenized.answer_format,
         most_calls=tokenized.most_calls,
+        run=tokenized.run,
     )
 
 

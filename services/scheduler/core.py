@@ -472,6 +472,7 @@ def _from_the_start(tokenized: Tokenized) -> Tokenized:
     return dataclasses.replace(
         tokenized,
         attempt=tokenized.attempt + 1,
+        run=tokenized.run and tokenized.run + 1,
         tokens=tokenized.tokens[: load_shedding.prompt_length(tokenized)],
         generated=ints([0] * tokenized.n),
         reasons=("",) * tokenized.n,

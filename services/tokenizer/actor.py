@@ -51,6 +51,7 @@ from shared.actor.membership import (
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import HEADER, STAMP, Aliases
 from shared.answer_formats.formats import AUTO, OFF, Format, named
+from shared.api import run_of
 from shared.clock import Clock, SystemClock
 from shared.config import Settings, WatchedFile
 from shared.errors import Overloaded, PayloadTooLarge
@@ -171,6 +172,7 @@ class TokenizerActor(Actor):
         self._classes.refresh()
         if self._standing is not None:  # started
             self._table.catch_up(self._queries.newest(STAMP))
+            self._aliases.upkeep()
         self._handle(loads(self._mailbox.peers, self._name))
         for task in (self._ticking, self._standing):
             if task is not None and task.done():
@@ -215,6 +217,7 @@ class TokenizerActor(Actor):
             "calls": self._model.template.skills(with_tools=True).calls_are,
             "models_here": sorted(self._queries.served()) if self._standing is not None else [],  # started
             "pending": self._pending,
+            "removed": self._aliases.removed if self._standing is not None else {},
             "copies": len(self._standby),
             "taken_over": self._taken_over,
             "requests": core.requests,
@@ -355,6 +358,7 @@ class TokenizerActor(Actor):
             classes=self._classes.of(tenant),
             grammars=follows_grammars(self._mailbox.peers, self._name),
             alias=delivery.headers.get(HEADER, ""),
+            run=run_of(delivery.headers),
         )
         if len(delivery.data) <= LONG_BYTES:
             self._done(prepared(submission, self._model, self._core.cancels))

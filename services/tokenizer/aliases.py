@@ -10,6 +10,7 @@ The operator's change is one message: JetStream stores it, if it is there, and e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping
@@ -22,7 +23,7 @@ from shared.api import REQUEST_ID
 from shared.errors import BadRequest, EngineError, HeadraceError, Overloaded, UnknownModel
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
-from shared.nats.jetstream import JetStream, NothingStored
+from shared.nats.jetstream import JetStream, Made, NothingStored
 from shared.replies import error_reply, to_json
 
 log = logging.getLogger("headrace.tokenizer")
@@ -33,6 +34,7 @@ STREAM = {
     "subjects": [subjects.ALIAS_ALL], "storage": "file", "max_msgs_per_subject": 1, "allow_direct": True,
     "allow_msg_ttl": True, "max_bytes": 4_194_304,  # MAX_ALIASES with all their targets
 }  # fmt: skip
+LOOK_US = 10_000_000  # between two looks at the stream
 DELETED_S = 86_400  # a deleted alias stays so long, for a tokenizer that was cut off meanwhile
 _ID = REQUEST_ID.strip("^$").encode()
 _JSON_ID = re.compile(rb'"request_id"\s*:\s*"(%b)"' % _ID)
@@ -64,25 +66,28 @@ class AliasNames:
         self._mailbox, self._table, self._second = mailbox, table, second
         self._put_copy, self._names = put_copy, names
         self._is_model: Callable[[str], bool] = lambda name: False
-        self._streams, self._replicas = JetStream(mailbox.bus), 1
+        self._streams, self._replicas = JetStream(mailbox.bus, made=Made(mailbox.clock)), 1
+        self._lacks: dict[str, None] = {}  # names whose aliases a new stream does not have yet
+        self._looks_at_us = 0
         self._stored = False  # the stream was read
         self._subscriptions: dict[str, list[Subscription]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._setting, self._subscribing = asyncio.Lock(), asyncio.Lock()
 
     async def start(self, replicas: int) -> None:
-        """Follow the changes, and take the table of the stream, which has `replicas`, and of another
-        tokenizer."""
+        """Follow the changes, and take the table of the stream, which has `replicas`, and those of the other
+        holders; wait for one of these."""
         self._replicas, self._table.on_change = replicas, self._on_change
         await self._table.follow(self._mailbox.bus)
         await self.load()
+        self._table.ask()
         try:
             found = await self._mailbox.bus.request(subjects.ALIASES, b"", timeout_us=ASK_US)
             self._table.take_all(found.data)
         except (NoResponders, RequestTimeout):
             pass
         except (ValueError, TypeError, LookupError):
-            log.warning("another tokenizer has aliases in a form of another version")
+            log.warning("another service has aliases in a form of another version")
 
     async def listen(
         self, served: Callable[[], Mapping[str, str]], is_model: Callable[[str], bool], *, edge: bool = False
@@ -97,15 +102,47 @@ class AliasNames:
                 await subscribe(s, self._on_set, queue="aliases")
                 for s in (() if edge else (subjects.SET_ALIAS_ALL,))
             ],
-            await subscribe(subjects.ALIASES, self._on_asked),
+            await self._table.answer(),
         ]
+
+    def upkeep(self) -> None:
+        """Look now and then whether there are aliases that no stream has."""
+        now_us = self._mailbox.clock.now_us()
+        if self._table.every() and now_us >= self._looks_at_us:
+            self._looks_at_us = now_us + LOOK_US
+            self._call(self._look())
+
+    async def _look(self) -> None:
+        with contextlib.suppress(HeadraceError):  # JetStream is away: the next look may find it
+            await self._make_stream()
+
+    async def _make_stream(self) -> None:
+        """Make the stream if it is missing, with all aliases that are known. Raises HeadraceError."""
+        config = {**STREAM, "num_replicas": self._replicas}
+        made = await self._streams.make_stream(subjects.ALIAS_STREAM, config)
+        self._lacks |= dict.fromkeys(alias.name for alias in self._table.every() if made)
+        for name in [*self._lacks]:
+            if (alias := self._table.last(name)) is not None:
+                await self._store(alias)
+            self._lacks.pop(name, None)
+
+    async def _store(self, alias: Alias) -> None:
+        ttl_s = 0 if alias.targets else DELETED_S
+        await self._streams.replace(subjects.alias(alias.name), alias.pack(), ttl_s=ttl_s)
+
+    @property
+    def removed(self) -> dict[str, float]:
+        """Seconds since the stream was found to be removed, by its name."""
+        return self._streams.made.facts()
 
     async def load(self) -> None:
         """Read the stream, unless that was done. JetStream may be away for a moment."""
         if self._stored:
             return
         try:
-            for subject in await self._streams.subjects_like(subjects.ALIAS_STREAM, subjects.ALIAS_ALL):
+            found = await self._streams.subjects_like(subjects.ALIAS_STREAM, subjects.ALIAS_ALL)
+            self._streams.made.found(subjects.ALIAS_STREAM)
+            for subject in found:
                 if (data := await self._streams.last(subjects.ALIAS_STREAM, subject)) is not None:
                     self._table.take_all(b"[%b]" % data)
             self._stored = True
@@ -166,10 +203,6 @@ class AliasNames:
 
     # ---- changes ---------------------------------------------------------------------------------
 
-    def _on_asked(self, delivery: Delivery) -> None:
-        if access.answerable(self._mailbox.bus, delivery):
-            self._mailbox.bus.publish(delivery.reply, self._table.pack())
-
     def _on_set(self, delivery: Delivery) -> None:
         if access.answerable(self._mailbox.bus, delivery):
             self._call(self._answer(delivery))
@@ -220,13 +253,12 @@ class AliasNames:
 
     async def _publish(self, change: Alias) -> bool:
         """Send a change to all holders; returns whether JetStream has it, too."""
-        subject, data = subjects.alias(change.name), change.pack()
         try:
-            await self._streams.make_stream(subjects.ALIAS_STREAM, {**STREAM, "num_replicas": self._replicas})
-            await self._streams.replace(subject, data, ttl_s=0 if change.targets else DELETED_S)
+            await self._make_stream()
+            await self._store(change)
         except HeadraceError as error:
-            log.warning("alias %s is not stored, and ends with the last tokenizer: %s", change.name, error)
-            self._mailbox.bus.publish(subject, data)
+            log.warning("alias %s is not stored, and ends with the last service: %s", change.name, error)
+            self._mailbox.bus.publish(subjects.alias(change.name), change.pack())
             return False
         return True
 

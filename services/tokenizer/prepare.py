@@ -107,6 +107,7 @@ class Submission:
     classes: tuple[str, ...] = CLASSES  # service classes that the tenant may use
     grammars: bool = True  # an executor of this model can follow one
     alias: str = ""  # as in a subject: the request was sent to it
+    run: int = 0  # see Tokenized
 
     @property
     def origin(self) -> Origin:
@@ -333,6 +334,7 @@ def _common(
         "handled_wall_us": submission.handled_wall_us,
         "parent_span": submission.parent_span,
         "routing_key": _routing_key(submission.tenant, request, prompt),
+        "run": submission.run,
     }
 
 

@@ -230,6 +230,8 @@ class Queries:
                 self._unsure[model] = []
                 if await self._listened(subjects.tokenize(asked[0][1], model)):
                     await asyncio.sleep(LOOK_EVERY_S)
+                    if not self._table.is_settled(model, self._mailbox.clock.now_us()):
+                        self._unsure[model] += asked  # another tokenizer may not have ended this alias yet
                     continue
                 await self._load()  # JetStream may have been away at the start
                 for delivery, tenant in asked:

@@ -77,7 +77,6 @@ _READS = {
         f"{PUBLIC}.tokenize.*.*",
         f"{PUBLIC}.detokenize.*.*",  # of aliases, to forward
         f"{PUBLIC}.alias.*",
-        ALIASES,
         f"{PUBLIC}.models",
         f"{PUBLIC}.models.*",
         "hr.*.beat.tokenizer.*",
@@ -131,9 +130,9 @@ _WRITES = {
         ),
         *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in _STREAMS),
         *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in _STREAMS),
-        *(f"$JS.API.STREAM.PURGE.{stream}" for stream in (FILE_STREAM, STATE_STREAM)),
+        *(f"$JS.API.STREAM.PURGE.{stream}" for stream in (FILE_STREAM, STATE_STREAM, HOOK_STREAM)),
         f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*.{STORE}.work.*.>",
-        f"$JS.API.CONSUMER.CREATE.{HOOK_STREAM}.*.{STORE}.hook.*.*",
+        f"$JS.API.CONSUMER.CREATE.{HOOK_STREAM}.*.{STORE}.hook.*.>",
         f"$JS.API.CONSUMER.DELETE.{WORK_STREAM}.*",
         f"$JS.API.CONSUMER.LIST.{WORK_STREAM}",
         *(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*" for stream in (WORK_STREAM, HOOK_STREAM)),
@@ -296,7 +295,7 @@ def of_service(kind: str, fleet: str) -> Permissions:
     subscribe = (
         f"hr.{f}.{kind}.*.in.*",
         *_READS.get(kind, ()),
-        *((ALIAS_ALL,) if kind in ("tokenizer", "gateway", "keeper") else ()),
+        *((ALIAS_ALL, ALIASES) if kind in ("tokenizer", "gateway", "keeper") else ()),
         f"hr.{f}.beat.*.*",
         f"hr.{f}.beat_ask",
         "hr.beat_ask",

@@ -143,16 +143,19 @@ class JetStream:
     unwritten: Unwritten = field(default_factory=Unwritten)
     made: Made = field(default_factory=Made)
 
-    async def make_stream(self, name: str, config: Mapping[str, Any]) -> None:
-        """Make a stream unless there is one of this name, whose settings then stay. Raises StreamFull if the
-        server has no room for it."""
+    async def make_stream(self, name: str, config: Mapping[str, Any]) -> bool:
+        """Make a stream unless there is one of this name, whose settings then stay; True if it was made.
+        Raises StreamFull if the server has no room for it."""
+        made = False
         try:
             await self._call(f"{_API}.STREAM.INFO.{name}", b"")
         except UnknownStream:  # made again, it would need its space on disk a second time
             self.made.missing(name)
-            with contextlib.suppress(Taken):  # by another keeper
+            with contextlib.suppress(Taken):  # by another service
                 await self._call(f"{_API}.STREAM.CREATE.{name}", _json({"name": name, **config}))
+                made = True
         self.made.found(name)
+        return made
 
     async def make_consumer(self, stream: str, name: str, config: Mapping[str, Any]) -> None:
         """Make a durable pull consumer, or give one of this name these settings."""
@@ -204,9 +207,10 @@ class JetStream:
         with self.unwritten.watched(subject):
             await self._call(subject, data, _lifetime(ttl_s))
 
-    async def purge(self, stream: str, subject: str) -> None:
-        """Remove all messages of a subject or pattern."""
-        await self._call(f"{_API}.STREAM.PURGE.{stream}", _json({"filter": subject}))
+    async def purge(self, stream: str, subject: str, keep: int = 0) -> int:
+        """Remove the messages of a subject or pattern, but for the newest `keep`; returns how many."""
+        asked = {"filter": subject, **({"keep": keep} if keep else {})}
+        return int((await self._call(f"{_API}.STREAM.PURGE.{stream}", _json(asked)))["purged"])
 
     async def subjects_like(self, stream: str, pattern: str) -> list[str]:
         """The subjects that match a pattern and have a message."""
@@ -223,6 +227,13 @@ class JetStream:
     async def bytes_of(self, stream: str) -> int:
         """What a stream holds."""
         return int((await self._info(stream, {}))["state"]["bytes"])
+
+    async def room_for(self, stream: str) -> int:
+        """How many messages of the mean size half of a stream holds, if it holds more bytes than that; else
+        0."""
+        info = await self._info(stream, {})
+        held, half = info["state"], int(info["config"]["max_bytes"]) // 2
+        return half * int(held["messages"]) // int(held["bytes"]) if held["bytes"] > half else 0
 
     async def _info(self, stream: str, asked: Mapping[str, Any]) -> Json:
         try:

@@ -171,9 +171,14 @@ def batch_part(tenant: str, batch: str, part: str) -> str:
     return f"{STORE}.record.{token(tenant)}.{_any(batch)}.{part}"
 
 
-def hook(host: str, event: str) -> str:
-    """An event for a webhook, in stream HR_HOOKS. `host`: a key of the host that gets it."""
-    return f"{STORE}.hook.{host}.{event}"
+def hook(host: str, tenant: str, event: str) -> str:
+    """An event for a webhook, in stream HR_HOOKS; `*`: any. `host`: a key of the host that gets it."""
+    return f"{STORE}.hook.{host}.{_any(tenant)}.{event}"
+
+
+def hooks_of(host: str) -> str:
+    """All events of a host, also those of an earlier version, which lack the tenant."""
+    return f"{STORE}.hook.{host}.>"
 
 
 def _any(name: str) -> str:

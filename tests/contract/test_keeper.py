@@ -18,6 +18,7 @@ from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.membership import NEEDED
 from shared.actor.runtime import Runtime
+from shared.api import run_of
 from shared.checkpoints import body_hash
 from shared.client import Client
 from shared.clock import SystemClock
@@ -344,6 +345,8 @@ async def test_another_keeper_gets_the_answer_of_what_already_runs(world: World)
     await world.until(world.asked, 2)
     assert world.asked[1].reply == world.asked[0].reply, "the services would start it a second time"
     assert world.asked[1].data == world.asked[0].data
+    runs = [run_of(each.headers) for each in world.asked[:2]]
+    assert runs == [1, 65], "if the first run is lost, its readers must not go on in the second"
     world.answer(world.asked[0])
     await world.until(world.news)
     assert (await world.result())["status"] == "completed"

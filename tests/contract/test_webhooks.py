@@ -174,7 +174,7 @@ async def test_an_event_is_sent_until_it_is_taken(world: World) -> None:
     assert (event.id, event.data.id) == (headers["webhook-id"], "r")
     assert json.loads(body)["type"] == "request.completed"
     counts = {point.name: point.value for point in keeper.actor.metrics if "webhooks" in point.name}
-    assert [*counts.values()] == [1, 3, 0]
+    assert [*counts.values()] == [1, 3, 0, 0]
     assert (await world.submit())["status"] == "completed", "the same request again is no second event"
     assert await world.messages(subjects.HOOK_STREAM) == 0
 
@@ -363,14 +363,17 @@ async def test_a_host_that_is_down_with_more_events_than_a_consumer_waits_for_ho
     streams, key = JetStream(world.bus), target_of(world.receiver.origin).key
     await streams.make_stream(subjects.HOOK_STREAM, webhook_shell.STREAM)
     earlier = {"ack_policy": "explicit", "ack_wait": 30_000_000_000, "max_deliver": -1}
-    earlier["filter_subject"] = subjects.hook(key, "*")
+    earlier["filter_subject"] = f"headrace.store.hook.{key}.*"
     await streams.make_consumer(subjects.HOOK_STREAM, key, earlier)
     for start in range(0, 1_500, 100):
         events = {
             f"evt_{n}": {"url": f"{world.receiver.origin}/{n}", "body": "{}"}
             for n in range(start, start + 100)
         }
-        calls = [streams.create(subjects.hook(key, name), to_json(event)) for name, event in events.items()]
+        calls = [
+            streams.create(subjects.hook(key, "public", name), to_json(event))
+            for name, event in events.items()
+        ]
         await asyncio.gather(*calls)
     keeper = await world.keeper()
     async with asyncio.timeout(60):
@@ -381,6 +384,51 @@ async def test_a_host_that_is_down_with_more_events_than_a_consumer_waits_for_ho
     await keeper.finish(5.0)
     assert (len({*tried}), len(tried), most <= TRIES_OF_HOST) == (1_500, 1_500, True)
     assert None not in pulled, "a pull was not answered, and the other host waited for it"
+
+
+async def test_a_receiver_that_is_down_fills_no_stream_for_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest of its own events go, of the tenant that has most of them, and they are counted."""
+    monkeypatch.setattr("services.keeper.webhooks.FIRST_DELAY_US", 3_600_000_000)
+    monkeypatch.setitem(webhook_shell.STREAM, "max_bytes", 200_000)
+    monkeypatch.setattr(webhook_shell, "AGAIN_US", 50_000)
+
+    async def refused(target: Target, *more: Any) -> int:
+        return 503 if target.origin == world.receiver.origin else await post(target, *more)
+
+    monkeypatch.setattr(webhook_shell, "post", refused)
+    keeper, long = await world.keeper(), "/" + "x" * 1_500
+    acme = replace(world.client, tenant="acme")
+    body = {"prompt": "Hi", "webhook": f"{world.receiver.origin}/"}
+    await world.submit("first")
+    for n in range(5):
+        await acme.request(subjects.submit("acme", "m"), {**body, "request_id": f"a{n}"})
+    for n in range(200):
+        await world.submit(f"r{n}", long)
+    body["webhook"] = f"{world.other.origin}/"
+    await acme.request(subjects.submit("acme", "m"), {**body, "request_id": "last"})
+    await world.other.until(1)
+    await world.empty(subjects.WORK_STREAM)
+    streams = JetStream(world.bus)
+    held = await streams.subjects_like(subjects.HOOK_STREAM, subjects.HOOK_ALL)
+    acmes = [name for name in held if name.split(".")[4] == "acme"]
+    dropped = next(p.value for p in keeper.actor.metrics if p.name == "headrace.keeper.webhooks_dropped")
+    assert (len(acmes), dropped) == (5, 201 + 5 - len(held))
+    assert 20 < len(held) < 100
+    assert keeper.actor.status()["webhooks_dropped"] == {world.receiver.origin: dropped}
+
+
+async def test_a_stream_of_events_that_is_removed_is_made_again(world: World) -> None:
+    """Without a restart; the events in it are lost, and later ones come."""
+    keeper = await world.keeper()
+    await world.submit("before")
+    await world.receiver.until(1)
+    await world.empty(subjects.HOOK_STREAM)
+    await world.bus.request(f"$JS.API.STREAM.DELETE.{subjects.HOOK_STREAM}", b"", timeout_us=5_000_000)
+    await world.submit("after")
+    await world.receiver.until(2)
+    assert [*keeper.actor.status()["removed"]] == [subjects.HOOK_STREAM]  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(("statuses", "most", "tries"), [([503] * 9, 2, 2), ([410], 9, 1)])
@@ -394,7 +442,7 @@ async def test_an_event_is_given_up(
     await world.receiver.until(tries)
     await world.empty(subjects.HOOK_STREAM)
     counts = {point.name: point.value for point in keeper.actor.metrics if "webhooks" in point.name}
-    assert (len(world.receiver.got), [*counts.values()]) == (tries, [0, tries - 1, 1])
+    assert (len(world.receiver.got), [*counts.values()]) == (tries, [0, tries - 1, 1, 0])
 
 
 async def test_the_end_of_a_batch_is_an_event(world: World) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,15 +22,17 @@ from services.launcher.commands import model as command
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.session import Target
 from services.tokenizer import actor as tokenizer
-from services.tokenizer import queries
+from services.tokenizer import aliases, queries
 from services.tokenizer.actor import TokenizerActor
 from shared.actor.runtime import Actor, Runtime
 from shared.aliases import Alias
 from shared.client import error_of
+from shared.clock import SystemClock
 from shared.config import load
 from shared.errors import BadRequest, HeadraceError, SetupError, Unavailable, UnknownModel
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
+from shared.nats.jetstream import JetStream
 
 ASKED: dict[str, Any] = {"prompt": "The sea", "max_tokens": 2, "ignore_eos": True}
 LONG = {**ASKED, "max_tokens": 400}
@@ -261,6 +264,33 @@ async def test_a_lost_request_to_an_alias_is_taken_over_by_its_model() -> None:
 
 
 @pytest.mark.parametrize("connect", ["memory"], indirect=True)
+async def test_a_request_to_an_alias_that_another_tokenizer_has_not_ended_yet_is_refused(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await two.set("chat", big=1)
+    await two.until(lambda: two.is_settled("chat"))
+    slow, ended = two.runtimes["tokenizer-2"].actor, asyncio.Event()
+    assert isinstance(slow, TokenizerActor)
+    subscribe = slow._aliases._subscribe
+
+    async def late(name: str) -> None:
+        await ended.wait()
+        await subscribe(name)
+
+    monkeypatch.setattr(slow._aliases, "_subscribe", late)
+    await two.set("chat")
+    asked = [asyncio.ensure_future(two.model_of("chat", f"late{n}")) for n in range(8)]
+    await two.until(lambda: any(each.actor._queries._looking for each in tokenizers(two)))
+    ended.set()
+    for each in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(each, UnknownModel), each
+
+
+def tokenizers(two: Two) -> list[Any]:
+    return [each for each in two.runtimes.values() if isinstance(each.actor, TokenizerActor)]
+
+
+@pytest.mark.parametrize("connect", ["memory"], indirect=True)
 async def test_a_tokenizer_that_joins_has_the_aliases_of_the_others(two: Two) -> None:
     await two.set("chat", big=1, new=2)
     for number in (1, 2):
@@ -325,3 +355,83 @@ async def test_aliases_outlive_the_fleet_and_a_stored_request_keeps_its_model(du
         await again.model_of("code", "gone")
     assert (await again.set("chat"))["before"] == {"big": 1}
     await again.rest()
+
+
+async def test_the_aliases_of_a_removed_stream_are_stored_again(
+    durable: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a restart, before the next change; with that change, all of them."""
+
+    async def connect() -> Any:
+        return await NatsBus.connect(durable.url, timeout_s=30)
+
+    async def stored() -> set[str]:
+        return {*await streams.subjects_like(subjects.ALIAS_STREAM, subjects.ALIAS_ALL)}
+
+    async def remove() -> None:
+        subject = f"$JS.API.STREAM.DELETE.{subjects.ALIAS_STREAM}"
+        assert b'"success":true' in (await two.client.bus.request(subject, b"", timeout_us=5_000_000)).data
+
+    monkeypatch.setattr(aliases, "LOOK_US", 100_000)
+    two = await Two.start(connect, "removed", model_name="big")
+    assert isinstance(two, Two)
+    streams = JetStream(two.client.bus)
+    await two.set("chat", new=1)
+    await two.set("code", big=1)
+    await two.set("code")
+    both = {subjects.alias("chat"), subjects.alias("code")}
+    assert await stored() == both, "a deleted one stays deleted"
+    await remove()
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(Unavailable):
+                if await stored() == both:
+                    break
+            await asyncio.sleep(0.05)
+    told = [each for n in (1, 2) for each in two.runtimes[f"tokenizer-{n}"].actor.status()["removed"]]
+    assert told == [subjects.ALIAS_STREAM]
+    monkeypatch.setattr(aliases, "LOOK_US", 3_600_000_000)
+    await two.until(lambda: all(_looks_late(each) for each in two.runtimes.values()))
+    await remove()
+    await two.set("other", big=1)
+    assert await stored() == {*both, subjects.alias("other")}
+    await two.rest()
+
+
+def _looks_late(runtime: Runtime) -> bool:
+    actor = runtime.actor
+    if not isinstance(actor, TokenizerActor):
+        return True
+    return actor._aliases._looks_at_us > runtime.clock.now_us() + 1_000_000_000 and not actor._aliases._tasks
+
+
+class SetClock(SystemClock):
+    """A wall clock that was set."""
+
+    ahead_us = 0
+
+    def wall_us(self) -> int:
+        return super().wall_us() + self.ahead_us
+
+
+@pytest.mark.parametrize("connect", ["memory"], indirect=True)
+@pytest.mark.parametrize("ahead_s", [2, -2, 600, -600, 172_800, -172_800])
+async def test_a_change_of_an_alias_holds_also_with_a_slow_or_a_fast_clock(two: Two, ahead_s: int) -> None:
+    """All tokenizers are gone meanwhile; a gateway still has what the first ones have set."""
+    await add_gateway(two)
+    await healthy(two)
+    gateway: Any = next(each.actor for each in two.runtimes.values() if each.actor.kind == "gateway")
+    for number in (1, 2):
+        two.runtimes[f"tokenizer-{number}"].mailbox.clock = clock = SetClock()
+        clock.ahead_us = ahead_s * 1_000_000
+    await two.set("chat", big=1)
+    await two.until(lambda: gateway._aliases.get("chat") is not None)
+    for number in (1, 2):
+        await two.runtimes.pop(f"tokenizer-{number}").finish(5)
+    await two.add("tokenizer", "tokenizer-3")
+    two.settings = load(flags={"fleet": two.settings.fleet, "model_name": "big", "l1": "off"}).settings
+    await two.add("tokenizer", "tokenizer-4")
+    assert (await two.set("chat", new=1))["before"] == {"big": 1}
+    await two.until(lambda: gateway._aliases.get("chat").main == "new")
+    assert await two.models_of("chat", 3) == ["new"] * 3
+    await remove_gateway(two)

@@ -176,6 +176,7 @@ async def test_answers_go_on_after_the_loss_of_everything(
     for name, record in records.items():
         assert record["status"] == "completed", (name, record)
         assert record["answer"]["choices"] == answers[name]["choices"], name
+        assert record["answer"]["run"] == 1, "what goes on is the run of before"
         for tokens in ("prompt_tokens", "completion_tokens"):
             assert record["answer"]["usage"][tokens] == answers[name]["usage"][tokens], name
     assert resumed == kept

@@ -29,6 +29,21 @@ ASKED: dict[str, tuple[dict[str, Any], str, bytes]] = {  # path: body, media typ
 }
 
 
+LIMITS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"max_output_tokens": 16},
+    "/api/chat": {"options": {"num_predict": 4}},
+    "/api/generate": {"options": {"num_predict": 4}},
+}
+TEXT = {  # what each piece of text has
+    "/v1/chat/completions": b'"delta":{"content":',
+    "/v1/completions": b'"text":',
+    "/v1/responses": b"response.output_text.delta",
+    "/v1/messages": b'"text_delta"',
+    "/api/chat": b'"content":',
+    "/api/generate": b'"response":',
+}
+
+
 @pytest.fixture
 async def zero() -> AsyncIterator[tuple[Pipeline, str]]:
     """A pipeline without an executor, for which requests wait, and the URL of its gateway."""
@@ -108,6 +123,32 @@ async def test_clients_ignore_the_pings_before_and_between_chunks(zero: tuple[Pi
     texts = await asyncio.gather(*early)
     assert all(texts), texts
     await pipeline.assert_idle()
+
+
+async def test_pings_come_in_the_middle_of_a_text_on_each_api_and_change_no_text() -> None:
+    """With steps that take longer than `http_ping_s`."""
+    broker = MemoryBroker()
+
+    async def connect() -> Any:
+        return broker.connect()
+
+    pipeline = await Pipeline.start(connect, "slow", sim="step=400000,token=0")
+    url = await add_gateway(pipeline, ping_s=0.1)
+    await healthy(pipeline)
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+        async def read(path: str) -> None:
+            body, _, ping = ASKED[path]
+            raw = (await http.post(path, json={**body, **LIMITS.get(path, {"max_tokens": 4})})).content
+            assert raw.count(ping) >= PINGS, path
+            first = raw.index(TEXT[path])
+            assert ping in raw[first : raw.rindex(TEXT[path])], f"{path}: none between two pieces of text"
+
+        texts = await asyncio.gather(*(client(url) for client in CLIENTS), *map(read, ASKED))
+    assert all(texts[: len(CLIENTS)]), texts
+    await pipeline.assert_idle()
+    await remove_gateway(pipeline)
+    await pipeline.stop()
 
 
 async def test_an_error_after_the_head_is_the_last_event_of_each_api(zero: tuple[Pipeline, str]) -> None:

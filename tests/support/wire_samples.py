@@ -118,6 +118,7 @@ REQUESTS: tuple[Message, ...] = (
         routing_key="5f0c2b",
         pooling=256,
         most_calls=1,
+        run=65,
     ),
     Accepted(tenant="acme", request="chat-1", attempt=2),
     Rejected(
@@ -152,6 +153,7 @@ REQUESTS: tuple[Message, ...] = (
         min_tokens=4,
         answer_format="qwen3",
         most_calls=2,
+        run=2,
     ),
     Tokens(
         executor="e0",

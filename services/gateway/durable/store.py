@@ -5,11 +5,12 @@
     frames     of the native stream, from the start of the text
     keep       a response that was answered already, so that it can be read and continued
 
-An id of the gateway has the time in it (`timed_id`). An older one without a record is 410, any other 404.
+An id of the gateway has the time in it (`timed_id`). An older one without a record is 410, any other 404:
+both mean that there is none, and clocks choose between the two words alone.
 
-Frames have the attempt of the text, the same for every reader: the seconds from the id to the arrival of
-the request at a tokenizer, at least 1. A request that is computed again after the loss of everything has a
-later one. So a reader that comes back with the attempt of another text gets the stream from its start.
+Frames have the attempt of the text, the same for every reader: the number that a keeper gave to the run which
+computes it. A request that is computed again after the loss of everything has a higher one; no clock counts.
+So a reader that comes back with the attempt of another text gets the stream from its start.
 """
 
 from __future__ import annotations
@@ -83,10 +84,11 @@ class Store:
             found = {}
         if found.get("keep", {}).get("path") == path:
             return found
-        drawn_s = drawn_at(request_id)
+        none, drawn_s = f"there is no {request_id:.140} of yours at {path}", drawn_at(request_id)
         if drawn_s is not None and now_s - drawn_s > KEPT_S:
-            raise Gone(f"{request_id} is older than the day for which it was kept", param="id")
-        raise UnknownRequest(f"there is no {request_id:.140} of yours at {path}", param="id")
+            why = "by the clocks of the gateways its id is over a day old, and requests are kept for a day"
+            raise Gone(f"{none} now: {why}", param="id")
+        raise UnknownRequest(none, param="id")
 
     async def frames(
         self, request_id: str, after: tuple[int, int] = (0, -1), *, waits: bool = False, fails: bool = False
@@ -101,7 +103,7 @@ class Store:
             async with aclosing(self.client.follow(request_id, quiet=True)) as frames:
                 async for frame in frames:
                     if frame["type"] == "accepted":
-                        text = attempt_of(request_id, frame)
+                        text = attempt_of(frame)
                         if attempt and frame["attempt"] > native:  # the text starts over for this reader
                             attempt = max(text, attempt + 1)
                         else:
@@ -163,9 +165,9 @@ class Store:
         return state
 
 
-def attempt_of(request_id: str, accepted: Mapping[str, Any]) -> int:
+def attempt_of(accepted: Mapping[str, Any]) -> int:
     """The attempt of a text, from its first frame."""
-    return max(int(accepted["created"]) - (drawn_at(request_id) or 0), 1)
+    return max(int(accepted.get("run", 0)), 1)
 
 
 def call_of(state: Body) -> Call:

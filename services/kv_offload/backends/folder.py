@@ -6,7 +6,7 @@
 
 The folder may hold as many bytes as its disk has free, or the number in its URL. No process knows what others
 write, so each looks at the whole folder again when it has written half of what was left for it. Times are
-those of the file system: a host's own clock decides nothing.
+those of the file system, and order the files by their use, which is all that a clock that was set can change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ log = logging.getLogger("headrace.kv_offload")
 LOOK_S = 10.0  # between looks at the disk, which other programs fill, too
 ROOM_PERCENT = 10  # of the limit: made by an eviction, and written at most before the next look
 LEFT_FREE = 20  # a limit of its own leaves 1/20 of the disk free
-PARTIAL_S = 600.0  # an unfinished file so much older than the newest one has no writer
+PARTIAL_S = 600.0  # an unfinished file that has been as it is for so long has no writer
 CLOSE_S = 2.0  # most time to wait for the end of a look; its thread is a daemon
 SMALL_BYTES = 4_096  # such files (lengths of values) stay: they take no room worth a miss of all values
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -59,6 +60,7 @@ class Folder:
         self._held_bytes = -1  # at the last look, and what was put since; -1: before the first look
         self._put_bytes = self._running_bytes = 0  # of puts that have ended, and that run
         self._looking = threading.Lock()
+        self._partial_s = dict[_File, float]()  # since when a look finds an unfinished file as it is
         self._wake = threading.Event()
         self._upkeep: tuple[threading.Thread, threading.Event] | None = None  # and what ends it
 
@@ -214,10 +216,13 @@ class Folder:
         with self._turn:
             before = self._put_bytes
         files = sorted(self._files(), key=lambda file: file.used_s)
-        newest_s = max((file.used_s for file in files), default=0.0)
-        for file in [*files]:
-            if file.path.endswith(_PARTIAL) and file.used_s < newest_s - PARTIAL_S and _removed(file):
-                files.remove(file)
+        now_s, before_s, self._partial_s = time.monotonic(), self._partial_s, dict[_File, float]()
+        for part in [file for file in files if file.path.endswith(_PARTIAL)]:
+            since_s = before_s.get(part, now_s)
+            if now_s - since_s > PARTIAL_S and _removed(part):
+                files.remove(part)
+            else:
+                self._partial_s[part] = since_s
         held = sum(file.held_bytes for file in files)
         limit, count = self._limit(held), 0
         room = max(limit * ROOM_PERCENT // 100, self._largest_bytes)

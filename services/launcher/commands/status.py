@@ -531,7 +531,18 @@ _CELLS = {
 
 def problems(fleet: Fleet) -> Iterator[str]:
     """Each problem as a sentence that starts with a service or a model, and what to do about it."""
-    for check in (_not_ready, _silent, _lacking, _kept_out, _queues, _gateways, _keepers, _tiers, _faults):
+    for check in (
+        _not_ready,
+        _silent,
+        _lacking,
+        _kept_out,
+        _queues,
+        _gateways,
+        _removed,
+        _keepers,
+        _tiers,
+        _faults,
+    ):
         yield from check(fleet)
 
 
@@ -618,13 +629,18 @@ def _gateways(fleet: Fleet) -> Iterator[str]:
             yield f"{name} is not healthy, and /health answers 503: {health}."
 
 
+def _removed(fleet: Fleet) -> Iterator[str]:
+    for name, facts in (*fleet.of_kind("keeper"), *fleet.of_kind("tokenizer")):
+        for stream, ago_s in sorted(facts.get("removed", {}).items()):
+            held = "it has all aliases" if stream == subjects.ALIAS_STREAM else "what it held is gone"
+            yield (
+                f"{name} found stream {stream} removed, {age(ago_s)} ago, and made it again: {held}. "
+                "Headrace removes no stream: look for what else does at that nats-server."
+            )
+
+
 def _keepers(fleet: Fleet) -> Iterator[str]:
     for name, facts in fleet.of_kind("keeper"):
-        for stream, ago_s in sorted(facts.get("removed", {}).items()):
-            yield (
-                f"{name} found stream {stream} removed, {age(ago_s)} ago, and made it again: what it held is "
-                "gone. Headrace removes no stream: look for what else does at that nats-server."
-            )
         if failing := facts.get("unwritten"):
             first = max(failing.values(), key=lambda each: each["for_s"])
             tried = min(each["tried_ago_s"] for each in failing.values())
@@ -633,6 +649,11 @@ def _keepers(fleet: Fleet) -> Iterator[str]:
                 f"{', '.join(sorted(failing))} for {age(first['for_s'])}, the last try was {age(tried)} ago "
                 f"({first['why']}). The disk of that nats-server may be full: look at its log and at the "
                 "folder of durable requests."
+            )
+        for origin, count in sorted(facts.get("webhooks_dropped", {}).items()):
+            yield (
+                f"{name} has dropped {count:,} events for {origin}, the oldest of tenants with more than "
+                "their share: it takes none, or too few of them. Look at that receiver."
             )
         if taker := facts.get("taken_by"):
             yield (

@@ -90,6 +90,23 @@ def plan(epoch: int, step: int, slot: int = 0, start: int = 0, count: int = 2) -
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("set_s", [2, -2, 600, -600, 172_800, -172_800])
+async def test_an_incarnation_is_never_older_than_its_process(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, set_s: int
+) -> None:
+    """By its epoch the scheduler judges whether a death that it blamed on requests was one."""
+
+    def build() -> Backend:
+        before_us = fleet.clock.wall_us()  # the clock is set while the model is loaded
+        monkeypatch.setattr(type(fleet.clock), "wall_us", lambda _: before_us + set_s * 1_000_000)
+        return SimBackend(SimOptions(model="m", timing="step=0"))
+
+    hand = HandScheduler()
+    await fleet.started(hand, "s")
+    _, runtime = await executor(fleet, build)
+    assert (await hand.until(ExecHello)).exec_epoch >= runtime.mailbox.epoch
+
+
 async def test_it_says_hello_until_it_is_welcome(fleet: Fleet) -> None:
     hand = HandScheduler()
     await fleet.started(hand, "s")

@@ -92,10 +92,11 @@ class Keepers(RuleBasedStateMachine):
             match command:
                 case LookUp() | Store():
                     self.todo.append(command)
-                case Ask(asked, found):
+                case Ask(asked, found, run):
                     assert (asked.tenant, asked.id) in self.waiting
                     assert found in (b"", checkpoint((asked.tenant, asked.id)))
                     assert not found or asked.checkpoints
+                    assert bool(run) != bool(found), "what goes on is no new run"
                     self.asked.append(asked)
                 case Announce(key, status):
                     assert self.records[key]["status"] == status
@@ -215,7 +216,7 @@ def flown(core: KeeperCore, key: Key = KEYS[0], times: int = 1, now_us: int = 0)
     """A request that has been asked."""
     looks = [LookUp(key, checkpoint=key[0] == "b")]
     assert core.handle(Delivered(work(key), "ack", times), now_us, now_us) == looks
-    assert core.handle(LookedUp(key, False), now_us, now_us) == [Ask(work(key))]
+    assert core.handle(LookedUp(key, False), now_us, now_us) == [Ask(work(key), run=64 * (times - 1) + 1)]
 
 
 def test_an_answer_is_stored_announced_and_acked_in_this_order() -> None:
@@ -246,7 +247,7 @@ def test_nothing_is_tried_again_before_its_time() -> None:
     core.handle(Tick(), 0, 0)
     assert core.handle(Tick(), PROGRESS_US - 1, 0) == []
     again = core.handle(Tick(), ASK_AGAIN_US, 0)
-    assert again == [Ask(work(key)), Progress("ack")]
+    assert again == [Ask(work(key), run=2), Progress("ack")]
     core.handle(Answered(key, {"text": "x"}), ASK_AGAIN_US, 0)
     assert core.handle(Tick(), ASK_AGAIN_US + RETRY_US - 1, 0) == []
     assert isinstance(core.handle(Tick(), ASK_AGAIN_US + RETRY_US, 0)[0], Store)
@@ -258,7 +259,7 @@ def test_after_a_cut_of_the_connection_requests_are_soon_asked_again() -> None:
     core.handle(Tick(), 0, 0)
     core.reconnected(5)
     assert core.handle(Tick(), 5, 0) == []
-    assert core.handle(Tick(), 5 + RETRY_US, 0) == [Ask(work(KEYS[0]))]
+    assert core.handle(Tick(), 5 + RETRY_US, 0) == [Ask(work(KEYS[0]), run=2)]
 
 
 def test_a_delivery_of_a_request_with_a_record_is_acked_and_nothing_else() -> None:
@@ -436,6 +437,20 @@ def test_all_requests_in_flight_report_progress_in_time() -> None:
     assert core.handle(Tick(), 1 + PROGRESS_US, 0) == [Progress("ack")] * 3
 
 
+def test_every_run_has_a_number_of_its_own_in_the_order_of_the_runs() -> None:
+    """Of deliveries, to any keeper, and of the tries in one: no clock is read."""
+    numbers = list[int]()
+    for times in (1, 2, 5_760):
+        core, now_us = KeeperCore(), 0
+        flown(core, times=times)
+        numbers.append(64 * (times - 1) + 1)
+        for _ in range(63):
+            now_us += ASK_AGAIN_US
+            numbers += [c.run for c in core.handle(Tick(), now_us, -now_us) if isinstance(c, Ask)]
+    assert numbers == sorted(set(numbers))
+    assert (numbers[:3], len(numbers), numbers[-1]) == ([1, 2, 3], 3 * 64, 64 * 5_760)
+
+
 # ---- checkpoints ------------------------------------------------------------------------------------
 
 LONG = KEYS[2]
@@ -449,12 +464,12 @@ def looked_up(found: bytes) -> tuple[KeeperCore, list[Command]]:
 
 def test_a_request_goes_on_after_its_checkpoint() -> None:
     assert looked_up(checkpoint(LONG))[1] == [Ask(work(LONG), checkpoint(LONG))]
-    assert looked_up(b"")[1] == [Ask(work(LONG))]
+    assert looked_up(b"")[1] == [Ask(work(LONG), run=1)]
 
 
 def test_a_checkpoint_of_another_body_or_version_is_dropped() -> None:
     for found in (checkpoint(KEYS[0]), b"2" + checkpoint(LONG)[1:], b"garbage"):
-        assert looked_up(found)[1] == [Drop(LONG), Ask(work(LONG))]
+        assert looked_up(found)[1] == [Drop(LONG), Ask(work(LONG), run=1)]
 
 
 def test_one_with_a_record_is_acked_and_its_checkpoint_dropped() -> None:
@@ -469,10 +484,10 @@ def test_one_with_a_record_is_acked_and_its_checkpoint_dropped() -> None:
 def test_an_error_after_a_checkpoint_is_not_the_last_word() -> None:
     """It starts over, once: the error may be of the checkpoint. The next one is of the request."""
     core, _ = looked_up(checkpoint(LONG))
-    assert core.handle(Answered(LONG, BadRequest("unreadable")), 1, 1) == [Drop(LONG), Ask(work(LONG))]
+    assert core.handle(Answered(LONG, BadRequest("unreadable")), 1, 1) == [Drop(LONG), Ask(work(LONG), run=2)]
     core.handle(Tick(), 1, 1)
     assert core.handle(Tick(), 1 + ASK_AGAIN_US, 1)[0] == LookUp(LONG, checkpoint=True)
-    assert core.handle(LookedUp(LONG, False, checkpoint(LONG)), 2, 2) == [Ask(work(LONG))]
+    assert core.handle(LookedUp(LONG, False, checkpoint(LONG)), 2, 2) == [Ask(work(LONG), run=3)]
     (store,) = core.handle(Answered(LONG, EngineError("killed three executors")), 3, 3)
     assert isinstance(store, Store)
     assert store.record["status"] == FAILED
@@ -492,7 +507,7 @@ def test_a_cancel_a_time_limit_and_a_fleet_that_is_not_ready_are_not_its_fault()
 def test_before_it_is_asked_again_its_newest_checkpoint_is_read() -> None:
     """The fleet may have died while this keeper lived."""
     core, asked = looked_up(b"")
-    assert asked == [Ask(work(LONG))]
+    assert asked == [Ask(work(LONG), run=1)]
     core.handle(Tick(), 0, 0)
     assert core.handle(Tick(), ASK_AGAIN_US, 0)[0] == LookUp(LONG, checkpoint=True)
     again = core.handle(LookedUp(LONG, False, checkpoint(LONG)), ASK_AGAIN_US, 0)

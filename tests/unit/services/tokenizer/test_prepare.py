@@ -20,7 +20,7 @@ from services.tokenizer.prepare import ServedModel, Submission, prepare, read_bo
 from services.tokenizer.queries import tokenize_body
 from shared.answer_formats import grammar
 from shared.answer_formats.formats import FORMATS
-from shared.api import IGNORED, UNSUPPORTED
+from shared.api import IGNORED, MAX_RUN, RUN_HEADER, UNSUPPORTED, run_of
 from shared.checkpoints import body_hash
 from shared.errors import BadRequest, SetupError
 from shared.messages import MANY_CALLS, Sampling, Tokenized, floats, ints
@@ -52,6 +52,19 @@ def prepared(model: ServedModel, body: dict[str, Any] | bytes) -> Tokenized:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     submission = Submission("acme", "inbox", data, "fresh", 99, WALL_US)
     return prepare(submission, read_body(data), model)
+
+
+@pytest.mark.parametrize(
+    ("given", "run"),
+    [({}, 0), ({RUN_HEADER: "65"}, 65), ({RUN_HEADER: "9" * 9}, MAX_RUN)]
+    + [({RUN_HEADER: wrong}, 0) for wrong in ("", "-1", "1e3", " 1", "9" * 5_000, "\u0663")],
+)
+def test_the_number_of_a_run_is_read_from_a_header(
+    model: ServedModel, given: dict[str, str], run: int
+) -> None:
+    """Any client may send one: its own answer has the number then."""
+    submission = Submission("acme", "inbox", b"{}", "fresh", 99, WALL_US, run=run_of(given))
+    assert prepare(submission, dict(CHAT), model).run == run
 
 
 def test_a_bare_chat(model: ServedModel) -> None:

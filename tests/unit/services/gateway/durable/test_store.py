@@ -130,8 +130,8 @@ async def test_a_store_that_does_not_answer_is_not_waited_for_again(monkeypatch:
     assert len(asked) == 2
 
 
-def accepted(native: int, arrived_s: int) -> dict[str, Any]:
-    return {"type": "accepted", "attempt": native, "created": arrived_s}
+def accepted(native: int, run: int, created: int = DRAWN_S) -> dict[str, Any]:
+    return {"type": "accepted", "attempt": native, "created": created, "run": run}
 
 
 async def attempts(frames: Sequence[Any], after: tuple[int, int] = (0, -1)) -> list[int]:
@@ -141,13 +141,26 @@ async def attempts(frames: Sequence[Any], after: tuple[int, int] = (0, -1)) -> l
 
 async def test_the_attempt_is_that_of_the_text() -> None:
     """Not of the detokenizer, which counts anew after the loss of everything."""
-    at_once, later = accepted(7, DRAWN_S), accepted(1, DRAWN_S + 30)
-    assert await attempts([at_once, {"type": "delta"}]) == [1, 1]
+    first, later = accepted(7, 1), accepted(1, 30)
+    assert await attempts([first, {"type": "delta"}]) == [1, 1]
     assert await attempts([later]) == [30]
     assert await attempts([later], (30, 8)) == [30]
     assert await attempts([later], (1, 8)) == [30]  # the text of before is another one
     assert await attempts([later], (31, 8)) == [32]
-    assert await attempts([at_once, accepted(8, DRAWN_S), accepted(9, DRAWN_S + 40)]) == [1, 2, 40]
+    assert await attempts([first, accepted(8, 1), accepted(9, 40)]) == [1, 2, 40]
+    at_once = {name: value for name, value in first.items() if name != "run"}
+    assert await attempts([at_once]) == [1]  # a response that was kept, or of an earlier version
+
+
+@pytest.mark.parametrize("off_s", [0, 2, -2, 600, -600, 172_800, -172_800])
+@pytest.mark.parametrize("then_s", [0, 2, -2, 600, -600, 172_800, -172_800])
+async def test_the_clock_of_a_tokenizer_decides_no_attempt(off_s: int, then_s: int) -> None:
+    """That of the one which received the first run, and of the one which received the next, 30 s later."""
+    first, second = accepted(1, 1, DRAWN_S + off_s), accepted(1, 65, DRAWN_S + 30 + then_s)
+    assert await attempts([first]) == [1]
+    assert await attempts([first], (1, 8)) == [1], "the reader goes on"
+    assert await attempts([second], (1, 8)) == [65], "the reader would go on in another text"
+    assert await attempts([second], (65, 8)) == [65]
 
 
 async def test_a_request_without_an_answer_ends_its_stream() -> None:

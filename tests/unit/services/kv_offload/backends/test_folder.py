@@ -149,19 +149,27 @@ def test_the_length_of_values_is_never_removed_and_files_of_others_stay(
     assert (disk.folder / "notes.data").read_bytes() == VALUE
 
 
+@pytest.mark.parametrize("set_s", [0, 2, -2, 600, -600, 172_800, -172_800])
 def test_parts_that_dead_writers_left_are_removed_and_those_of_others_are_not(
-    opened: Callable[..., Folder], tmp_path: Path
+    opened: Callable[..., Folder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_s: int
 ) -> None:
-    folder = opened(100)
+    """Also if the clock was set, by so many seconds, before the values of now were written."""
+    now_s, folder = [0.0], opened(100)
+    monkeypatch.setattr(folders, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     put(folder, 1)
-    parts = {name: tmp_path / "kv" / f"headrace@0x00000000@0@{name}.tmp" for name in ("old.00", "new.00")}
-    for part in parts.values():
+    dead, slow = (tmp_path / "kv" / f"headrace@0x00000000@0@{name}.tmp" for name in ("a.00", "b.00"))
+    for part in (dead, slow):
         part.write_bytes(VALUE)
-    os.utime(folder._file("0001"), (10_000, 10_000))
-    os.utime(parts["old.00"], (9_000, 9_000))
-    os.utime(parts["new.00"], (9_900, 9_900))
+        os.utime(part, (1_000_000, 1_000_000))
+    os.utime(folder._file("0001"), (1_000_000 + set_s, 1_000_000 + set_s))
     folder._look()
-    assert [part.exists() for part in parts.values()] == [False, True]
+    now_s[0] = folders.PARTIAL_S
+    slow.write_bytes(2 * VALUE)
+    folder._look()
+    assert dead.exists()
+    now_s[0] += 1
+    folder._look()
+    assert (dead.exists(), slow.exists()) == (False, True)
     assert present(folder, 1) == [1]
 
 

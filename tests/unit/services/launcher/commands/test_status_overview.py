@@ -330,6 +330,20 @@ def test_a_removed_stream_is_a_problem() -> None:
     (problem,) = status.problems(Fleet("f", "nats://h", [keeper]))
     assert "keep found stream HR_DONE removed, " in problem
     assert "and made it again: what it held is gone" in problem
+    tokenizer = {**keeper, "kind": "tokenizer", "id": "tok", "removed": {"HR_ALIASES": 5.0}}
+    problems = [*status.problems(Fleet("f", "nats://h", [tokenizer]))]
+    assert any(
+        "tok found stream HR_ALIASES removed, 5s ago, and made it again: it has all" in p for p in problems
+    )
+
+
+def test_a_receiver_whose_events_were_dropped_is_a_problem_of_the_keeper() -> None:
+    dropped = {"https://a.example": 1_200}
+    keeper = {"kind": "keeper", "id": "keep", "state": "ready", "last_10_s": {}, "webhooks_dropped": dropped}
+    assert list(status.problems(Fleet("f", "nats://h", [keeper]))) == [
+        "keeper.keep has dropped 1,200 events for https://a.example, the oldest of tenants with more than "
+        "their share: it takes none, or too few of them. Look at that receiver."
+    ]
 
 
 def test_a_copy_of_the_work_queue_is_a_problem_of_the_keeper() -> None:
