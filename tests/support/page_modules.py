@@ -51,7 +51,7 @@ globalThis.document = {
 
 
 def run(folder: Path, script: str) -> Any:
-    """What `script`, a module beside those of the page, gives to `report`. `folder`: an empty one, for copies,
+    """What `script`, a module beside those of the page, gives to `report`. `folder`: an empty one for copies,
     since node reads modules only where a package.json has that word."""
     for file in (*STATIC.glob("*.js"), STATIC / "marked" / "marked.js"):
         shutil.copy(file, folder)

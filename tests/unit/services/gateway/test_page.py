@@ -1,4 +1,4 @@
-"""The files of the page are those of its folders, all are in the wheel, and the licence of what is not ours."""
+"""The wheel has all files of the page, with the licence of the library among them."""
 
 from __future__ import annotations
 
