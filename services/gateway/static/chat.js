@@ -1,7 +1,7 @@
 // The chats on the page: their list, the one that is open, and the answers that run, each in its own chat.
 
 import { chat as ask, storage } from "./api.js";
-import { begin, Chats, end, figuresOf, messagesOf, STOPPED, take, titleOf } from "./chats.js";
+import { begin, Chats, end, figuresOf, LEFT, messagesOf, STOPPED, take, titleOf } from "./chats.js";
 import { button, copyButton, find, keep, make, put } from "./dom.js";
 import { show } from "./markdown.js";
 
@@ -16,6 +16,7 @@ const chats = new Chats(storage("localStorage"));
 const running = new Map(); // by chat: the turn, and what ends it
 let open = chats.get(storage("sessionStorage").getItem(OPEN)) ?? chats.list[0] ?? chats.create();
 let follow = true; // until a person scrolls up
+let left = false; // the page is gone, and its answers with it
 
 // `ended` is called after each answer, `traced` with the id of a request that a person asks about.
 export function start({ ended, traced }) {
@@ -54,7 +55,9 @@ export function start({ ended, traced }) {
     if (chats.get(open.id) === open) draw();
     else choose(chats.list[0] ?? chats.create());
   });
+  addEventListener("pageshow", () => (left = false));
   addEventListener("pagehide", () => {
+    left = true;
     for (const chat of new Set([open, ...running.keys()])) chats.save(chat);
   });
   for (const name of ["max_tokens", "temperature"]) {
@@ -134,7 +137,7 @@ async function send(chat, ended, before, question = before.question) {
       drawSoon();
     }
   } catch (error) {
-    why = run.abort.signal.aborted ? STOPPED : error.message;
+    why = run.abort.signal.aborted ? STOPPED : left ? LEFT : error.message;
   }
   running.delete(chat);
   end(chat, turn, why, { stopped: why === STOPPED, before });

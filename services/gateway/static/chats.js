@@ -5,7 +5,7 @@
 
 const PREFIX = "headrace-chat-";
 const TITLE_CHARS = 60;
-const LEFT = "The page was left before the answer ended.";
+export const LEFT = "The page was left before the answer ended.";
 export const STOPPED = "Stopped.";
 export const CUT = "The answer is cut at max tokens: set more, then try again.";
 export const NOT_KEPT = "This browser keeps no more chats: its storage is full or off. Clear some.";

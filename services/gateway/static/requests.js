@@ -27,8 +27,10 @@ export async function requests() {
 
 export async function choose(id, tenant = undefined) {
   chosen = { id, tenant };
-  for (const line of find("recent").rows) mark(line);
-  await requests();
+  const lines = [...find("recent").rows];
+  lines.forEach(mark);
+  const known = lines.map((line) => line.request).find(isChosen);
+  await (known ? trace(known) : requests());
   find("trace").scrollIntoView({ block: "nearest" });
 }
 
