@@ -228,6 +228,12 @@ def markdown_is_shown_and_no_html(v: Visit) -> str:
     page.locator(".turn:last-child .code").get_by_role("button", name="Copy").click()
     page.locator(".turn:last-child .code", has_text="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()").startswith("def greet(name: str)")
+    # on a page of plain HTTP of another machine there is no clipboard, but a command that copies
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
+    page.locator(".turn:last-child .foot", has_text="Copy").get_by_role("button", name="Copy").click()
+    page.locator(".turn:last-child .foot", has_text="Copied").wait_for()
+    page.evaluate("delete navigator.clipboard")
+    assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
     return "a heading, a list, code, a table; HTML as text; both copy buttons"
 
 
@@ -525,7 +531,9 @@ def real(browser: Browser, url: str, picture: str, paused: str) -> int:
     words = visit.page.get_by_text("Paused: the KV cache was full").first
     words.wait_for()
     visit.page.locator("#tiers b", has_text="L1").wait_for()
-    visit.page.screenshot(path=picture.replace(".png", "_fleet.png"), full_page=True)
+    visit.page.set_viewport_size({"width": 1280, "height": 1150})
+    visit.page.locator("#fleet").evaluate("view => view.scrollTo(0, 0)")
+    visit.page.screenshot(path=picture.replace(".png", "_fleet.png"))
     print(f"a real model: {visit.answer[:60]!r}; {words.inner_text()}")
     visit.page.goto(f"{url}/docs")
     chat = visit.page.locator("#operations details", has_text="POST /v1/chat/completions")

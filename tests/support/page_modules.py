@@ -20,6 +20,7 @@ DOCUMENT = """
 class Node {
   static TEXT_NODE = 3;
   remove() { this.parent.childNodes.splice(this.parent.childNodes.indexOf(this), 1); }
+  get nextElementSibling() { return this.parent.children[this.parent.children.indexOf(this) + 1] ?? null; }
 }
 class Text extends Node {
   nodeType = 3;
@@ -27,9 +28,21 @@ class Text extends Node {
   get tree() { return this.data; }
 }
 class Element extends Node {
-  constructor(tag) { super(); Object.defineProperties(this, {
-    own: { value: { tag, children: [] } }, parent: { value: null, writable: true } }); }
+  constructor(tag) {
+    super();
+    const hidden = { own: { tag, children: [] }, parent: null, dataset: {} };
+    for (const [name, value] of Object.entries(hidden)) {
+      Object.defineProperty(this, name, { value, writable: true });
+    }
+  }
   get childNodes() { return this.own.children; }
+  get children() { return this.own.children.filter((child) => child instanceof Element); }
+  get firstElementChild() { return this.children[0] ?? null; }
+  get textContent() { return this.own.children.map((child) => child.data ?? child.textContent).join(""); }
+  insertBefore(child, next) {
+    if (child.parent) child.remove();
+    this.put(child, next ? this.own.children.indexOf(next) : this.own.children.length);
+  }
   get lastChild() { return this.own.children.at(-1); }
   set textContent(text) { this.own.children.splice(0, Infinity, ...(text ? [new Text(text)] : [])); }
   append(...all) { for (const each of all) this.put(each, this.own.children.length); }

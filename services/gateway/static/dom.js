@@ -22,21 +22,21 @@ export function put(element, text) {
   return element;
 }
 
-// One child of `parent` for each item, in their order. An item's child is made once and then updated, so focus and
-// selections in it stay.
+// One child of `parent` for each item, in their order. An item's child is made once and then updated, and it is moved
+// only if the order of the items changes: the focus and selections in it stay.
 export function keep(parent, items, keyOf, build, update) {
+  const keys = new Set(items.map((item) => String(keyOf(item))));
   const before = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  for (const [key, child] of before) if (!keys.has(key)) child.remove();
   let next = parent.firstElementChild;
   for (const item of items) {
     const key = String(keyOf(item));
     const child = before.get(key) ?? build(item);
     child.dataset.key = key;
-    before.delete(key);
     update(child, item);
     if (child === next) next = next.nextElementSibling;
     else parent.insertBefore(child, next);
   }
-  for (const gone of before.values()) gone.remove();
 }
 
 // The texts of a row's cells. null: the cell is another's.

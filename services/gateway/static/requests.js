@@ -57,8 +57,13 @@ function drawRow(line, request) {
   const times = [ms(request.first_chunk_ms), ms(request.duration_ms)];
   cells(line, when, request.request_id, request.tenant, null, tokens, ...times);
   put(line.cells[3].firstElementChild ?? line.cells[3].appendChild(make("span")), state);
-  line.cells[3].className = request.running ? "busy" : request.message || request.status >= 400 ? "bad" : "good";
+  line.cells[3].className = request.running ? "busy" : toneOf(request);
   mark(line);
+}
+
+function toneOf({ error, status }) {
+  if (error === "cancelled") return "dim"; // its client has left: no fault
+  return error || status >= 400 ? "bad" : "good";
 }
 
 function mark(line) {
