@@ -3,6 +3,8 @@
 // A chat has turns; a turn is a question and what there is of its answer. Each chat has a key of its own in the
 // browser's storage, so two tabs do not overwrite each other's.
 
+import { count, ms } from "./dom.js";
+
 const PREFIX = "headrace-chat-";
 const TITLE_CHARS = 60;
 export const LEFT = "The page was left before the answer ended.";
@@ -159,10 +161,10 @@ export function end(chat, turn, why = "", { stopped = false, before = undefined 
 export function figuresOf({ figures }) {
   const { tokens, first_ms, last_ms, first_tokens } = figures;
   const shown = [];
-  if (tokens) shown.push(`${tokens.toLocaleString("en")} token${tokens === 1 ? "" : "s"}`);
+  if (tokens) shown.push(`${count(tokens)} token${tokens === 1 ? "" : "s"}`);
   if (last_ms > first_ms && tokens > first_tokens) {
     shown.push(`${((1000 * (tokens - first_tokens)) / (last_ms - first_ms)).toFixed(1)} tokens/s`);
   }
-  if (first_ms !== undefined) shown.push(`first token after ${first_ms < 1000 ? `${first_ms.toFixed(0)} ms` : `${(first_ms / 1000).toFixed(2)} s`}`);
+  if (first_ms !== undefined) shown.push(`first token after ${ms(first_ms)}`);
   return shown.join(" · ");
 }
