@@ -59,8 +59,9 @@ class AccessLog:
         self._lost += 1
 
 
-def line_of(exchange: Exchange) -> dict[str, Any]:
-    """The fields of a line. Times are milliseconds; a field that a request does not have is left out."""
+def line_of(exchange: Exchange, now_us: int = 0) -> dict[str, Any]:
+    """The fields of a line. Times are milliseconds; a field that a request does not have is left out.
+    `now_us`: the time of the clock, for a request that has not ended."""
     line: dict[str, Any] = {
         "time": datetime.fromtimestamp(exchange.started_us / 1e6, UTC).isoformat(timespec="milliseconds"),
         "client": exchange.client,
@@ -71,7 +72,7 @@ def line_of(exchange: Exchange) -> dict[str, Any]:
         "request_id": exchange.request_id,
         "model": exchange.model,
         "stream": exchange.stream,
-        "duration_ms": _ms(exchange.ended_us - exchange.started_us),
+        "duration_ms": _ms(max((exchange.ended_us or now_us) - exchange.started_us, 0)),
         "first_chunk_ms": _ms(exchange.first_us - exchange.started_us) if exchange.first_us else None,
         "error": exchange.error.type if exchange.error is not None else None,
         "user_agent": exchange.agent[:MAX_AGENT_CHARS],

@@ -98,7 +98,7 @@ class GatewayActor(Actor):
             keys=self._keys,
             health=Health(client),
             fleet=fleet,
-            page=Page(fleet, self._keys),
+            page=Page(fleet, self._keys, mailbox.clock),
             timeout_s=self._timeout_s,
             ping_s=self._ping_s,
             model_of=self._model_of,

@@ -460,6 +460,7 @@ class ExchangeMiddleware:
             await send(message)
 
         endpoints.counters.begin()
+        endpoints.page.begin(exchange)
         app = self._app
         if self._visitors is not None:
             exchange.error = self._visitors.refusal(scope["method"], Headers(scope=scope))
@@ -490,13 +491,9 @@ class ExchangeMiddleware:
         endpoints = self._endpoints
         exchange.ended_us = max(endpoints.clock.wall_us(), exchange.started_us)
         endpoints.counters.end(exchange)
-        answers = exchange.stream is not None
-        if answers or endpoints.access_log is not None:
-            line = line_of(exchange)
-            if answers:
-                endpoints.page.note(line)
-            if endpoints.access_log is not None:
-                endpoints.access_log.write(line, exchange.body)
+        endpoints.page.end(exchange)
+        if endpoints.access_log is not None:
+            endpoints.access_log.write(line_of(exchange), exchange.body)
         if isinstance(exchange.error, Unavailable):
             why = MET_503 if endpoints.keys.demanded else exchange.error.message  # /health needs no key
             endpoints.health.doubt(why, exchange.model)

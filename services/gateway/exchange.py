@@ -66,6 +66,11 @@ class Exchange:
     error_body: Callable[[HeadraceError, str], dict[str, Any]] = body_of  # in the shape of its API
     ignored: Sequence[str] = ()  # fields that change nothing
 
+    @property
+    def asks(self) -> bool:
+        """True for a request for a new answer, with a key where one is needed."""
+        return self.counted and self.method == "POST"
+
 
 def exchange_of(request: Request) -> Exchange:
     """The Exchange of a request, made by the edge."""

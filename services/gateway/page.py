@@ -3,10 +3,10 @@
 The page is static and open to all; the calls for its data need the key, where there are keys. A tenant sees
 its own requests, the operator those of all tenants and the fleet.
 
-    /, /page/…        HTML, script, style: from this folder, no CDN
+    /, /page/…        HTML, scripts, style: from `static`, no CDN
     /docs             the API: /openapi.json, readable, with a form for each path
     /fleet            the states of all services
-    /requests         the last requests of this gateway
+    /requests         the last requests of this gateway, and those that run
     /requests/{id}    where the time of one of them went; `?tenant=` names one of several with this id
 """
 
@@ -20,13 +20,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from services.gateway.access_log import line_of
 from services.gateway.errors import NoRoute
-from services.gateway.exchange import answer, credential
+from services.gateway.exchange import Exchange, answer, credential
 from services.gateway.fleet import Fleet
+from shared.clock import Clock, SystemClock
 
-KEPT = 200  # requests in the list
+KEPT = 200  # requests in the list, and at most as many that run
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
-_FILES = ("index.html", "docs.html", "page.js", "docs.js", "page.css")
+_FOLDERS = ("static", "static/marked")  # marked reads Markdown: its version and licence are beside it
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -51,14 +53,22 @@ class Access(Protocol):
 class Page:
     """The page of one gateway, and the list of its last requests."""
 
-    def __init__(self, fleet: Fleet, access: Access) -> None:
-        self._fleet, self._access = fleet, access
+    def __init__(self, fleet: Fleet, access: Access, clock: Clock | None = None) -> None:
+        self._fleet, self._access, self._clock = fleet, access, clock or SystemClock()
+        self._running: dict[int, Exchange] = {}  # by id(): a request gets its own id later
         self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self._files = {name: _read(name) for name in _FILES}
+        self._files = _files()
 
-    def note(self, line: dict[str, Any]) -> None:
-        """Add a request for an answer that has ended to the list."""
-        self._recent.appendleft(line)
+    def begin(self, exchange: Exchange) -> None:
+        """A request has arrived. It is in the list once it is one for an answer."""
+        self._running[id(exchange)] = exchange
+
+    def end(self, exchange: Exchange) -> None:
+        """A request has ended."""
+        del self._running[id(exchange)]
+        if exchange.asks:
+            why = {"message": exchange.error.message} if exchange.error is not None else {}
+            self._recent.appendleft({**line_of(exchange), **why})
 
     def routes(self) -> list[Route]:
         """The page's paths."""
@@ -101,8 +111,14 @@ class Page:
 
     def _seen_by(self, request: Request) -> list[dict[str, Any]]:
         viewer = self._access.viewer_of(credential(request))
-        return [line for line in self._recent if viewer is None or line.get("tenant") == viewer]
+        run, now_us = [each for each in self._running.values() if each.asks], self._clock.wall_us()
+        lines = [{**line_of(each, now_us), "running": True} for each in run[-KEPT:]]
+        seen = [line for line in (*lines, *self._recent) if viewer is None or line["tenant"] == viewer]
+        return sorted(seen, key=lambda line: str(line["time"]), reverse=True)
 
 
-def _read(name: str) -> bytes:
-    return resources.files("services.gateway").joinpath("static", name).read_bytes()
+def _files() -> dict[str, bytes]:
+    """The files that are sent, by name."""
+    folders = [resources.files("services.gateway").joinpath(name) for name in _FOLDERS]
+    files = [each for folder in folders for each in folder.iterdir()]
+    return {each.name: each.read_bytes() for each in files if each.name.rpartition(".")[2] in _TYPES}

@@ -216,8 +216,8 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser], verb:
     result.add_argument("--json", action="store_true", help="everything, as JSON")
     attach = add("attach", "print the answer of a request while it is made", _attach)
     attach.add_argument("id", type=_request_id, help="of a durable request, or of any that runs")
-    for sub in (run, chat, submit):
-        sub.add_argument("--max-tokens", type=int, help="longest answer, tokens; default: what fits")
+    for sub, longest in ((run, "2048"), (chat, "2048"), (submit, "what fits")):
+        sub.add_argument("--max-tokens", type=int, help=f"longest answer, tokens; default: {longest}")
         sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
         sub.add_argument("--seed", type=int, help="makes the answer repeatable")
         sub.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")

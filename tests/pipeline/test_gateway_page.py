@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -56,10 +57,16 @@ async def ask(http: httpx.AsyncClient, name: str, **more: Any) -> str:
     answer = await http.post("/v1/chat/completions", json=body, headers=key(name))
     assert answer.status_code == 200, answer.text
     found = str(answer.json()["id"])
-    async with asyncio.timeout(60):
-        while found not in await seen(http, name):
-            await asyncio.sleep(0.01)
+    await ended(http, name, found)
     return found
+
+
+async def ended(http: httpx.AsyncClient, name: str, request: str) -> dict[str, Any]:
+    """The line of a request in the list, once it has ended."""
+    async with asyncio.timeout(60):
+        while (line := (await seen(http, name)).get(request, {"running": True})).get("running"):
+            await asyncio.sleep(0.01)
+    return line
 
 
 async def seen(http: httpx.AsyncClient, name: str) -> dict[str, dict[str, Any]]:
@@ -68,22 +75,45 @@ async def seen(http: httpx.AsyncClient, name: str) -> dict[str, dict[str, Any]]:
     return {line["request_id"]: line for line in listed}
 
 
-@pytest.mark.parametrize(("path", "script"), [("/", "page.js"), ("/docs", "docs.js")])
+async def files_of(http: httpx.AsyncClient, path: str) -> dict[str, httpx.Response]:
+    """A page and all that it needs: what it names, and what its modules import."""
+    found: dict[str, httpx.Response] = {}
+    wanted = [path]
+    while wanted:
+        if (name := wanted.pop()) not in found:
+            found[name] = await http.get(name)
+            wanted += re.findall(r'(?:src|href)="(/page/[^"]+)"', found[name].text)
+            wanted += [f"/page/{each}" for each in re.findall(r'from "\./([^"]+)"', found[name].text)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "scripts"),
+    [
+        ("/docs", "docs"),
+        ("/", "page api chat chats dom fleet markdown marked requests"),
+    ],
+)
 async def test_its_files_are_open_and_come_from_here_alone(
-    http: httpx.AsyncClient, path: str, script: str
+    http: httpx.AsyncClient, path: str, scripts: str
 ) -> None:
-    html = await http.get(path)
+    files = await files_of(http, path)
+    html = files.pop(path)
     assert (html.status_code, html.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "default-src 'none'" in html.headers["content-security-policy"]
-    names = re.findall(r'(?:src|href)="(/page/[^"]+)"', html.text)
-    assert sorted(names) == sorted(["/page/page.css", f"/page/{script}"])
-    for name in names:
-        answer = await http.get(name)
+    policy = html.headers["content-security-policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self';" in policy
+    assert not re.search(r"<script(?! (type=\"module\" )?src=)|<style|\son\w+=|style=", html.text)
+    assert {*files} == {"/page/page.css", *(f"/page/{name}.js" for name in scripts.split())}
+    for name, answer in files.items():
         assert (answer.status_code, answer.headers["x-content-type-options"]) == (200, "nosniff")
+        if name == "/page/marked.js":
+            assert answer.text.startswith("/**\n * marked v18.2.1 - a markdown parser\n")
+            continue
         assert not re.search(r"https?://(?!www\.w3\.org)", html.text + answer.text), "nothing from elsewhere"
-        assert "innerHTML" not in answer.text, "a text of a model is no HTML"
-    assert (await http.get("/page/../app.py")).status_code == 404
-    assert (await http.get("/page/app.py")).status_code == 404
+        markup = r"innerHTML|outerHTML|insertAdjacentHTML|DOMParser|parseFromString|createContextualFragment"
+        assert not re.search(rf"{markup}|document\.write|eval\(|new Function|setAttribute", answer.text)
+    for name in ("/page/../app.py", "/page/app.py", "/page/LICENSE", "/page/marked/marked.js"):
+        assert (await http.get(name)).status_code == 404
 
 
 async def test_a_tenant_sees_its_own_requests_and_the_operator_all(http: httpx.AsyncClient) -> None:
@@ -102,6 +132,49 @@ async def test_a_tenant_sees_its_own_requests_and_the_operator_all(http: httpx.A
     for path in (f"/requests/{theirs}", "/requests/none"):
         refused = await http.get(path, headers=key("one"))
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_a_request_that_runs_is_in_the_list_of_its_tenant(http: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "stream": True}
+    body |= {"max_tokens": 4_000, "ignore_eos": True}
+    async with http.stream("POST", "/v1/chat/completions", json=body, headers=key("one")) as answer:
+        chunk = await anext(answer.aiter_lines())
+        wanted = str(json.loads(chunk.removeprefix("data: "))["id"])
+        line = (await seen(http, "one"))[wanted]
+        assert (line["running"], line["tenant"], line["status"]) == (True, "acme", 200)
+        assert 0 < line["first_chunk_ms"] <= line["duration_ms"]
+        assert wanted in await seen(http, "three")
+        assert wanted not in await seen(http, "two")
+    gone = await ended(http, "one", wanted)
+    assert (gone["error"], gone["message"]) == ("cancelled", "the client went away")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "sentence"),
+    [
+        (b'{"messages": 1}', 400, "`messages`: Input should be a valid list"),
+        (b"{", 400, "JSON"),
+        (b"[]", 422, "object"),
+        (b'{"model": "other", "messages": []}', 404, "no service serves model 'other'"),
+    ],
+)
+async def test_a_refused_request_is_in_the_list_with_its_sentence(
+    http: httpx.AsyncClient, sent: bytes, status: int, sentence: str
+) -> None:
+    headers = {**key("one"), "content-type": "application/json"}
+    refused = await http.post("/v1/chat/completions", content=sent, headers=headers)
+    said = refused.json()["error"]["message"]
+    line = await ended(http, "one", refused.headers["x-request-id"])
+    assert sentence in said
+    assert (line["status"], line["message"]) == (status, said)
+    assert line["message"] not in {each.get("message") for each in (await seen(http, "two")).values()}
+
+
+async def test_a_request_without_a_key_is_in_no_list(http: httpx.AsyncClient) -> None:
+    before = await seen(http, "three")
+    assert (await http.post("/v1/chat/completions", json={"messages": []})).status_code == 401
+    assert (await http.get("/v1/models", headers=key("one"))).status_code == 200
+    assert await seen(http, "three") == before
 
 
 async def test_its_data_need_the_key(http: httpx.AsyncClient) -> None:

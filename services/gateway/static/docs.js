@@ -72,11 +72,14 @@ function form(method, path, schema) {
 }
 
 function operation(method, path, about) {
-  const schema = about.requestBody && resolved(about.requestBody.content["application/json"].schema);
+  const bodies = about.requestBody?.content ?? {};
+  const json = bodies["application/json"];
+  const upload = json ? undefined : Object.values(bodies)[0]; // a form with a file, which is not sent from here
+  const schema = (json ?? upload) && resolved((json ?? upload).schema);
   const answers = Object.entries(about.responses).map(([status, each]) => make("li", `${status}: ${each.description}`));
   const shown = schema ? (schema.anyOf ? schema.anyOf.map((part) => fields(resolved(part))) : [fields(schema)]) : [];
   const title = make("summary", "", make("b", `${method} ${path}`), make("span", `  ${about.summary}`));
-  return make("details", "", title, ...shown, make("ul", "", ...answers), ...form(method, path, schema));
+  return make("details", "", title, ...shown, make("ul", "", ...answers), ...(upload ? [] : form(method, path, schema)));
 }
 
 async function start() {
@@ -84,7 +87,7 @@ async function start() {
   described = await (await fetch("/openapi.json")).json();
   find("version").textContent = described.info.version;
   for (const [path, methods] of Object.entries(described.paths)) {
-    for (const method of ["get", "post"].filter((name) => name in methods)) {
+    for (const method of ["get", "post", "delete"].filter((name) => name in methods)) {
       find("operations").append(operation(method.toUpperCase(), path, methods[method]));
     }
   }

@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
-from services.launcher.commands.answer import answer_on
+from services.launcher.commands.answer import Answer, answer_on
 from services.launcher.console import dim, kind_of
 from services.launcher.session import Target, connected
 from shared.api import ChatRequest
@@ -37,6 +37,10 @@ T = TypeVar("T")
 
 ANY: Message = {"role": "user", "content": "?"}  # a conversation without messages is no request
 _OWN = ("model", "messages", "stream", "n")  # fields that a chat sets itself
+
+LONGEST_TOKENS = 2_048  # of an answer without a limit of its own: a small model may repeat itself without end
+_LIMITS = {"max_tokens", "max_completion_tokens", "n_predict"}
+CUT = f"[cut at {LONGEST_TOKENS:,} tokens; for more: --max-tokens N, or /set max_tokens N in a chat]"
 
 HISTORY_LINES = 1_000  # of what was typed, as many as a shell keeps
 
@@ -75,17 +79,37 @@ class Chat:
         question: Message = {"role": "user", "content": text}
         messages = [*self.said.messages, question]
         body = {"model": self.model, "messages": messages, **self.said.options}
+        limit = {} if _LIMITS & body.keys() else {"max_tokens": LONGEST_TOKENS}
         with answer_on(sys.stdout) as answer:
             try:
-                async with aclosing(self.client.stream(body, timeout_s=self.timeout_s)) as frames:
-                    async for frame in frames:
-                        if frame["type"] == "accepted":
-                            answer.begin()
-                        for choice in frame.get("choices", ()):
-                            answer.add(choice.get("delta", {}).get("content") or "")
+                try:
+                    end = await self._print({**body, **limit}, answer)
+                except BadRequest as error:
+                    if not limit or not _lacks_room(error):
+                        raise
+                    limit, end = {}, await self._print(body, answer)  # what is left of the context is less
             finally:
                 if answer.text:
                     self.said.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        if limit and end == "length":
+            print(dim(CUT), file=sys.stderr, flush=True)
+
+    async def _print(self, body: dict[str, Any], answer: Answer) -> str | None:
+        """Print the answer to a request. Why it ended."""
+        end = None
+        async with aclosing(self.client.stream(body, timeout_s=self.timeout_s)) as frames:
+            async for frame in frames:
+                if frame["type"] == "accepted":
+                    answer.begin()
+                for choice in frame.get("choices", ()):
+                    answer.add(choice.get("delta", {}).get("content") or "")
+                    end = choice.get("finish_reason")
+        return end
+
+
+def _lacks_room(error: BadRequest) -> bool:
+    """True if a shorter answer would have been accepted."""
+    return error.param == "max_tokens" and error.message.startswith(CONTEXT_LENGTH)
 
 
 async def ask_once(target: Target, question: str, said: Conversation, timeout_s: float) -> None:
@@ -103,6 +127,8 @@ def converse(target: Target, said: Conversation, timeout_s: float) -> None:
         if sys.stdin.isatty():
             where = f"{target.model} at {access.shown(target.nats_url)}"
             print(dim(f"{where}; /help lists commands, Ctrl-C stops an answer, Ctrl-D ends"))
+            if not _LIMITS & said.options.keys():
+                print(dim(f"an answer has at most {LONGEST_TOKENS:,} tokens: /set max_tokens N changes it"))
         try:
             while (line := _read_line()) not in (None, "/bye"):
                 if line:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from services.launcher.commands.chat import Chat, Commands, Conversation, LoopThread, _answer
+from services.launcher.commands.chat import (
+    CUT,
+    LONGEST_TOKENS,
+    Chat,
+    Commands,
+    Conversation,
+    LoopThread,
+    _answer,
+)
 from services.launcher.commands.request import read_body
 from shared.api import ChatRequest
 from shared.errors import BadRequest, Unavailable
@@ -128,7 +136,7 @@ async def test_an_answer_joins_the_conversation(capsys: pytest.CaptureFixture[st
     client = Scripted({"type": "accepted"}, delta("Ho"), delta("!"), {"type": "done", "choices": []})
     chat = Chat(client, "m", 9, Conversation({"seed": 1}))  # type: ignore[arg-type]
     await chat.send("Hi")
-    assert client.asked == [{"model": "m", "messages": [HI], "seed": 1}]
+    assert client.asked == [{"model": "m", "messages": [HI], "seed": 1, "max_tokens": LONGEST_TOKENS}]
     assert chat.said.messages == [HI, {"role": "assistant", "content": "Ho!"}]
     assert capsys.readouterr().out == "Ho!\n"
 
@@ -140,6 +148,47 @@ async def test_an_answer_that_starts_over_replaces_the_first(capsys: pytest.Capt
     await chat.send("Hi")
     assert chat.said.messages[-1]["content"] == "two"
     assert capsys.readouterr().out == "one\n[the answer starts over]\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "cut"),
+    [
+        ({}, {"max_tokens": 2_048}, f"{CUT}\n"),
+        ({"max_tokens": 7}, {"max_tokens": 7}, ""),
+        ({"max_completion_tokens": 7}, {"max_completion_tokens": 7}, ""),
+        ({"n_predict": -1}, {"n_predict": -1}, ""),
+    ],
+)
+async def test_an_answer_has_a_limit_which_is_shown_where_it_cuts(
+    capsys: pytest.CaptureFixture[str], options: dict[str, Any], limit: dict[str, Any], cut: str
+) -> None:
+    """A small model may repeat itself without end."""
+    client = Scripted(delta("a"), {"type": "done", "choices": [{"finish_reason": "length"}]})
+    await Chat(client, "m", 9, Conversation(options)).send("Hi")  # type: ignore[arg-type]
+    assert client.asked == [{"model": "m", "messages": [HI], **limit}]
+    assert capsys.readouterr() == ("a\n", cut)
+    ends = Scripted(delta("a"), {"type": "done", "choices": [{"finish_reason": "stop"}]})
+    await Chat(ends, "m", 9, Conversation(options)).send("Hi")  # type: ignore[arg-type]
+    assert capsys.readouterr() == ("a\n", "")
+
+
+async def test_a_default_limit_refuses_no_question_that_the_context_has_room_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Full(Scripted):
+        async def stream(self, body: dict[str, Any], *, timeout_s: float) -> Any:
+            self.asked.append(dict(body))
+            if "max_tokens" in body:
+                raise BadRequest("context_length_exceeded: ask for at most 9", param="max_tokens")
+            yield delta("a")
+            yield {"type": "done", "choices": [{"finish_reason": "length"}]}
+
+    client = Full()
+    await Chat(client, "m", 9, Conversation()).send("Hi")  # type: ignore[arg-type]
+    assert [each.get("max_tokens") for each in client.asked] == [LONGEST_TOKENS, None]
+    assert capsys.readouterr() == ("a\n", "")
+    with pytest.raises(BadRequest):
+        await Chat(client, "m", 9, Conversation({"max_tokens": 99})).send("Hi")  # type: ignore[arg-type]
 
 
 async def test_a_question_without_an_answer_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,75 @@
+// The state of the fleet: its services, and what each KV tier holds.
+
+import { load } from "./api.js";
+import { bar, bytes, cells, count, find, keep, make, put } from "./dom.js";
+
+const rate = (state, name) => count(Math.round((state.last_10_s?.[name] ?? 0) / (state.last_10_s?.seconds || 1)));
+const l1_of = (state) => (state.tiers?.l1?.capacity_bytes ? state.tiers.l1 : undefined);
+const NOW = {
+  gateway: (s) => `${count(s.active)} open, ${count(s.requests)} requests`,
+  tokenizer: (s) => `${count(s.pending)} in work, ${rate(s, "prompt_tokens")} tokens/s`,
+  scheduler: (s) => `${count(s.running)} running, ${count(s.waiting)} waiting, ${rate(s, "generated")} tokens/s, ${count(s.last_10_s?.preemptions)} preempted`,
+  executor: (s) => `${s.model ?? ""} ${s.backend ?? ""} ${s.dtype ?? ""}, ${rate(s, "steps")} steps/s`,
+  kv_offload: (s) => (l1_of(s) ? `${count(l1_of(s).entries)} blocks in L1` : ""),
+  detokenizer: (s) => `${count(s.sequences)} in work, ${rate(s, "tokens")} tokens/s`,
+};
+
+export async function fleet() {
+  let services = [];
+  let problems = [];
+  try {
+    services = (await load("/fleet")).services;
+    problems = services.filter((s) => s.state !== "ready").map((s) => `${s.kind}.${s.id} is ${s.state}`);
+    const health = services.find((s) => s.kind === "gateway")?.health;
+    if (health && health !== "ok") problems.push(health);
+  } catch (error) {
+    problems = [error.status === 403 ? "The state of the fleet needs the operator's key." : error.message];
+    if (error.lost) services = null; // the last state stays, the problem is named
+  }
+  put(find("problems"), problems.join("; "));
+  if (services === null) return;
+  const order = (s) => (s.kind in NOW ? Object.keys(NOW).indexOf(s.kind) : Infinity);
+  services.sort((a, b) => order(a) - order(b) || (a.id < b.id ? -1 : 1));
+  keep(find("services"), services, (s) => `${s.kind}.${s.id}`, () => make("tr"), drawService);
+  const tiers = services.flatMap(tiersOf);
+  find("tiers-head").hidden = !tiers.length;
+  keep(find("tiers"), tiers, (tier) => tier.key, newTier, drawTier);
+}
+
+function drawService(line, s) {
+  cells(line, `${s.kind}.${String(s.id).slice(0, 4)}`, s.state, NOW[s.kind]?.(s));
+  line.cells[1].className = s.state === "ready" ? "good" : "bad";
+}
+
+// The tiers that a service has: a scheduler those of its executors, a kv_offload L1 and L2, if there is one.
+function tiersOf(s) {
+  if (s.kind === "scheduler") {
+    return Object.entries(s.executors ?? {}).map(([id, e]) => {
+      const used = Math.round((e.kv_used_pct * e.blocks) / 100);
+      const text = `of executor ${id.slice(0, 4)}: ${count(used)} of ${count(e.blocks)} blocks in use, ${count(e.cached_blocks)} kept for prefixes`;
+      return { key: `kv ${id}`, name: "KV cache", text, part: e.blocks ? used / e.blocks : 0 };
+    });
+  }
+  const found = [];
+  const l1 = l1_of(s);
+  if (l1) {
+    const text = `DRAM: ${bytes(l1.used_bytes)} of ${bytes(l1.capacity_bytes)}, ${count(l1.entries)} blocks`;
+    found.push({ key: `l1 ${s.id}`, name: "L1", text, part: l1.used_bytes / l1.capacity_bytes });
+  }
+  if (s.l2_url) {
+    const { breaker } = s.tiers?.l2 ?? {};
+    found.push({ key: `l2 ${s.id}`, name: "L2", text: `${s.l2_url}: ${breaker === "closed" ? "connected" : `breaker ${breaker}`}` });
+  }
+  return found;
+}
+
+function newTier({ name, part }) {
+  const element = make("div", "", "tier");
+  element.append(make("b", name), " ", make("span", "", "dim"), ...(part === undefined ? [] : [bar(part)]));
+  return element;
+}
+
+function drawTier(element, { text, part }) {
+  put(element.children[1], text);
+  if (part !== undefined) element.lastChild.firstChild.style.width = `${100 * Math.min(1, part)}%`;
+}
