@@ -40,6 +40,10 @@ def sitecustomize(folder: Path) -> None:
 
 def answer(folder: str) -> None:
     """Write to `folder` at each signal: sizes, or the traced allocations (PYTHONTRACEMALLOC is set)."""
+    mallinfo2 = None
+    with suppress(AttributeError):  # another C library
+        mallinfo2 = ctypes.CDLL(None).mallinfo2  # once: each call of CDLL allocates
+        mallinfo2.restype = _Mallinfo2
 
     def write(number: int, frame: FrameType | None) -> None:
         path = Path(folder) / str(os.getpid())
@@ -47,22 +51,16 @@ def answer(folder: str) -> None:
             tracemalloc.take_snapshot().dump(f"{path}.trace.part")
             os.replace(f"{path}.trace.part", f"{path}.trace")
         elif number == ASK:
-            Path(f"{path}.part").write_text(json.dumps(allocated()))
+            # objects of Python's own allocator (512 bytes and less), and bytes in use of the C library's
+            found = {"blocks": sys.getallocatedblocks()}
+            if mallinfo2 is not None:
+                info = mallinfo2()
+                found["malloc_bytes"] = info.uordblks + info.hblkhd
+            Path(f"{path}.part").write_text(json.dumps(found))
             os.replace(f"{path}.part", path)
 
     signal.signal(ASK, write)
     signal.signal(ASK_TRACE, write)
-
-
-def allocated() -> dict[str, int]:
-    """Objects of Python's own allocator (512 bytes and less), and bytes in use of the C library's."""
-    found = {"blocks": sys.getallocatedblocks()}
-    with suppress(AttributeError):  # another C library
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-        mallinfo2.restype = _Mallinfo2
-        info = mallinfo2()
-        found["malloc_bytes"] = info.uordblks + info.hblkhd
-    return found
 
 
 def answers(pid: int) -> bool:
