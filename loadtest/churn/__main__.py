@@ -36,7 +36,7 @@ from shared.processes import bind
 
 COUNTS = {"tokenizer": 2, "scheduler": 1, "executor": 1, "kv_offload": 1, "detokenizer": 2}
 SETTLE_S = 60
-REST_S = 12.0  # until the broker and the services have noticed the last clients that are gone
+REST_S, RESTS = 12.0, 3  # until the broker and the services have noticed the last clients that are gone
 TRACED_LINES = 25
 
 
@@ -61,13 +61,16 @@ async def run(args: argparse.Namespace, up_pid: int, urls: tuple[str, str], fold
             before = await watch.trace()
     await running
     took_s = time.monotonic() - began_s
-    await asyncio.sleep(REST_S)
     held: list[str] = []
-    try:
-        await settle(bus, COUNTS, SETTLE_S)
-    except AssertionError as error:
-        held.append(str(error))
-    await watch.sample(args.requests)
+    for _ in range(RESTS):
+        await asyncio.sleep(REST_S)
+        try:
+            await settle(bus, COUNTS, SETTLE_S)
+        except AssertionError as error:
+            held.append(str(error))
+        await watch.sample(args.requests)
+        if not kept(watch):
+            break
     if args.trace:
         compare(args.trace, watch, before, await watch.trace())
     await bus.drain()
