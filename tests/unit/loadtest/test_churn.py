@@ -51,12 +51,13 @@ def test_a_line_has_its_ends_and_its_slope_for_1000_requests() -> None:
         ([100, 150, 150, 150, 150], [10, 15, 15, 15, 15], False),  # the start alone
         ([100, 100, 100, 104, 108], [10, 10, 10, 10, 10], False),  # pages that are partly used
         ([100, 100, 100, 104, 108], [1_000, 1_000, 1_000, 1_040, 1_080], True),
+        ([10, 10, 10, 10.3, 10.6], [1_000, 1_000, 1_000, 1_040, 1_080], False),  # less than an arena
     ],
 )
 def test_a_process_fails_if_resident_and_allocated_memory_grow_in_the_later_half(
-    rss: list[int], blocks: list[int], grows: bool
+    rss: list[float], blocks: list[int], grows: bool
 ) -> None:
-    found = processes(watched([MIB * each for each in rss], blocks, [3] * 5), growth_pct=2.0)
+    found = processes(watched([round(MIB * each) for each in rss], blocks, [3] * 5), growth_pct=2.0)
     assert found[PID]["grows"] is grows
 
 
