@@ -8,8 +8,8 @@ slots.
 `headrace up` with the simulated engine and its default services. Of each process: resident and proportional
 memory, objects of Python's allocator, bytes in use of the C library's, open files. Resident memory
 that grows while what is allocated does not is fragmentation. A process fails if over the later half of the
-requests its resident memory grows by more than --growth-pct and than an arena of Python's allocator, 1 MiB, and
-what it has allocated by more than --growth-pct.
+requests its resident memory grows by more than --growth-pct and than an arena of Python's allocator, 1 MiB,
+and what it has allocated by more than --growth-pct.
 """
 
 from __future__ import annotations
