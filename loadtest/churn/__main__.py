@@ -5,11 +5,12 @@ slots.
     python -m loadtest.churn --out churn.json
     python -m loadtest.churn --requests 20000 --trace scheduler     (what holds what has grown)
 
-`headrace up` with the simulated engine and its default services. Of each process: resident and proportional
-memory, objects of Python's allocator, bytes in use of the C library's, open files. Resident memory
-that grows while what is allocated does not is fragmentation. A process fails if over the later half of the
-requests its resident memory grows by more than --growth-pct and than an arena of Python's allocator, 1 MiB,
-and what it has allocated by more than --growth-pct.
+`headrace up` with the simulated engine and its default services. Of each process: resident, proportional and
+anonymous memory, objects of Python's allocator, bytes in use of the C library's, open files. Resident
+memory has pages of files, too, which the kernel maps when it likes. Anonymous memory that grows while what is
+allocated does not is fragmentation. A process fails if over the later half of the requests its anonymous
+memory grows by more than --growth-pct and than an arena of Python's allocator, 1 MiB, and what it has allocated
+by more than --growth-pct.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ def processes(watch: Watch, growth_pct: float) -> dict[int, dict[str, Any]]:
                 "first": samples[0][name], "half": round(fit.first), "last": round(fit.last),
                 "per_1000_requests": round(fit.per_1000, 1), "growth_pct": round(fit.growth_pct, 2),
             }  # fmt: skip
-            if fit.growth_pct > growth_pct and (name != "rss" or fit.last - fit.first > ARENA_BYTES):
+            if fit.growth_pct > growth_pct and (name != "anonymous" or fit.last - fit.first > ARENA_BYTES):
                 grows.append(name)
         allocated = {"blocks", "malloc_bytes"} & later[0].keys()
         told["fds"] = [samples[0]["fds"], samples[-1]["fds"]]
-        told["grows"] = "rss" in grows and (not allocated or bool(allocated.intersection(grows)))
+        told["grows"] = "anonymous" in grows and (not allocated or bool(allocated.intersection(grows)))
         found[pid] = told
     return found
 

@@ -54,7 +54,7 @@ def test_a_line_has_its_ends_and_its_slope_for_1000_requests() -> None:
         ([10, 10, 10, 10.3, 10.6], [1_000, 1_000, 1_000, 1_040, 1_080], False),  # less than an arena
     ],
 )
-def test_a_process_fails_if_resident_and_allocated_memory_grow_in_the_later_half(
+def test_a_process_fails_if_anonymous_and_allocated_memory_grow_in_the_later_half(
     rss: list[float], blocks: list[int], grows: bool
 ) -> None:
     found = processes(watched([round(MIB * each) for each in rss], blocks, [3] * 5), growth_pct=2.0)
