@@ -9,8 +9,8 @@ slots.
 anonymous memory, objects of Python's allocator, bytes in use of the C library's, open files. Resident
 memory has pages of files, too, which the kernel maps when it likes. Anonymous memory that grows while what is
 allocated does not is fragmentation. A process fails if over the later half of the requests its anonymous
-memory grows by more than --growth-pct and than an arena of Python's allocator, 1 MiB, and what it has allocated
-by more than --growth-pct.
+memory grows by more than --growth-pct and than an arena of Python's allocator, 1 MiB, and what it has
+allocated by more than --growth-pct.
 """
 
 from __future__ import annotations
