@@ -469,6 +469,9 @@ class ExchangeMiddleware:
             await app(scope, receive, marked)
         finally:
             self._end(exchange)
+            # both lead back to the exchange: a cycle holds what the request has read until a rare collection
+            exchange.error = None
+            del scope[BODY_SEND]
 
     def _begin(self, scope: Scope) -> Exchange:
         headers = Headers(scope=scope)

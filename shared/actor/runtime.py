@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, ParamSpec
 
 from shared import codec
@@ -342,16 +343,17 @@ class Runtime:
             self.fail(Unavailable(f"the broker ended the connection for good: {fault.detail}"))
 
     def _guarded(self, handler: Callable[P, None]) -> Callable[P, None]:
-        def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            if self._held_back is not None:
-                self._held_back.append(lambda: run(*args, **kwargs))
-            elif self.failure is None:
-                try:
-                    handler(*args, **kwargs)
-                except Exception as error:  # noqa: BLE001 - an actor fails as a whole
-                    self.fail(error)
+        # no closure that names itself: each would be a cycle, which the rare collections leave in memory
+        return partial(self._run, handler)
 
-        return run
+    def _run(self, handler: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        if self._held_back is not None:
+            self._held_back.append(partial(self._run, handler, *args, **kwargs))
+        elif self.failure is None:
+            try:
+                handler(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - an actor fails as a whole
+                self.fail(error)
 
     def _deliver_held_back(self) -> None:
         early, self._held_back = self._held_back or [], None

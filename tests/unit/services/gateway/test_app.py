@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.types import ASGIApp, Message, Scope
 from support.memory_bus import MemoryBroker
 from support.virtual_loop import FakeClock
 
@@ -34,15 +37,19 @@ class Away:
         raise Unavailable(SECRET)
 
 
-def opened(keys: str = "", origins: Sequence[str] = ()) -> httpx.AsyncClient:
-    """A client of a gateway whose services are away."""
+def away(keys: str = "", origins: Sequence[str] = ()) -> ASGIApp:
+    """A gateway whose services are away."""
     client = cast(Client, Away())
     mailbox = Mailbox(MemoryBroker().connect(), FakeClock(), "f", "gateway.g", 1)
     fleet, read = Fleet(mailbox, lambda: ()), Keys(keys)
     connections = TenantConnections(client, apart=False)
     desk = Endpoints(connections, read, Health(client), fleet, Page(fleet, read), timeout_s=1)
-    transport = httpx.ASGITransport(build_app(desk, origins))
-    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    return build_app(desk, origins)
+
+
+def opened(keys: str = "", origins: Sequence[str] = ()) -> httpx.AsyncClient:
+    """A client of that gateway."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(away(keys, origins)), base_url="http://gateway")
 
 
 @pytest.mark.parametrize(("keys", "told"), [("acme one\n", MET_503), ("", SECRET)])
@@ -76,3 +83,34 @@ async def test_pages_of_other_origins(origins: Sequence[str], allowed: str | Non
         assert [answer.headers.get("access-control-allow-origin") for answer in answers] == [allowed] * 2
         assert (answers[0].status_code == 200) == (allowed is not None)
         assert answers[1].status_code == 503
+
+
+class Served:
+    """A request as a server holds it: with the scope, and the `send` that belongs to it."""
+
+    def __init__(self, path: str) -> None:
+        head = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
+        self.scope: Scope = head
+        self.status = 0
+
+    async def receive(self) -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+
+
+@pytest.mark.parametrize(("path", "status"), [("/docs", 200), ("/v1/models", 503)])
+async def test_a_request_leaves_memory_at_its_end_without_a_collection(path: str, status: int) -> None:
+    app = away()
+    gc.collect()
+    gc.disable()
+    try:
+        served = Served(path)
+        await app(served.scope, served.receive, served.send)
+        assert served.status == status
+        left = weakref.ref(served)
+        del served
+        assert left() is None
+    finally:
+        gc.enable()

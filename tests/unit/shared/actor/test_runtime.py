@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -146,6 +148,20 @@ async def test_what_arrives_while_subscribing_is_kept_for_after_start(fleet: Fle
     await fleet.broker.settle()
     assert actor.told[0] == ("start", "")
     assert actor.of("receive") == ["one", "two-trace"]
+
+
+async def test_a_guarded_callback_leaves_memory_when_it_has_run_without_a_collection(fleet: Fleet) -> None:
+    runtime = await fleet.started(Recorder())
+    gc.collect()
+    gc.disable()
+    try:
+        timer, ran = Recorder(), list[bool]()
+        runtime.mailbox.guarded(lambda timer=timer: ran.append(timer is not None))()
+        left = weakref.ref(timer)
+        del timer
+        assert (ran, left()) == ([True], None)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("handler", ["receive", "peer", "lost", "restart"])
