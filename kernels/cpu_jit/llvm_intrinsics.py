@@ -18,10 +18,11 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-# Vectors need both: sums may be reordered, and a division by zero does not raise. Inlined by LLVM: else the
+# Vectors need both: sums may be reordered, and a division by zero does not raise. No quotient or root is
+# estimated (`arcp`, `afn`): the estimates of two makers of CPUs have other bits. Inlined by LLVM: else the
 # process that compiles a kernel calls the function's own code, and one that reads the kernel from the cache
 # calls the copy there, which LLVM has optimised with the kernel. Their sums differ in the last bits.
-fast = njit(fastmath=True, error_model="numpy", forceinline=True)
+fast = njit(fastmath={"nnan", "ninf", "nsz", "contract", "reassoc"}, error_model="numpy", forceinline=True)
 # Without reordering, and NaN stays NaN.
 strict = njit(fastmath={"contract", "nsz"}, error_model="numpy", forceinline=True)
 
