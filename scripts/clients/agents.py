@@ -1,15 +1,16 @@
 """By hand: coding agents against `headrace up`, with the settings of docs/guides/agents.md as they are printed.
 
-    python scripts/clients/agents.py [small|called] [NAME ...]
+    python scripts/clients/agents.py [small|long|called] [NAME ...]
 
 Each section of that page becomes files and commands in a HOME of its own, with the page's address replaced by
-that of a proxy, which passes requests on and notes their answers. Two models:
+that of a proxy, which passes requests on and notes their answers. Three runs:
 
-    small    the default model: requests go through as they are. An answer over the context is no fault, and an
-             agent is stopped after two minutes: this model writes without end.
-    called   its first layer alone, with a context of 65,536 tokens: fast, and its own text means nothing. The
-             proxy makes answers certain by schemas: the first request with tools gets a call that writes a file,
-             the others a short text. The agent must then have written the file.
+    small    the default model: requests go through as they are. An answer over the context is no fault.
+    long     its first layer alone, with a context of 65,536 tokens, in which all requests fit: fast, and its
+             text means nothing. Requests go through as they are. In both runs an agent is stopped after two
+             minutes: such models write without end.
+    called   the same model. The proxy makes answers certain by schemas: the first request with tools gets a call
+             that writes a file, the others a short text. The agent must then have written the file.
 
 A failure is any other 4xx or 5xx, a file that is missing, or an agent that does not end. As root on Linux
 agents run in a network namespace without a way out.
@@ -39,10 +40,10 @@ from run import LIMIT_S, ROOT, VENVS, up
 
 PAGE = ROOT / "docs" / "guides" / "agents.md"
 PRINTED = "127.0.0.1:8000"
-KINDS = ("small", "called")
+KINDS = ("small", "long", "called")
 MODEL = "smollm2-135m-instruct"
 CONTEXT = 65_536
-SMALL_S = 120  # for an agent with the small model
+SMALL_S = 120  # for an agent whose model does what it likes
 COMMAND = "echo hello > hello.txt"
 # The tool that runs a command, by its name at each agent, with arguments that it takes.
 TOOLS: dict[str, dict[str, Any]] = {
@@ -307,7 +308,7 @@ def main() -> int:
         folder = Path(temporary)
         more = ("--model", str(one_layer(folder)), "--model-name", MODEL, "--max-context", str(CONTEXT))
         for kind in kinds:
-            process, url = up(str(folder), *(more if kind == "called" else ()))
+            process, url = up(str(folder), *(() if kind == "small" else more))
             try:
                 for agent in chosen:
                     started_s = time.monotonic()
