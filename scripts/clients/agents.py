@@ -131,6 +131,15 @@ def one_layer(folder: Path) -> Path:
     return target
 
 
+@dataclass
+class Answer:
+    """What a request got."""
+
+    path: str  # with the method
+    status: int
+    error: bytes = b""  # the body of an error, or the part of a stream that has one
+
+
 class Proxy(ThreadingHTTPServer):
     """Passes requests on to `upstream` and notes each answer; with `calling` it makes one call certain."""
 
@@ -140,15 +149,15 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Passing)
         self.upstream = upstream.removeprefix("http://")
         self.calling = calling
-        self.answers: list[tuple[str, int, bytes]] = []  # method and path, status, an error's body
+        self.answers: list[Answer] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def faults(self) -> list[str]:
         return [
-            f"{path}: {status} {body[:300]!r}"
-            for path, status, body in self.answers
-            if status >= 400 and not any(words in body for words in OVER_CONTEXT)
+            f"{each.path}: {each.status} {each.error[:300]!r}"
+            for each in self.answers
+            if (each.error or each.status >= 400) and not any(words in each.error for words in OVER_CONTEXT)
         ]
 
 
@@ -217,13 +226,13 @@ class Passing(BaseHTTPRequestHandler):
         self.send_header("connection", "close")
         self.close_connection = True
         self.end_headers()
-        error = b""
+        noted = Answer(f"{self.command} {path}", answer.status)
+        self.server.answers.append(noted)
         with contextlib.suppress(ConnectionError):  # the agent was stopped
             while piece := answer.read1(65_536):
-                error += piece if answer.status >= 400 or FAILED.search(piece) else b""
+                if answer.status >= 400 or FAILED.search(piece):
+                    noted.error += piece
                 self.wfile.write(piece)
-        status = answer.status if not error else max(answer.status, 400)
-        self.server.answers.append((f"{self.command} {path}", status, error))
 
     do_GET = do_HEAD = do_POST = pass_on
 
@@ -268,7 +277,7 @@ def run(agent: Agent, url: str, folder: Path, *, calling: bool) -> tuple[bool, s
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     proxy.shutdown()
-    statuses = " ".join(str(status) for _, status, _ in proxy.answers)
+    statuses = " ".join(f"{each.status}{'!' if each.error else ''}" for each in proxy.answers)
     faults = proxy.faults
     if not proxy.answers and ended != "stopped":
         faults.append("no request")
