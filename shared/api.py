@@ -319,7 +319,8 @@ class StructuredOutputs(TypedDict, total=False):
 class Function(TypedDict):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    # OpenAI allows 64 characters, and a namespace with as many before it.
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,130}$")]
     parameters: NotRequired[Annotated[Any, Field(description="the JSON schema of its arguments")]]
 
 

@@ -22,8 +22,8 @@ VENVS = Path(os.environ.get("CLIENT_VENVS", "/tmp/headrace-clients"))
 LIMIT_S = 600  # of one client, with its installation
 
 
-def up(folder: str) -> tuple[subprocess.Popen[str], str]:
-    """A ready `headrace up` of the default model, and the root of its URLs."""
+def up(folder: str, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """A ready `headrace up` of the default model or with these options, and the root of its URLs."""
     command = [
         sys.executable,
         "-m",
@@ -33,6 +33,7 @@ def up(folder: str) -> tuple[subprocess.Popen[str], str]:
         "127.0.0.1:0",
         "--fleet",
         "clients",
+        *options,
     ]
     log = open(Path(folder) / "up.log", "w")  # noqa: SIM115 - as long as the process
     env = {**os.environ, "XDG_STATE_HOME": folder}
@@ -97,7 +98,9 @@ def run(script: Path, url: str) -> tuple[bool, str]:
 def main() -> int:
     """Run all clients, or those named; exit status 1 if one fails."""
     wanted = sys.argv[1:]
-    scripts = sorted(p for p in HERE.iterdir() if p.suffix in (".py", ".mjs") and p.name != "run.py")
+    scripts = sorted(
+        p for p in HERE.iterdir() if p.suffix in (".py", ".mjs") and p.name not in ("run.py", "agents.py")
+    )
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         process, url = up(folder)

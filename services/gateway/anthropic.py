@@ -166,7 +166,7 @@ class ClientTool(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None

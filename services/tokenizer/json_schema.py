@@ -22,6 +22,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from decimal import ROUND_DOWN, Decimal
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -193,9 +194,12 @@ class _Reader:
                 kept.setdefault("properties", {}).setdefault(name, True)
             kept.setdefault("additionalProperties", False)
         self._check_spellings(kept, path)
-        if kept.pop("nullable", False):
+        others: list[Schema] = [{"type": "null"}] if kept.pop("nullable", False) else []
+        if self._allows(kept, "number") and (missed := _missed(kept)):
+            others.append({"enum": missed})
+        if others:
             defs: Schema = {place: kept.pop(place) for place in ("$defs", "definitions") if place in kept}
-            kept = {"anyOf": [kept, {"type": "null"}], **defs}
+            kept = {"anyOf": [kept, *others], **defs}
         return kept
 
     def _each(self, parts: Any, path: str, depth: int) -> Schema:
@@ -411,6 +415,27 @@ def engine_refuses(source: str) -> str:
 def is_hostile(pattern: str) -> bool:
     """True for a pattern that would keep the compiler busy for seconds."""
     return "(?i" in pattern and pattern.count("[") + pattern.count("\\") > MAX_FOLDED_SETS
+
+
+def _missed(kept: Schema) -> list[float]:
+    """Numbers within bounds that the engine refuses in their shortest form: a bound cut to fewer decimals. Up
+    to 2.55 llguidance 1.9.1 takes 2.50 and not 2.5."""
+    if any(name in kept for name in ("enum", "const", *_JOINS)):
+        return []
+    given = {name: Decimal(repr(kept[name])) for name in (*_BOUNDS, "multipleOf") if name in kept}
+    below, above = given.get("exclusiveMaximum"), given.get("exclusiveMinimum")
+    least, most = given.get("minimum"), given.get("maximum")
+    found = set[Decimal]()
+    for bound in filter(None, (below, above, least, most)):
+        decimals = max(0, -int(bound.normalize().as_tuple().exponent))
+        found |= {bound.quantize(Decimal(1).scaleb(-left), ROUND_DOWN) + 0 for left in range(1, decimals)}
+    return sorted(
+        float(each)
+        for each in found
+        if (least is None or least <= each) and (most is None or each <= most)
+        if (above is None or above < each) and (below is None or each < below)
+        if "multipleOf" not in given or not each % given["multipleOf"]
+    )
 
 
 def _of_integers(name: str, value: float) -> tuple[str, int]:

@@ -56,7 +56,7 @@ def grammar_of(
 ) -> str:
     """The grammar of a request for a message, empty if it has none; `tools` are those of the request, `form`
     is the format of its answer. `thinking`: its prompt opens the reasoning. `available`: an executor can
-    follow a grammar. Raises BadRequest."""
+    follow a grammar; else tools that are not strict are free. Raises BadRequest."""
     asked = [name for name in _FIELDS if getattr(request, name) is not None]
     if len(asked) > 1:
         raise BadRequest(f"`{asked[1]}` and `{asked[0]}` exclude each other", param=asked[1])
@@ -64,10 +64,12 @@ def grammar_of(
     if not asked and tools is None:
         return ""
     if not available:
-        raise BadRequest(
-            f"`{param}`: no executor of this model can follow a grammar: it takes an engine with weights",
-            param=param,
-        )
+        if not asked and tools is not None and not tools.strict:
+            log.info("tools are not followed: no executor of this model can follow a grammar")
+            return ""
+        of = "" if asked or tools is None else f" for the parameters of {min(tools.strict)!r:.40}"
+        why = f"no executor of this model can follow a grammar{of}: it takes an engine with weights"
+        raise BadRequest(f"`{param}`: {why}", param=param)
     text = _text_of(getattr(request, param), param) if asked else None
     if tools is None:
         assert text is not None

@@ -15,7 +15,7 @@ _HF = "https://huggingface.co"
 _VLLM = "https://github.com/vllm-project/vllm/blob/main/examples"
 _LLAMA_CPP = "https://github.com/ggml-org/llama.cpp/blob/master/models/templates"
 
-NAME = r"(?P<name>[\w.-]{1,128})"  # OpenAI allows 64 characters; models add namespaces
+NAME = r"(?P<name>[\w.-]{1,130})"  # 64 characters, and a namespace with as many before it
 THINKING = "/thinking"  # after the name of a format: the prompt ends within the reasoning
 AUTO, OFF = "auto", "off"
 

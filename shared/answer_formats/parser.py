@@ -59,7 +59,7 @@ NoCall = Generator[None, None, str | None]
 # A JSON object up to its arguments. A key with one short value may precede the name.
 _HEAD_OF_OBJECT = re.compile(
     r'\s*\{\s*(?:"(?!name"|tool_name"|arguments"|parameters")\w{1,32}"\s*:\s*(?:"[^"\\]{0,128}"|\d{1,9}|null)\s*,\s*)?'
-    r'"(?:tool_)?name"\s*:\s*"(?P<name>[^"\\\x00-\x1f]{1,128})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+    r'"(?:tool_)?name"\s*:\s*"(?P<name>[^"\\\x00-\x1f]{1,130})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
 
 

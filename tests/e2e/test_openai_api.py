@@ -113,6 +113,10 @@ def test_errors_reach_the_official_client(client: OpenAI) -> None:
         client.completions.create(model=MODEL, prompt="x", suffix="y")
     with pytest.raises(openai.BadRequestError, match="no executor of this model can follow a grammar"):
         client.chat.completions.create(**ASKED, response_format={"type": "json_object"})
+    tool: Any = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+    assert client.chat.completions.create(**ASKED, tools=[tool]).choices[0].finish_reason
+    with pytest.raises(openai.BadRequestError, match="for the parameters of 'clock'"):
+        client.chat.completions.create(**ASKED, tools=[tool], tool_choice="required")
 
 
 def test_leaving_a_stream_frees_everything(client: OpenAI, up: Up) -> None:

@@ -257,6 +257,7 @@ class NamedFunction(TypedDict):
 
     type: Literal["function"]
     name: str
+    namespace: NotRequired[str]
 
 
 @Extensible
@@ -402,7 +403,8 @@ def read(fields: Body) -> Body:
     if asked.max_output_tokens is not None:
         body["max_completion_tokens"] = asked.max_output_tokens
     if asked.tools:
-        body |= {"tools": [_tool(tool) for tool in asked.tools], "tool_choice": _choice(asked.tool_choice)}
+        choice = _choice(asked.tool_choice, _names(asked.tools))
+        body |= {"tools": [_tool(tool) for tool in asked.tools], "tool_choice": choice}
     elif isinstance(asked.tool_choice, dict) or asked.tool_choice == "required":
         raise BadRequest("`tool_choice`: a function of one of `tools` is expected", param="tool_choice")
     if asked.top_logprobs or LOGPROBS in asked.include:
@@ -420,12 +422,19 @@ def read(fields: Body) -> Body:
     return {**body, "keep": Kept({"path": PATH, "response": _repeated(asked, fields)})}
 
 
-def _choice(asked: str | NamedFunction | AllowedFunctions) -> str | Body:
+def _names(tools: Sequence[FunctionTool]) -> dict[str, str]:
+    """The names by which the model calls functions, also by their names within a namespace."""
+    inside = {tool.name: called(tool.name, tool.namespace) for tool in reversed(tools)}
+    return inside | {name: name for name in (called(tool.name, tool.namespace) for tool in tools)}
+
+
+def _choice(asked: str | NamedFunction | AllowedFunctions, names: Mapping[str, str]) -> str | Body:
     if isinstance(asked, str):
         return asked
     if asked["type"] == "function":
-        return {"type": "function", "function": {"name": asked["name"]}}
-    allowed = {"mode": asked["mode"], "tools": [_choice(tool) for tool in asked["tools"]]}
+        name = called(asked["name"], asked.get("namespace"))
+        return {"type": "function", "function": {"name": names.get(name, name)}}
+    allowed = {"mode": asked["mode"], "tools": [_choice(tool, names) for tool in asked["tools"]]}
     return {"type": "allowed_tools", "allowed_tools": allowed}
 
 

@@ -574,6 +574,38 @@ def test_without_a_grammar_engine_a_grammar_is_refused_at_once(model: ServedMode
     assert prepare(submission, CHAT, model) == prepared(model, CHAT)
 
 
+def test_without_a_grammar_engine_tools_are_free_unless_strict(
+    model: ServedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headrace.tokenizer")
+    model = dataclasses.replace(model, max_context=1_024)
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    weather, clock = ({"type": "function", "function": {"name": name}} for name in ("weather", "clock"))
+    weather["function"] |= {"parameters": parameters}
+    strict = {**clock, "function": {**clock["function"], "strict": True}}
+
+    def outcome(**more: Any) -> Tokenized:
+        body = json.dumps({**CHAT, **more}).encode()
+        submission = Submission("acme", "inbox", body, "fresh", 99, WALL_US, grammars=False)
+        return prepare(submission, read_body(body), model)
+
+    free = outcome(tools=[weather, clock])
+    assert (free.grammar, free.answer_format) == ("", "hermes")
+    assert free.most_calls > 1, "calls are read from the text"
+    assert free.tokens == prepared(model, {**CHAT, "tools": [weather, clock]}).tokens
+    assert "tools are not followed" in caplog.text
+    named = {"type": "function", "function": {"name": "clock"}}
+    for more, param, name in (
+        ({"tools": [weather, strict]}, "tools", "'clock'"),
+        ({"tools": [clock], "tool_choice": "required"}, "tools", "'clock'"),
+        ({"tools": [weather, clock], "tool_choice": named}, "tools", "'clock'"),
+        ({"tools": [weather], "response_format": {"type": "json_object"}}, "response_format", ""),
+    ):
+        with pytest.raises(BadRequest, match="no executor of this model can follow a grammar") as caught:
+            outcome(**more)
+        assert (caught.value.param, name in str(caught.value)) == (param, True)
+
+
 def test_only_a_keepers_request_has_checkpoints(model: ServedModel) -> None:
     """They are stored under the hash of its body: another one cannot use them."""
     body = json.dumps({**CHAT, "durable": "tokens"}).encode()

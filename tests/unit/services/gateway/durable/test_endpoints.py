@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
 from services.gateway.app import _route
-from services.gateway.durable.endpoints import _place, prefers_async
+from services.gateway.durable.endpoints import Durable, _place, prefers_async
+from services.gateway.durable.store import call_of
 from services.gateway.responses.events import START, Place
+from shared.clock import SystemClock
 from shared.errors import BadRequest
+from shared.openai.responses.output import of_state
+from shared.openai.responses.request import read
 
 
 def request(query: str = "", **headers: str) -> Request:
@@ -47,6 +52,54 @@ def test_the_place_of_a_reader() -> None:
     for wrong in ("7", "1.2.3", "1,2", "x"):
         with pytest.raises(BadRequest, match="`Last-Event-ID`"):
             _place(request(last_event_id=wrong))
+
+
+async def test_a_conversation_with_functions_in_a_namespace_is_continued() -> None:
+    """A client such as Codex sends its tools again and the result of the call, not the conversation."""
+    function = {"type": "function", "name": "close", "parameters": {"type": "object"}}
+    tools = [{"type": "namespace", "name": "agents", "tools": [function]}]
+    call = '<tool_call>\n{"name": "agents__close", "arguments": {"target": "x"}}\n</tool_call>'
+    first = read({"model": "m", "input": "Hi", "instructions": "Be brief.", "tools": tools})
+    keep = first.pop("keep")
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": call},
+        "finish_reason": "stop",
+        "logprobs": None,
+    }
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    usage["prompt_tokens_details"] = {"cached_tokens": 0}
+    answer = {"choices": [choice], "usage": usage, "created": 1, "model": "m", "answer_format": "hermes"}
+    state = {
+        "id": "resp_1", "status": "completed", "keep": keep, "model": "m", "request": first, "answer": answer,
+        "created_at": 1, "ended_at": 2,
+    }  # fmt: skip
+
+    class Keeper:
+        tenant = "acme"
+
+        async def state(self, request_id: str) -> Any:
+            return json.loads(json.dumps(state))
+
+    client: Any = Keeper()
+    ends: Any = object()
+    durable = Durable(ends, ends, ends, ends, SystemClock(), ends, 10.0)
+    (item,) = of_state(call_of(state), state)["output"]
+    assert (item["name"], item["namespace"]) == ("close", "agents")
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "closed"}
+    asked = {"model": "m", "previous_response_id": "resp_1", "input": [result], "tools": tools}
+    again = await durable.continued(read(asked), client)
+    function = {"name": "agents__close", "arguments": '{"target": "x"}'}
+    assert again["messages"] == [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": item["call_id"], "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": item["call_id"], "content": "closed"},
+    ]
+    (offered,) = again["tools"]
+    assert offered["function"]["name"] == "agents__close"
 
 
 def test_paths_with_an_id_are_one_route_in_metrics() -> None:

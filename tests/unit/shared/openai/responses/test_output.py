@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from openai.types.responses import Response
+from pydantic import TypeAdapter
 
+from shared.api import Tool
 from shared.errors import BadRequest, Overloaded
 from shared.openai.call import Call, read_call
 from shared.openai.responses.output import Event, failure_of, of_state, output_of, said, whole
@@ -103,6 +105,13 @@ def test_a_call_of_a_function_in_a_namespace_names_both() -> None:
     events = [*output.feed(text), *output.finish("stop")]
     done = next(event for event in events if event.type.endswith("arguments.done"))
     assert done.fields["name"] == "weather"
+    long = "n" * 64
+    call = asked(tools=[{"type": "namespace", "name": long, "tools": [{**TOOL, "name": long}]}])
+    assert TypeAdapter(list[Tool]).validate_python(call.bodies[0]["tools"])  # as a native request has it
+    (item,) = whole(call, [native(CALLED.replace("weather", f"{long}__{long}"), answer_format="hermes")])[
+        "output"
+    ]
+    assert (item["name"], item["namespace"]) == (long, long)
 
 
 def test_a_delta_counts_its_characters() -> None:

@@ -14,7 +14,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 TOOL = {"type": "function", "name": "weather", "description": "now", "parameters": SCHEMA, "strict": True}
 CALLED = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'}
 FUNCTION = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-SPACE = {"type": "namespace", "name": "agents", "description": "d", "tools": [{**TOOL, "strict": False}]}
+SPACE: Any = {"type": "namespace", "name": "agents", "description": "d", "tools": [{**TOOL, "strict": False}]}
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -94,6 +94,28 @@ def test_functions_of_a_namespace_are_functions_and_other_tools_are_left_out() -
     (repeated,) = body["keep"]["response"]["tools"]
     assert (repeated["name"], repeated["namespace"]) == ("weather", "agents")
     assert left_out(asked) == ["tools.web_search", "tools.patch"]
+
+
+@pytest.mark.parametrize(
+    ("named", "called"),
+    [
+        ({"name": "weather"}, "agents__weather"),
+        ({"name": "weather", "namespace": "agents"}, "agents__weather"),
+        ({"name": "agents__weather"}, "agents__weather"),
+        ({"name": "clock"}, "clock"),
+        ({"name": "clock", "namespace": "agents"}, "agents__clock"),
+    ],
+)
+def test_a_choice_finds_a_function_in_a_namespace(named: dict[str, str], called: str) -> None:
+    clock = {"type": "function", "name": "clock"}
+    space = {**SPACE, "tools": [*SPACE["tools"], clock]}
+    choice: dict[str, Any] = {"type": "function", **named}
+    body = read({"input": "Hi", "tools": [space, clock], "tool_choice": choice})
+    expected = {"type": "function", "function": {"name": called}}
+    assert body["tool_choice"] == expected
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [choice]}
+    body = read({"input": "Hi", "tools": [space, clock], "tool_choice": allowed})
+    assert body["tool_choice"]["allowed_tools"]["tools"] == [expected]
 
 
 def test_a_conversation_with_calls_and_reasoning() -> None:
