@@ -96,11 +96,12 @@ def house(
     log: str = "/dev/null",
     limit_s: float = LIMIT_S,
     shape: Shape = Shape(),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[House]:
-    """A fleet of this shape, for the length of a block."""
+    """A fleet of this shape, for the length of a block; `env` is added to its environment."""
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    with running_up([f"--http=127.0.0.1:{port}", *shape.flags, *up], {}, log) as (pid, url):
+    with running_up([f"--http=127.0.0.1:{port}", *shape.flags, *up], env, log) as (pid, url):
         yield House(pid, url, f"http://127.0.0.1:{port}", limit_s, shape)
 
 
@@ -177,7 +178,7 @@ async def answers(fleet: House, requests: int = REQUESTS) -> Answers:
     """What each known request answers in a fleet without a fault, over NATS. Raises AssertionError."""
     clients = Clients(fleet.nats_url, fleet.http_url, fleet.limit_s)
     asks = known(requests, fleet.shape.names)
-    await _settled(fleet)
+    await settled(fleet)
     await clients.run(asks, 0, NATS_CLIENTS)
     ends = Counter(ended.outcome.end for ended in clients.ended)
     assert ends == {"answer": len(asks)}, ends
@@ -190,7 +191,7 @@ async def run(cell: Cell, fleet: House, right: Answers, requests: int = REQUESTS
     clients, middle = Clients(fleet.nats_url, fleet.http_url, fleet.limit_s), asyncio.Event()
     begin = min(requests // 4, 2 * (HTTP_CLIENTS + NATS_CLIENTS))
     clients.on_end = lambda: middle.set() if len(clients.ended) >= begin else None
-    await _settled(fleet)
+    await settled(fleet)
     asks = rng.choices(known(requests, fleet.shape.names), k=requests)
     running = asyncio.create_task(clients.run(asks, HTTP_CLIENTS, NATS_CLIENTS))
     await middle.wait()
@@ -200,7 +201,7 @@ async def run(cell: Cell, fleet: House, right: Answers, requests: int = REQUESTS
     await running
     counts = judged(cell, clients, right, away)
     try:
-        await _settled(fleet)
+        await settled(fleet)
     except AssertionError as error:
         counts.held = str(error)
     return counts
@@ -271,7 +272,7 @@ def verdict_of(each: Ended, right: Answers, away: Span, *, gateway_fell: bool) -
     return "refused" if outcome.code in REFUSALS else "odd"
 
 
-async def _settled(fleet: House) -> None:
+async def settled(fleet: House) -> None:
     """Return when every service is there and nothing is held. Raises AssertionError."""
     bus = await NatsBus.connect(fleet.nats_url, timeout_s=SETTLE_S)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +69,7 @@ class Clients:
         self._paced_from = self._sent, time.monotonic()
         self._every_s = over_s / max(requests - self._sent, 1)
 
-    async def run(self, asks: list[Ask], http: int, nats: int) -> None:
+    async def run(self, asks: Iterable[Ask], http: int, nats: int) -> None:
         """Send all of `asks` by so many clients of each kind, and wait for their ends."""
         queue = iter(enumerate(asks))
         bus = await NatsBus.connect(self.nats_url, timeout_s=10)

@@ -25,7 +25,7 @@ from services.detokenizer.open_requests import Command, Fault, Finished, Publish
 from services.detokenizer.reconnect import TURN_S
 from services.detokenizer.response import ResponseText
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import AGE, VOCABULARY, Peer, check_vocabulary, vocabulary_number
+from shared.actor.membership import AGE, TOKENS, VOCABULARY, Peer, check_vocabulary, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import BadRequest, HeadraceError, PayloadTooLarge
@@ -129,7 +129,8 @@ class DetokenizerActor(Actor):
     def heartbeat_payload(self) -> HeartbeatPayload:
         load = self._core.load()
         counts = {name: load[name] for name in ("frames", "tokens")}
-        figures = (*load.items(), (VOCABULARY, self._number), (AGE, self._mailbox.age_s))
+        tokens = vocabulary_number(self._vocabulary.tokens_digest)
+        figures = (*load.items(), (VOCABULARY, self._number), (TOKENS, tokens), (AGE, self._mailbox.age_s))
         return HeartbeatPayload(model=self._model, load=figures, counts=counts)
 
     @property

@@ -25,7 +25,7 @@ from services.executor.kv_transfer.worker import ArenaTransfers, CopyWorker, on_
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import ASLEEP, NEED, ONLY_TIER, SLEEPS, Peer, Peers
+from shared.actor.membership import ASLEEP, NEED, ONLY_TIER, SLEEPS, Peer, Peers, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import EngineError, SetupError
@@ -172,12 +172,16 @@ class ExecutorActor(Actor):
     def upkeep(self) -> None:
         if self._alarm.why:
             raise EngineError(self._alarm.why)
+        if self._backend is not None and self._device.gone is not None:
+            raise self._device.gone
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             raise EngineError(f"{self._failed_in_a_row} steps in a row failed: the engine is broken")
         copying_us = self._arenas.worker.since_us if self._arenas is not None else 0
         for what, since_us in (("step", self._device.since_us), ("copy", copying_us)):
             if since_us and self._mailbox.clock.now_us() - since_us > STUCK_US:
                 raise EngineError(f"a {what} has not ended for {STUCK_US / 1e6:g} s: the device is stuck")
+        if self._backend is not None and self._welcomed:
+            self._speaks_otherwise()
         if self._scheduler:
             self._send_hello()
         elif self._backend is not None:  # a draining scheduler needs an executor for its last requests
@@ -251,7 +255,8 @@ class ExecutorActor(Actor):
         await self._empty.wait()
 
     async def stop(self) -> None:
-        within_s = 0.0 if self._alarm.why else STOP_TIMEOUT_S  # a dead engine's work never ends: do not wait
+        gone = self._alarm.why or (self._backend is not None and self._device.gone is not None)
+        within_s = 0.0 if gone else STOP_TIMEOUT_S  # a dead engine's work never ends: do not wait
         if self._arenas is not None:
             await asyncio.to_thread(self._arenas.worker.close, within_s)
         if self._backend is not None:
@@ -307,9 +312,30 @@ class ExecutorActor(Actor):
                 self._switch_queued = True
                 self._device.put(Switch(self._asleep, self._report_switch))
             return
-        if self._scheduler and not self._welcomed:
+        if self._scheduler and not self._welcomed and not self._speaks_otherwise():
             hello = hello_of(self._backend.info, self._mailbox.actor, self._exec_epoch, self._host_id)
             self._mailbox.send(self._scheduler, replace(hello, asleep=self._asleep))
+
+    def _speaks_otherwise(self) -> bool:
+        """Whether the ids of this engine mean other tokens to the tokenizers or detokenizers, which have read
+        their vocabulary at another time: it must not join, and starts again if it has joined."""
+        assert self._backend is not None, "an engine that is not built joins nothing"
+        info = self._backend.info
+        if not info.tokens_digest:
+            return False
+        other = self._mailbox.peers.of_other_tokens(info.model, vocabulary_number(info.tokens_digest))
+        if not other:
+            return False
+        why = (
+            f"its tokens are not those of {other}: the files of {info.model!r} are not those "
+            "with which that one was started; put these back, or start all services of the model again"
+        )
+        if self._welcomed:
+            raise SetupError(why)
+        if why != self._kept_out:
+            log.warning("it does not join: %s", why)
+        self._kept_out = why
+        return True
 
     def _apply(self, message: Message) -> None:
         assert self._backend is not None, "welcomed before it was built"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, cast
 from services.executor.engine import (
     Backend,
     BackendInfo,
+    EngineGone,
     Pending,
     StepOutput,
     sequence_error,
@@ -82,6 +83,7 @@ class DeviceThread:
     """Owns the backend. It calls `deliver` with each result in step order, on its own or the host thread."""
 
     def __init__(self, build: Callable[[], Backend], clock: Clock, deliver: Deliver) -> None:
+        self.gone: EngineGone | None = None  # why the engine cannot go on; no step has a result any more
         self._build = build
         self._clock = clock
         self._deliver = deliver
@@ -138,7 +140,11 @@ class DeviceThread:
         self._staged = backend.info.stages > 1
         self._host_thread = HostThread(max(MAX_PENDING, backend.info.stages))
         self._on_built(backend)
-        self._serve(backend)
+        try:
+            self._serve(backend)
+        except EngineGone as error:
+            self.gone = error
+            return
         self._host_thread.close()
         backend.close()
 
@@ -275,12 +281,14 @@ class Step:
         self._error: Exception | None = None
 
     def forward(self, refused: Exception | None = None) -> None:
-        """Run the forward pass, unless the step was `refused`."""
+        """Run the forward pass, unless the step was `refused`. Raises EngineGone."""
         self._error = refused
         if refused is not None:
             return
         try:
             self._pending = self._backend.forward(self._plan)
+        except EngineGone:
+            raise
         except Exception as error:  # noqa: BLE001 - the step fails with a typed result, the process lives
             self._error = error
         self._forwarded_us = self._clock.now_us()

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.executor.arena import Arena
-from shared.errors import NO_TEXT
+from shared.errors import NO_TEXT, HeadraceError
 from shared.kv_blocks import blocks_for
 from shared.messages import (
     Floats,
@@ -79,6 +79,7 @@ class BackendInfo:
     hidden: int = 0  # numbers of a vector; 0: the engine gives none
     pooling: str = LAST_TOKEN  # of the model; any other is one that this engine lacks
     generates: bool = True  # else it gives vectors alone
+    tokens_digest: str = ""  # of its vocabulary, see Vocabulary; empty: it has none
 
     @property
     def context(self) -> int:
@@ -131,6 +132,11 @@ class StepOutput:
     row_errors: tuple[tuple[int, str], ...] = ()
     segments: tuple[Segment, ...] = ()  # of a split step
     vectors: tuple[tuple[int, bytes], ...] = ()
+
+
+class EngineGone(HeadraceError):
+    """An engine cannot go on, for no fault of a request: its process must be replaced, and what runs goes on
+    there. Raised by `forward`."""
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ from shared.telemetry.readings import Attributes, MetricPoint, Metrics
 log = logging.getLogger("headrace.kv_offload")
 
 OURS = "headrace.kv_offload"
+AGAIN_US = 30_000_000  # until the arena is tried again for which there was no room
 
 Connect = Callable[[], Remote]
 OpenWire = Callable[[Path], Wire]
@@ -73,6 +74,7 @@ class KvOffloadActor(Actor):
         self._core = KvCore(Arena(0, generation=0))
         self._opening: asyncio.Future[Opened] | None = None
         self._opens: asyncio.Task[None] | None = None  # later than at the start
+        self._again_us = 0
         self._l2_pool: L2Pool | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._problem: Exception | None = None
@@ -92,9 +94,12 @@ class KvOffloadActor(Actor):
         try:
             arena = (await asyncio.shield(self._opening)).arena
         except NoRoom as error:  # without tiers, lost blocks are recomputed: slower, but correct
+            if not self._why_off:
+                log.warning("no KV tiers: %s", error.message)
             self._why_off = error.message
-            log.warning("no KV tiers: %s", error.message)
+            self._opening, self._again_us = None, mailbox.clock.now_us() + AGAIN_US
             return
+        self._why_off = ""
         if self._connect is not None:
             remote = await asyncio.to_thread(self._connect)  # imports modules, and checks the URL
             await asyncio.to_thread(remote.close)
@@ -122,7 +127,8 @@ class KvOffloadActor(Actor):
     def upkeep(self) -> None:
         if self._problem is not None:
             raise self._problem
-        if self._plan.bytes and self._opening is None and not self._waits():
+        due = self._opening is None and self._mailbox.clock.now_us() >= self._again_us
+        if self._plan.bytes and due and not self._waits():
             self._opens = asyncio.get_running_loop().create_task(self._open())
         if self._opens is not None and self._opens.done():
             self._opens.result()
@@ -161,7 +167,7 @@ class KvOffloadActor(Actor):
         if self._peers is not None:
             kept["peer_error"] = self._peers.why
         off: dict[str, object] = {"why_off": self._why_off} if self._why_off else {}
-        if self._plan.bytes and self._opening is None:
+        if self._plan.bytes and self._opening is None and not self._why_off:
             off["not_shared"] = True
         return {**status(self._core.state, self._core.peers), **kept, **off}
 

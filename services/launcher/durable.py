@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,17 +59,25 @@ class FullDisk:
         if not self._folder or b"write error" not in health:
             self._told = self._told and not health  # no answer: it starts
             return False
-        try:
-            free_bytes = shutil.disk_usage(self._folder).free
-        except OSError:  # it was removed
-            free_bytes = 0
-        if free_bytes >= SPACE_BYTES:
+        if not (why := self._unwritable()):
             self._report("nats-server could not write durable requests, and there is space: it starts again")
             return True
         if not self._told:
             self._told = True
-            self._report(f"the disk is full: durable requests are refused until {self._folder} has space")
+            self._report(why)
         return False
+
+    def _unwritable(self) -> str:
+        """Why nothing can be written to the folder; empty if something can. A server that cannot open its
+        files for writing does not start at all: nothing would be served."""
+        refused = "durable requests are refused until"
+        try:
+            if shutil.disk_usage(self._folder).free < SPACE_BYTES:
+                return f"the disk is full: {refused} {self._folder} has space"
+            with tempfile.TemporaryFile(dir=self._folder):
+                return ""
+        except OSError as error:  # it was removed, or is read-only since its disk had an error
+            return f"the disk cannot be written: {refused} {self._folder} can be ({error.strerror})"
 
 
 def _take(lock: int, folder: Path, wait_s: float) -> None:

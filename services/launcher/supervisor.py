@@ -320,8 +320,10 @@ def ended_how(status: int) -> str:
 
 
 def why_killed(status: int, kills: int) -> str:
-    """A hint if others have killed the process, else nothing. `kills`: those of the kernel for memory since
-    its start."""
+    """A hint if others have killed the process, or a file that it had mapped, else nothing. `kills`: those of
+    the kernel for memory since its start."""
+    if status == -signal.SIGBUS:
+        return " (a file that it had mapped, like a model's while it loads, was cut off or could not be read)"
     if status != -signal.SIGKILL:
         return ""
     if kills:

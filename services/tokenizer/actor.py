@@ -41,6 +41,7 @@ from shared.actor.mailbox import Mailbox
 from shared.actor.membership import (
     AGE,
     MIN_DETECTION_US,
+    TOKENS,
     VOCABULARY,
     Peer,
     Peers,
@@ -185,6 +186,7 @@ class TokenizerActor(Actor):
             (STANDS_BY, 1),
             (STAMP, self._table.stamp),
             (VOCABULARY, self._vocabulary),
+            (TOKENS, vocabulary_number(self._model.vocabulary.tokens_digest)),
             (AGE, self._mailbox.age_s),
         )
         core = self._core

@@ -21,6 +21,7 @@ SLACK = 8  # requests an executor over the mean: fewer are chance, and cost a st
 
 NEEDED = ("tokenizer", "scheduler", "executor", "detokenizer")
 VOCABULARY = "vocabulary"  # in the load of tokenizers and detokenizers
+TOKENS = "tokens_number"  # there, too: of the tokens alone, which executors compare
 ASLEEP = "asleep"  # in an executor's load, 1: another model may use its device memory
 NEED = "memory_mib"  # in an executor's load: what it takes when it is awake
 SLEEPS = "sleeps"  # in an executor's load, 1: its engine can sleep
@@ -145,6 +146,16 @@ class Peers:
         ready = self.ready("scheduler", self.aliases().get(name, name))
         found = {self._peers[f"scheduler.{actor}"].heartbeat.model_digest for actor in ready} - {""}
         return found.pop() if len(found) == 1 else ""
+
+    def of_other_tokens(self, model: str, number: int) -> str:
+        """The first ready tokenizer or detokenizer of a model if one of these kinds has no actor whose tokens
+        have this number; older ones name none. Empty: ids mean the same to all."""
+        for kind in ("detokenizer", "tokenizer"):
+            ready = {f"{kind}.{actor}": self._peers[f"{kind}.{actor}"] for actor in self.ready(kind, model)}
+            theirs = {dict(peer.heartbeat.load).get(TOKENS, number) for peer in ready.values()}
+            if theirs and number not in theirs:
+                return min(ready)
+        return ""
 
     def model_state(self, model: str) -> str:
         """`loaded`: an executor of the model is awake; `asleep`: all of them sleep; `unloaded`: there is

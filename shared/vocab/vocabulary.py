@@ -33,6 +33,7 @@ from shared.vocab.files import ModelFiles, unreadable
 from shared.vocab.gguf import read_metadata
 from shared.vocab.vector_settings import VectorSettings, vector_settings
 
+_FILLS = re.compile(r"\[PAD\d+\]")  # of llama.cpp's converter
 _LOOKS_CONTROL = re.compile(r"<[|｜].+[|｜]>")
 _MARKUP = re.compile(r"</?[a-z_]+>")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types
@@ -148,6 +149,15 @@ class Vocabulary:
         """Hex digest of all tokens in order: with equal digests equal ids mean equal text."""
         special = ",".join(map(str, sorted(self.special_ids)))
         return hashlib.sha256("\0".join([*self._parts.tokens, special]).encode()).hexdigest()[:32]
+
+    @cached_property
+    def tokens_digest(self) -> str:
+        """`digest` without what formats of one model differ in: which tokens are special, and those that fill
+        the ids up to the width of the logits."""
+        tokens = list(self._parts.tokens)
+        while tokens and (not tokens[-1] or _FILLS.fullmatch(tokens[-1])):
+            tokens.pop()
+        return hashlib.sha256("\0".join(tokens).encode()).hexdigest()[:32]
 
     @cached_property
     def token_bytes(self) -> list[bytes]:

@@ -26,8 +26,9 @@ from torch import Tensor
 from services.executor.checkpoint.config import from_gguf
 from services.executor.checkpoint.families import FAMILIES
 from services.executor.checkpoint.gguf_values import FAST, dequantize
+from services.executor.checkpoint.model_files import FileMatrix, OpenFile, RowsInFile
 from services.executor.checkpoint.partition import ShardOf, whole_model
-from services.executor.checkpoint.stored import Cut, Dense, Stored, give_back_pages
+from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.checkpoint.weights import (
     LoadPart,
     StoredTensor,
@@ -160,7 +161,8 @@ class GgufTensors:
         """Read the header. Raises SetupError on a damaged file or an unknown tensor type."""
         self._path = path
         self.metadata, start = read_header(path)
-        self._data = np.memmap(path, mode="r", dtype=np.uint8)
+        self._file = OpenFile(path)
+        self._data = self._file.mapped()
         self._view = self._data.data
         try:
             self.entries = self._directory(start)
@@ -189,7 +191,7 @@ class GgufTensors:
             from services.executor.checkpoint.gguf_blocks import InBlocks, stays_in_blocks
 
             if stays_in_blocks(entry.kind):
-                return InBlocks.of(self.raw(name), entry.kind, entry.shape[0])
+                return InBlocks.of(self.raw(name), entry.kind, entry.shape[0], self._place(entry))
         return Dense.of(self.read(name))
 
     def embedding(self, name: str, values: Dense) -> Stored:
@@ -197,7 +199,11 @@ class GgufTensors:
         entry = self._entry(name)
         if entry.kind != Kind.F32 and entry.kind not in FAST:
             return values
-        return _Embedding(values, self.raw(name).reshape(entry.shape[0], -1), entry.kind)
+        return _Embedding(values, self._place(entry))
+
+    def _place(self, entry: _Entry) -> FileMatrix:
+        rows = entry.shape[0]
+        return FileMatrix(self._file, entry.start_bytes, rows, entry.size_bytes // rows, entry.kind)
 
     def _entry(self, name: str) -> _Entry:
         if name not in self.entries:
@@ -236,40 +242,31 @@ class GgufTensors:
         return bytes(self._view[at + 8 : at + 8 + size]).decode(), at + 8 + size
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Embedding(Stored):
-    """See Stored. The dequantised matrix until `read_rows_only`. After it rows come from the file: a tied
-    head has its own copy, in the order of its product."""
+    """See Stored. The dequantised matrix. Its rows alone come from the file: a tied head has its own copy, in
+    the order of its product."""
 
-    whole: Dense | None
-    raw: NDArray[np.uint8]  # [rows, bytes]
-    kind: Kind
-    dtype: torch.dtype = torch.float32
+    whole: Dense
+    place: FileMatrix
 
     @property
     def shape(self) -> tuple[int, ...]:
-        columns, size = GGML_QUANT_SIZES[self.kind]
-        return len(self.raw), self.raw.shape[1] // size * columns
+        return self.whole.shape
 
     @property
     def values(self) -> Tensor:
-        if self.whole is not None:
-            return self.whole.values
-        return dequantize(self.raw, self.kind, self.shape).to(self.dtype)
-
-    def rows(self, order: Tensor) -> Stored:
-        if self.whole is not None:
-            return self.whole.rows(order)
-        return dataclasses.replace(self, raw=self.raw[order.numpy()])
+        return self.whole.values
 
     def cut(self, cut: Cut) -> Stored:
-        return Dense.of(self.values).cut(cut)
+        return self.whole.cut(cut)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
-        found = Dense.of(self.values).loaded(dtype, device)
-        return found if device.type != "cpu" else _Embedding(found, self.raw, self.kind, dtype)
+        found = self.whole.loaded(dtype, device)
+        return found if device.type != "cpu" else _Embedding(found, self.place)
 
-    def read_rows_only(self) -> None:
-        """See Stored."""
-        self.whole = None
-        give_back_pages(self.raw)
+    def for_rows(self) -> Stored:
+        kind, columns = self.place.kind, self.shape[1]
+        return RowsInFile.of(
+            self.place, self.values.dtype, lambda raw: dequantize(raw, kind, (len(raw), columns))
+        )

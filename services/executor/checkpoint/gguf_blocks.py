@@ -23,7 +23,8 @@ from kernels.cpu_jit.block_weights import FORMATS, Blocks
 from kernels.int4 import Int4Groups, pack
 from services.executor.checkpoint.gguf_values import FAST, dequantize
 from services.executor.checkpoint.int4 import ScaledInt4, products_read
-from services.executor.checkpoint.stored import Cut, Dense, Stored, give_back_pages
+from services.executor.checkpoint.model_files import FileMatrix, RowsInFile
+from services.executor.checkpoint.stored import Cut, Dense, Stored
 from services.executor.model.description import Part
 from shared.errors import SetupError
 
@@ -132,10 +133,11 @@ class InBlocks(Stored):
 
     matrices: tuple[tuple[NDArray[np.uint8], Kind], ...]
     dtype: torch.dtype = torch.float32  # of `values`
+    place: FileMatrix | None = None  # of a whole matrix, as it is in a file
 
     @classmethod
-    def of(cls, raw: NDArray[np.uint8], kind: Kind, rows: int) -> InBlocks:
-        return cls(((raw.reshape(rows, -1), kind),))
+    def of(cls, raw: NDArray[np.uint8], kind: Kind, rows: int, place: FileMatrix | None = None) -> InBlocks:
+        return cls(((raw.reshape(rows, -1), kind),), place=place)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -163,13 +165,13 @@ class InBlocks(Stored):
     def rows(self, order: Tensor) -> InBlocks:
         """See Stored. There must be one matrix."""
         ((raw, kind),) = self.matrices
-        return replace(self, matrices=((raw[order.numpy()], kind),))
+        return replace(self, matrices=((raw[order.numpy()], kind),), place=None)
 
     def cut(self, cut: Cut) -> InBlocks:
         """See Stored. There must be one matrix. Raises SetupError for columns within a block."""
         ((raw, kind),) = self.matrices
         if cut.dim == 0:
-            return replace(self, matrices=((raw[cut.begin : cut.end], kind),))
+            return replace(self, matrices=((raw[cut.begin : cut.end], kind),), place=None)
         columns, size = GGML_QUANT_SIZES[kind]
         if cut.begin % columns or cut.end % columns:
             raise SetupError(
@@ -177,7 +179,7 @@ class InBlocks(Stored):
                 f"{columns}; use a dtype other than packed and int4, fewer ranks, or stages (cpu/pp2)"
             )
         part = raw[:, cut.begin // columns * size : cut.end // columns * size]
-        return replace(self, matrices=((part, kind),))
+        return replace(self, matrices=((part, kind),), place=None)
 
     def join(self, below: Sequence[Stored]) -> Stored:
         """See Stored. Plain numbers if one of them is plain."""
@@ -186,15 +188,16 @@ class InBlocks(Stored):
             if not isinstance(each, InBlocks):
                 return Dense.of(self.values).join(below)
             found += each.matrices
-        return replace(self, matrices=tuple(found))
+        return replace(self, matrices=tuple(found), place=None if below else self.place)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         return replace(self, dtype=dtype)
 
-    def read_rows_only(self) -> None:
+    def for_rows(self) -> Stored:
         """See Stored."""
-        for raw, _ in self.matrices:
-            give_back_pages(raw)
+        if (place := self.place) is None:
+            return self
+        return RowsInFile.of(place, self.dtype, lambda raw: InBlocks(((raw, place.kind),)).values)
 
 
 def part_in_groups(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kernels.int4 import Int4Groups, dequantise, pack, quantise_groups, unpack, widen_e2m1
 from kernels.int4.ref import IN_WORD, MIDDLE
-from services.executor.checkpoint.stored import Cut, Dense, Stored
+from services.executor.checkpoint.stored import Cut, Dense, Stored, in_memory
 from services.executor.model.description import EXPERTS, HEADS, KV_HEADS, WIDTH, Part
 from shared.errors import SetupError
 
@@ -160,7 +160,7 @@ class InInt4(Stored):
         part: Stored = self.scales
         for dim, each in enumerate(along):
             part = part.cut(Cut(dim, each.start, each.stop))
-        scales = part.values.to(device)
+        scales = in_memory(part.values, device)
         if not scales.isfinite().all():
             raise SetupError(f"the scales of tensor {self.name!r} are not finite: damaged; fetch it again")
         zeros = None if self.zeros is None else self.zeros.read(rows, groups, device)

@@ -34,6 +34,7 @@ from services.executor.checkpoint.kv_cache import (
     kv_format,
     size_bytes,
 )
+from services.executor.checkpoint.model_files import FileStates, check_unchanged, states_of
 from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
 from services.executor.checkpoint.quantised import scheme_in, stored_in
 from services.executor.checkpoint.weights import (
@@ -51,11 +52,11 @@ from services.executor.sampling.grammar import Grammars
 from services.executor.sampling.logits_processors import MakeProcessor
 from services.executor.sampling.slot_tokens import STOP_IDS
 from shared.cores import usable_threads
-from shared.errors import SetupError
+from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
 from shared.vocab.files import ModelFiles
 from shared.vocab.files import size_bytes as file_bytes
-from shared.vocab.vocabulary import load_vocabulary
+from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.executor")
 
@@ -114,6 +115,7 @@ class Loaded:
     fingerprint: str
     ranks: Ranks = SOLO
     stage: Stage = WHOLE
+    files: FileStates  # as they were loaded
     threads: int  # of torch, to begin with
     kept_in: str = ""  # the weights of products, if not in the model's dtype: one of _KEPT
 
@@ -121,7 +123,9 @@ class Loaded:
 def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     """Load this rank's weights and allocate its cache; takes seconds. Raises SetupError for options that
     cannot work."""
-    device = device_of(options.device, ranks.rank)
+    device, files = device_of(options.device, ranks.rank), states_of(options.model_path)
+    if any(files != others for others in ranks.exchange(files)):
+        raise SetupError(f"{options.model_path} changes while its ranks load it: wait until it is whole")
     threads = options.threads or options.first_threads or usable_threads(ranks.size)
     torch.set_num_threads(1 if _is_small(options) and device.type == "cpu" else threads)
     name = _dtype_name(options, device)
@@ -177,7 +181,7 @@ def load(options: TorchOptions, ranks: Ranks = SOLO) -> Loaded:
     digest = fingerprint(options.model_name + how, shapes, weights, cache.block_tokens, kept, ranks)
     return Loaded(
         shapes=shapes, weights=weights, cache=cache, context=context, fingerprint=digest, ranks=sharing,
-        stage=stage, threads=threads, kept_in=kept_in,
+        stage=stage, files=files, threads=threads, kept_in=kept_in,
     )  # fmt: skip
 
 
@@ -283,16 +287,19 @@ def _flags(computed: str, kept: str, *, deterministic: bool) -> tuple[str, ...]:
 
 
 def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
-    """The facts of an engine with the loaded model."""
+    """The facts of an engine with the loaded model. Raises SetupError if its files have changed since the
+    load began: what was read of them may be of two models."""
     cache = loaded.cache
     kept = _NAMES[cache.tensor.dtype]
     computed = loaded.kept_in or _NAMES[cache.activations]
-    return BackendInfo(
+    vocab, tokens = vocab_digests(options)
+    info = BackendInfo(
         backend="torch",
         model=options.model_name,
         dtype=computed if computed == kept and not loaded.kept_in else f"{computed}/{kept}",
         fingerprint=loaded.fingerprint,
-        vocab_digest=vocab_digest(options),
+        vocab_digest=vocab,
+        tokens_digest=tokens,
         vocab=loaded.shapes.vocab,
         blocks=cache.blocks,
         block_tokens=cache.block_tokens,
@@ -311,12 +318,23 @@ def info_of(options: TorchOptions, loaded: Loaded) -> BackendInfo:
         hidden=loaded.shapes.hidden,
         pooling=pooling_of(options.model_path),
     )
+    check_unchanged(options.model_path, loaded.files)
+    return info
 
 
-def grammars_of(options: TorchOptions, loaded: Loaded) -> Grammars:
+def grammars_of(options: TorchOptions, info: BackendInfo) -> Grammars:
     """The grammars of an engine. The vocabulary is read at the first grammar."""
     files = ModelFiles(options.model_name, options.model_path)
-    return Grammars(lambda: load_vocabulary(files), loaded.shapes.vocab, options.report_grammar)
+
+    def read() -> Vocabulary:
+        found = load_vocabulary(files)
+        if found.digest != info.vocab_digest:
+            raise EngineError(
+                f"the vocabulary in {files.path} has changed since this executor was started: start it again"
+            )
+        return found
+
+    return Grammars(read, info.vocab, options.report_grammar)
 
 
 def device_of(name: str, rank: int = 0) -> torch.device:
@@ -461,9 +479,10 @@ def _context_tokens(shapes: Shapes, asked: int) -> int:
     return asked or most
 
 
-def vocab_digest(options: TorchOptions) -> str:
-    """The digest of the tokenizer beside the weights, or "none"."""
+def vocab_digests(options: TorchOptions) -> tuple[str, str]:
+    """The digests of the vocabulary beside the weights: of all, or "none", and of its tokens, or empty."""
     path = options.model_path
     if path.is_dir() and not (path / "tokenizer.json").is_file():
-        return "none"  # weights without a tokenizer
-    return load_vocabulary(ModelFiles(options.model_name, path)).digest
+        return "none", ""  # weights without a tokenizer
+    found = load_vocabulary(ModelFiles(options.model_name, path))
+    return found.digest, found.tokens_digest

@@ -5,14 +5,11 @@ Only `loaded` reads: before it a weight is a place in a file, so that a rank rea
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -59,9 +56,9 @@ class Stored(Protocol):
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Stored:
         """In the memory of `device`, for a computation in `dtype`; it keeps no memory of a larger whole."""
 
-    def read_rows_only(self) -> None:
-        """From now on only `rows` are read: what it can read again from a file takes no memory."""
-        return
+    def for_rows(self) -> Stored:
+        """This weight for `rows` alone: what can be read again from a file takes no memory."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +89,15 @@ class Dense(Stored):
         return Dense(self.source, (*before, self.ranges[cut.dim][cut.begin : cut.end], *after))
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Dense:
+        if not isinstance(self.source, Tensor):
+            return Dense.of(in_memory(self.values, device, dtype))
         values = self.values.to(device=device, dtype=dtype)
-        part = isinstance(self.source, Tensor) and values.numel() < self.source.numel()
+        part = values.numel() < self.source.numel()
         return Dense.of(values.clone() if part and values._is_view() else values)
 
 
-def give_back_pages(raw: NDArray[Any]) -> None:
-    """Unmap what was read of the file that an array maps. The next read maps it again."""
-    base: Any = raw
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if isinstance(base, mmap.mmap):
-        base.madvise(mmap.MADV_DONTNEED)
+def in_memory(read: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """What was read from a file, in the memory of `device`. safetensors gives views of a mapping: a file that
+    is written to, or cut off, would change the weights, or end the process."""
+    found = read.to(device=device, dtype=dtype or read.dtype)
+    return found.clone() if found is read else found

@@ -68,7 +68,7 @@ class TorchBackend:
     def __init__(self, options: TorchOptions, loaded: Loaded) -> None:
         shapes, weights, cache, context = loaded.shapes, loaded.weights, loaded.cache, loaded.context
         device, exact = weights.norm.device, options.deterministic
-        self._options = options
+        self._options, self._files = options, loaded.files
         alone = device.type == "cpu" and loaded.ranks.size * loaded.stage.count == 1
         self.info: BackendInfo = replace(info_of(options, loaded), sleeps=alone)
         self._samples = loaded.stage.last
@@ -82,7 +82,7 @@ class TorchBackend:
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact, sequences=kinds.sequences)
-        self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
+        self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
@@ -192,7 +192,7 @@ class TorchBackend:
     def wake(self) -> None:
         """Reads the weights again, most often from the page cache of the operating system."""
         loaded, exact = load(self._options), self._options.deterministic
-        if loaded.fingerprint != self.info.fingerprint:
+        if (loaded.fingerprint, loaded.files) != (self.info.fingerprint, self._files):
             raise EngineError(f"the weights of {self.info.model} have changed while it was asleep")
         self._model = Model(loaded, operators_for(self._cache, deterministic=exact), deterministic=exact)
         torch.set_num_threads(loaded.threads if self._threads is None else self._threads.now)

@@ -41,7 +41,7 @@ class Model:
         layers out of `loaded.weights`."""
         shapes, weights, stage = loaded.shapes, loaded.weights, loaded.stage
         self._shapes, self._ranks, self._stage = shapes, loaded.ranks, stage
-        self._embedding, self._like, device = weights.embedding, weights.norm, weights.norm.device
+        self._like, device = weights.norm, weights.norm.device
         products = Products(weights.norm.dtype, device, deterministic=deterministic, kept_in=loaded.kept_in)
         self._head = None
         if stage.last:
@@ -54,7 +54,7 @@ class Model:
             from services.executor.cpu.compiled import at_once
 
             self._at_once = at_once([step for step, _ in self._steps[1:]], shapes.layers, self._head)
-        self._embedding.read_rows_only()
+        self._embedding = weights.embedding.for_rows()
         self._deterministic = deterministic
         self._products = products
         frequencies = torch.tensor(shapes.inverse_frequencies(), dtype=torch.float64)

@@ -123,7 +123,7 @@ class CudaBackend:
         self._storage = DeviceStorage(model.tensors(), [cache.tensor])
         self._runner = GraphRunner(loaded, model, self._slots, tuning, most, streams)
         self._sampling = DeviceSampling(options.slots, shapes.vocab, self._slots.choices, cache.activations)
-        self._host_rows = HostRows(options.processors, grammars_of(options, loaded), device)
+        self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
         self._no_ids = torch.empty(2, 0, dtype=torch.int32)
         self._computed: torch.cuda.Event | None = None  # the end of the last sampled forward
         self.copier = CudaCopier(cache, lambda: self._computed)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from services.executor.arena import Arena, ArenaError
 from services.executor.checkpoint.config import pooling_of
-from services.executor.checkpoint.loader import TorchOptions, device_of, sampled_digest, vocab_digest
+from services.executor.checkpoint.loader import TorchOptions, device_of, sampled_digest, vocab_digests
+from services.executor.checkpoint.model_files import check_unchanged, states_of
 from services.executor.checkpoint.weights import stored_hf
 from services.executor.encoder.model import Encoder
 from services.executor.engine import WARM_ROWS, BackendInfo, Pending, StepOutput, YieldDevice, no_yield
@@ -65,6 +66,7 @@ class EncoderBackend:
         if options.kv_dtype != "auto" or options.dummy:
             raise SetupError("an encoder has no KV cache and no random weights: give the dtype alone")
         torch.set_num_threads(options.threads or usable_threads(1))
+        files = states_of(options.model_path)
         self._model = Encoder(
             options.model_path,
             pooling_of(options.model_path, usual="pooling mean"),
@@ -79,12 +81,14 @@ class EncoderBackend:
         blocks = options.slots * blocks_for(context, options.block_tokens)
         facts = ("headrace-encoder-1", repr(shapes), name, str(options.deterministic))
         digest = sampled_digest(facts, stored_hf(options.model_path))
+        vocab, tokens = vocab_digests(options)
         self.info = BackendInfo(
             backend="torch",
             model=options.model_name,
             dtype=name,
             fingerprint=digest,
-            vocab_digest=vocab_digest(options),
+            vocab_digest=vocab,
+            tokens_digest=tokens,
             vocab=shapes.vocab,
             blocks=options.blocks or blocks,
             block_tokens=options.block_tokens,
@@ -99,6 +103,7 @@ class EncoderBackend:
             hidden=shapes.hidden,
             generates=False,
         )
+        check_unchanged(options.model_path, files)
         self._texts: dict[int, SlotOpen] = {}  # by slot
         self.copier = NoCopier()
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from services.executor.checkpoint.config import MOST_LAYERS
 from services.executor.checkpoint.known_keys import HARMLESS
-from services.executor.checkpoint.stored import Dense
+from services.executor.checkpoint.stored import Dense, in_memory
 from services.executor.checkpoint.weights import PLAIN, check_tensors, weight_files
 from services.executor.cpu.layers import TorchOperators, table
 from services.executor.cpu.linear import Products
@@ -276,8 +276,7 @@ class _Tensors:
     def read(self, part: str, layer: int, like: Tensor) -> Tensor:
         """In the dtype and on the device of `like`."""
         opened, stored = self._files[_name(part, layer)]
-        found: Tensor = opened.get_tensor(stored).to(like)
-        return found
+        return in_memory(opened.get_tensor(stored), like.device, like.dtype)
 
 
 def _name(part: str, layer: int) -> str:

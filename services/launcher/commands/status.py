@@ -594,6 +594,10 @@ def _kept_out(fleet: Fleet) -> Iterator[str]:
         for actor, refused in facts.get("kept_out", {}).items():
             name = fleet.name_of("executor", actor)
             yield f"{name} serves nothing, {scheduler} keeps it out: {refused['why']}."
+    listed = {actor for _, facts in fleet.of_kind("scheduler") for actor in facts.get("kept_out", {})}
+    for service in fleet.services:  # that keep themselves out
+        if service["kind"] == "executor" and service.get("kept_out") and service["id"] not in listed:
+            yield f"{fleet.name_of('executor', service['id'])} serves nothing: {service['kept_out']}."
 
 
 def _queues(fleet: Fleet) -> Iterator[str]:

@@ -13,10 +13,11 @@ import pytest
 from support.actor_fleet import Fleet, Hand, watched_fleet
 
 from services.executor.actor import STUCK_US, ExecutorActor
-from services.executor.engine import Alarm, Backend, Pending
+from services.executor.engine import Alarm, Backend, BackendInfo, EngineGone, Pending
 from services.executor.sim.engine import SimBackend, SimOptions
+from shared.actor.membership import TOKENS
 from shared.actor.runtime import HeartbeatPayload, Runtime
-from shared.errors import EngineError
+from shared.errors import EngineError, SetupError
 from shared.messages import (
     ExecHello,
     ExecRefused,
@@ -160,6 +161,77 @@ async def test_one_that_is_kept_out_says_why_and_goes_on_saying_hello(
     hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
     await fleet.broker.settle()
     assert "kept_out" not in actor.status()
+
+
+class Speaker(Hand):
+    """A tokenizer or detokenizer whose tokens have a number; 0: of an earlier version, which tells none."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        super().__init__(kind)
+        self.number = number
+
+    def heartbeat_payload(self) -> HeartbeatPayload:
+        return HeartbeatPayload(model="m", load=((TOKENS, self.number),) if self.number else ())
+
+
+def speaking(digest: str = f"{7:012x}") -> SimBackend:
+    class Speaking(SimBackend):
+        @property
+        def info(self) -> BackendInfo:
+            return dataclasses.replace(super().info, tokens_digest=digest)
+
+    return Speaking(SimOptions(model="m", timing="step=0"))
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "detokenizer"])
+async def test_an_executor_whose_ids_mean_other_tokens_does_not_join_until_they_mean_the_same(
+    fleet: Fleet, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hand, speaker = HandScheduler(), Speaker(kind, 8)
+    await fleet.started(hand, "s")
+    speaks = await fleet.started(speaker, "p")
+    actor, runtime = await executor(fleet, speaking)
+    for _ in range(3):
+        runtime.upkeep()
+        await fleet.broker.settle()
+    assert hand.of(ExecHello) == []
+    why = f"its tokens are not those of {kind}.p: the files of 'm' are not those with which that one was"
+    assert str(actor.status()["kept_out"]).startswith(why)
+    assert caplog.text.count("it does not join: its tokens are not those") == 1
+    speaker.number = 7
+    speaks.send_heartbeat()
+    await fleet.broker.settle()
+    runtime.upkeep()
+    hello = await hand.until(ExecHello)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch))
+    await fleet.broker.settle()
+    assert "kept_out" not in actor.status()
+
+
+async def test_an_executor_that_serves_ends_when_the_fleet_speaks_otherwise(fleet: Fleet) -> None:
+    hand, speaker = HandScheduler(), Speaker("detokenizer", 7)
+    await fleet.started(hand, "s")
+    speaks = await fleet.started(speaker, "p")
+    actor, _ = await executor(fleet, speaking)
+    hand.say(ExecWelcome(exec_epoch=(await hand.until(ExecHello)).exec_epoch))
+    await fleet.broker.settle()
+    actor.upkeep()
+    speaker.number = 8
+    speaks.send_heartbeat()
+    await fleet.broker.settle()
+    with pytest.raises(SetupError, match=r"its tokens are not those of detokenizer\.p"):
+        actor.upkeep()
+
+
+@pytest.mark.parametrize(("digest", "number"), [("", 8), (f"{7:012x}", 0), (f"{7:012x}", 7)])
+async def test_it_joins_a_fleet_that_speaks_alike_or_does_not_say(
+    fleet: Fleet, digest: str, number: int
+) -> None:
+    hand = HandScheduler()
+    await fleet.started(hand, "s")
+    await fleet.started(Speaker("tokenizer", number), "p")
+    await executor(fleet, lambda: speaking(digest))
+    await hand.until(ExecHello)
 
 
 async def test_it_waits_for_a_scheduler(fleet: Fleet) -> None:
@@ -480,6 +552,26 @@ async def test_an_engine_that_is_gone_fails_the_executor_without_an_answer(fleet
         actor.upkeep()
     await actor.stop()  # waits for no step
     engine.released.set()
+
+
+async def test_an_engine_whose_file_has_changed_fails_the_executor_without_an_answer(fleet: Fleet) -> None:
+    class Changed(SimBackend):
+        def forward(self, plan: StepPlan) -> Pending:
+            raise EngineGone("the model's file m.gguf was cut off")
+
+    hand = HandScheduler()
+    await fleet.started(hand, "s")
+    actor = ExecutorActor(lambda: Changed(SimOptions(model="m")), "h")
+    await fleet.runtime(actor, "e").start()
+    hello = await hand.until(ExecHello)
+    hand.say(ExecWelcome(exec_epoch=hello.exec_epoch), opened(), plan(hello.exec_epoch, 1))
+    await fleet.broker.settle()
+    await asyncio.to_thread(actor._device._thread.join, 60)
+    with pytest.raises(EngineGone, match="was cut off"):
+        actor.upkeep()
+    await fleet.broker.settle()
+    assert hand.of(StepResult) == []
+    await actor.stop()  # waits for no step
 
 
 async def test_a_result_with_the_alternatives_of_very_many_rows_is_sent(fleet: Fleet) -> None:

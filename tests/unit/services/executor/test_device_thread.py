@@ -10,6 +10,7 @@ from support.executor.scripted_engine import Scripted, opened, plan
 from support.virtual_loop import FakeClock
 
 from services.executor.device_thread import MAX_ERROR_CHARS, DeviceThread, RejectedSlot, Reset, Step, Work
+from services.executor.engine import EngineGone
 from shared.messages import SlotClose, SlotOpen, StepResult
 
 CLOSED = SlotClose(slot=1, generation=1, last_step=2)
@@ -63,6 +64,20 @@ def test_an_engine_error_is_the_steps_result_and_the_next_step_runs(part: str) -
     assert len(first.error) == MAX_ERROR_CHARS
     assert (list(first.ids), list(first.done)) == ([-1], [0])
     assert (second.error, list(second.ids)) == ("", [2])
+
+
+def test_an_engine_that_cannot_go_on_ends_the_thread_without_a_result() -> None:
+    backend, results = Scripted(FakeClock(), {"forward 2": EngineGone("the file was cut off")}), []
+    built: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    device = DeviceThread(lambda: backend, backend.clock, results.append)
+    device.start(built.put)
+    built.get(timeout=60)
+    for work in (opened(1), plan(1), plan(2), plan(3)):
+        device.put(work)
+    device.join(10)
+    assert [result.step for result in results] == [1]
+    assert str(device.gone) == "the file was cut off"
+    assert ("forward", 3) not in backend.calls
 
 
 @pytest.mark.parametrize(("what", "work"), [("close", CLOSED), ("reset", Reset())])

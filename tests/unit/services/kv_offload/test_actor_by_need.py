@@ -15,6 +15,7 @@ import pytest
 from support.kv_offload.memory_remote import MemoryRemote
 from support.memory_bus import MemoryBroker
 
+from services.kv_offload import actor as module
 from services.kv_offload.actor import KvOffloadActor
 from services.kv_offload.backends import arena as arenas
 from services.kv_offload.backends.arena import SHM, Plan, shared_arena, sweep
@@ -140,6 +141,31 @@ async def test_no_room_for_it_is_reported_as_at_the_start(host: str, monkeypatch
         while "why_off" not in kv.status():
             await asyncio.sleep(0.002)
     assert (kv.status()["why_off"], "not_shared" in kv.status()) == ("no room", False)
+    await house.stop()
+
+
+@pytest.mark.parametrize("by_need", [False, True])
+async def test_it_opens_once_there_is_room(
+    host: str, by_need: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = []
+
+    def check(size_bytes: int) -> None:
+        if not room:
+            raise arenas.NoRoom("no room")
+
+    monkeypatch.setattr(arenas, "check_room", check)
+    monkeypatch.setattr(module, "AGAIN_US", 0)
+    house = House(host, by_need=by_need)
+    kv = await house.start()
+    await house.join(Executor(replace(ALONE, load=())), "e")
+    for _ in range(3):
+        await house.beats(kv)
+    assert (kv.status()["why_off"], kv.heartbeat_payload().arena) == ("no room", "")
+    room.append(True)
+    assert await opened(kv)
+    assert "why_off" not in kv.status()
+    assert caplog.text.count("no KV tiers: no room") == 1
     await house.stop()
 
 

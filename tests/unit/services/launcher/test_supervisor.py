@@ -320,6 +320,19 @@ async def test_a_killed_service_is_told_by_its_signal_and_perhaps_by_the_cause(
     await running.kill()
 
 
+async def test_a_service_whose_mapped_file_was_cut_off_is_told_so() -> None:
+    lines = Lines()
+    code = (
+        "import mmap, os, tempfile\n"
+        "file = tempfile.TemporaryFile(); file.truncate(8192)\n"
+        "data = mmap.mmap(file.fileno(), 8192); os.truncate(file.fileno(), 0); data[5000]"
+    )
+    running = supervise(lines, spec("a", code))
+    why = "a file that it had mapped, like a model's while it loads, was cut off or could not be read"
+    await lines.wait_for("a", f"was ended by SIGBUS ({why}); starts again in 0.5 s")
+    await running.kill()
+
+
 async def test_lines_of_any_length_and_bytes() -> None:
     lines = Lines()
     code = (

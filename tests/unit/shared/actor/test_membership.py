@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.actor.membership import AGE, VOCABULARY, Peer, Peers, check_vocabulary, missing
+from shared.actor.membership import AGE, TOKENS, VOCABULARY, Peer, Peers, check_vocabulary, missing
 from shared.errors import SetupError
 from shared.messages import Heartbeat
 
@@ -157,6 +157,31 @@ def test_the_later_of_two_with_other_vocabularies_ends_whatever_their_clocks_say
             assert new_ends
         if old_s - new_s > 5:
             assert (new_ends, old_ends) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "other"),
+    [
+        ((), ""),
+        ((("tokenizer", 7), ("detokenizer", 7)), ""),
+        ((("tokenizer", 8), ("detokenizer", 7)), "tokenizer.0"),
+        ((("tokenizer", 7), ("detokenizer", 8), ("detokenizer", 8)), "detokenizer.1"),
+        ((("detokenizer", 8), ("detokenizer", 7)), ""),  # the later of the two ends by itself
+        ((("tokenizer", 0), ("detokenizer", 0)), ""),  # of earlier versions
+        ((("executor", 8), ("scheduler", 8)), ""),
+    ],
+)
+def test_an_executor_sees_whether_its_tokens_are_those_of_the_fleet(
+    theirs: tuple[tuple[str, int], ...], other: str
+) -> None:
+    peers = Peers()
+    for i, (kind, number) in enumerate(theirs):
+        load = ((TOKENS, number),) if number else ()
+        for model, said in (("m", load), ("another", ((TOKENS, 9),))):
+            actor = str(i) if model == "m" else f"{i}-{model}"
+            beat = Heartbeat(kind=kind, actor=actor, host_id="h", state="ready", model=model, load=said)
+            peers.update(1, beat, 0)
+    assert peers.of_other_tokens("m", 7) == other
 
 
 def test_an_earlier_version_tells_no_age_and_its_epoch_decides() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -115,6 +116,18 @@ def test_equal_vocabularies_have_equal_digests(
     other = load_vocabulary(ModelFiles("s", write_sentencepiece_gguf(tmp_path / "s.gguf", {"▁a": -1.0})))
     assert smollm.digest == folder.digest
     assert other.digest != smollm.digest
+    assert smollm.tokens_digest == folder.tokens_digest
+    assert other.tokens_digest != smollm.tokens_digest
+
+
+def test_tokens_that_fill_the_ids_are_no_other_vocabulary(smollm: Vocabulary) -> None:
+    """llama.cpp's converter writes one for each id of the logits without a token; a folder has none."""
+    parts = smollm._parts
+    filled = Vocabulary(replace(parts, tokens=[*parts.tokens, "[PAD131]", "[PAD132]", ""]))
+    assert filled.tokens_digest == smollm.tokens_digest
+    assert filled.digest != smollm.digest
+    longer = Vocabulary(replace(parts, tokens=[*parts.tokens, "<|tool|>"]))
+    assert longer.tokens_digest != smollm.tokens_digest
 
 
 def test_byte_characters_are_those_of_the_tokenizers_library() -> None:

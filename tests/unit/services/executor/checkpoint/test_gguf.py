@@ -50,7 +50,8 @@ def test_rows_of_an_embedding_are_read_from_the_file_and_take_no_memory(
     wanted, ids = embedding.values.clone(), torch.tensor([3, 130, 3])
     assert torch.equal(embedding.rows(ids).values, wanted[ids])
     assert torch.equal(embedding.cut(Cut(0, 2, 9)).values, wanted[2:9])
-    embedding.read_rows_only()
+    embedding = embedding.for_rows()
+    del weights
     assert whole() is None
     assert (embedding.shape, embedding.rows(ids).shape) == (shape, (3, shape[1]))
     rows = embedding.rows(ids).values
@@ -64,8 +65,7 @@ def test_an_embedding_of_a_type_that_takes_long_to_read_stays_in_memory(tmp_path
     types = {"token_embd.weight": gguf.GGMLQuantizationType.Q5_0}
     _, weights = load_gguf(write_gguf("llama", tmp_path / "m.gguf", types=types), torch.float32, CPU)
     before = weights.embedding.values
-    weights.embedding.read_rows_only()
-    assert weights.embedding.values is before
+    assert weights.embedding.for_rows().values is before
 
 
 def test_biases_of_q_and_k_are_put_back_like_their_weights(tmp_path: Path) -> None:

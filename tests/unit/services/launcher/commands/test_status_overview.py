@@ -230,6 +230,10 @@ PROBLEMS = [
         "scheduler.sche has no executor yet: it serves nothing until one joins it.",
     ),
     (
+        answer("executor", kept_out="its tokens are not those of tokenizer.a"),
+        "executor.exec serves nothing: its tokens are not those of tokenizer.a.",
+    ),
+    (
         answer("scheduler", kept_out={"exec0001": {"why": "other weights"}}),
         "executor.exec serves nothing, scheduler.sche keeps it out: other weights.",
     ),
