@@ -1,7 +1,8 @@
 """Machine code of kernels that comes with the package, so that the first start on a machine compiles nothing.
 
 machine_code/ has an archive for each kind of CPU, with the kernels that default settings use;
-`scripts/build_kernels` makes it. It has the digest of the sources, and is not used with others: then kernels are compiled.
+`scripts/build_kernels` makes it. It has the digest of the sources, and is not used with others: then kernels
+are compiled.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 91, 27_000
-PRODUCT_FILES, PRODUCT_LINES = 290, 73_000
+PATH_FILES, PATH_LINES = 92, 27_400
+PRODUCT_FILES, PRODUCT_LINES = 290, 73_200
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

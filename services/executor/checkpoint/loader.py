@@ -193,7 +193,7 @@ def _is_small(options: TorchOptions) -> bool:
 
 def cpu_arithmetic(dtype: str) -> str:
     """What decides the order of sums on this CPU, in words: its kind, torch's choice of instructions, and
-    where torch's libraries multiply, too, who made it."""
+    the maker where torch's libraries multiply, too."""
     kind = kernels.cpu_jit.cpu_kind()
     words = [kind.name if kind else platform.machine(), f"torch {torch.backends.cpu.get_cpu_capability()}"]
     if kind is None or dtype not in PACKED:
