@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -329,11 +329,11 @@ class DeviceSampling:
             rows = [row for row, slot in enumerate(slots) if self._outside.get(slot, False) is changed]
             if not rows:
                 continue
-            at, spare = torch.tensor(rows, device=logits.device), [0] * (-len(rows) % 4)
+            at, spare = _moved(rows, torch.int64, logits.device), [0] * (-len(rows) % 4)
             read = prepared[at] if changed else prepared[at].to(self._dtype)
             # Both columns start at a multiple of 16 bytes: the kernels were compiled for that.
             columns = [[each[row] for row in rows] + spare for each in (slots, positions)]
-            named = torch.tensor(columns, dtype=torch.int32, device=logits.device)
+            named = _moved(columns, torch.int32, logits.device)
             found = torch.empty_like(named)
             choose(read, named[0], named[1], self._choices, self._scratch, found)
             answer[:, at] = found[:, : len(rows)]
@@ -341,6 +341,12 @@ class DeviceSampling:
                 answer[1, at] += (answer[1, at] == INVALID) & logits[at].amax(-1).isfinite()
         self.sampler.remember(slots, answer[0].long())
         return answer
+
+
+def _moved(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values on the device. A copy from memory that is not pinned would wait for the forward that is queued
+    there, and what samples its rows would be queued only then."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _check_alike(shapes: Shapes, ranks: Ranks) -> None:
