@@ -317,9 +317,10 @@ def _requests() -> dict[str, Schema]:
     given = schemas["EmbeddingRequest"]["properties"]["input"]
     given["anyOf"] = _or_several(given["anyOf"], MAX_INPUTS)
     completion["echo"] = {"type": "boolean", "description": "start with the prompt; not with `logprobs`"}
+    for schema in schemas.values():
+        fields, required = schema.get("properties", {}), schema.get("required", ())
+        fields |= {field: _or_null(each) for field, each in fields.items() if field not in required}
     for name in (*(kind.__name__ for kind, _ in kinds), "Options", "OllamaMessage"):
-        fields, required = schemas[name]["properties"], schemas[name].get("required", ())
-        fields |= {field: _or_null(schema) for field, schema in fields.items() if field not in required}
         if schemas[name].get("additionalProperties") is False:
             schemas[name]["additionalProperties"] = {"type": "null"}
     for name in ("ChatRequest", "CompletionRequest"):

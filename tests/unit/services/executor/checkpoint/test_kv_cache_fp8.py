@@ -40,7 +40,7 @@ from services.executor.checkpoint.kv_cache import (
     largest_kv,
     put_scales,
 )
-from services.executor.checkpoint.loader import TorchOptions, load
+from services.executor.checkpoint.loader import TorchOptions, cpu_arithmetic, load
 from services.executor.checkpoint.weights import Weights
 from services.executor.cpu import engine as cpu_engine
 from services.executor.cpu import layers as cpu_layers
@@ -249,7 +249,8 @@ def test_a_block_has_half_the_bytes_and_another_fingerprint(tmp_path: Path) -> N
     twos[2, 1, 1] = 2.0
     plain = (KvFormat(torch.float32), KvFormat(torch.float16))
     formats = (*plain, KvFormat(FP8, ones), KvFormat(FP8, twos))
-    prints = [fingerprint("m row by row", loaded.shapes, loaded.weights, 16, each) for each in formats]
+    name = f"m row by row by {cpu_arithmetic('f32')}"
+    prints = [fingerprint(name, loaded.shapes, loaded.weights, 16, each) for each in formats]
     assert len(set(prints)) == 4
     assert prints[0] == loaded.fingerprint
 
