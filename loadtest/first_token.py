@@ -3,7 +3,7 @@ kernels on the machine, and warm. Each round does one of both, each in a home fo
 
     python -m loadtest.first_token --rounds 5 --out first_token.json -- --dtype bf16
 
-Flags after `--` go to `up`. The goal: 8 s cold, 4 s warm on two cores. The model must have been pulled. A
+Flags after `--` go to `up`. The goal: 6 s cold, 3 s warm on two cores. The model must have been pulled. A
 phase is the time from the start of `up` to its end. CPU seconds are those of each process up to the first
 token: they depend less on other work of the machine. Files come from the page cache.
 """
@@ -32,7 +32,7 @@ from shared.config import load
 from shared.nats.bus import NatsBus
 from shared.vocab.files import resolve
 
-GOALS_S = {"cold": 8.0, "warm": 4.0}
+GOALS_S = {"cold": 6.0, "warm": 3.0}
 # A line of the log that ends a phase.
 PHASES = (
     ("first log line of a service", r"\|"),
