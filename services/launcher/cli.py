@@ -406,7 +406,10 @@ def _run_model(given: argparse.Namespace) -> None:
 def _stop(given: argparse.Namespace) -> None:
     from services.launcher import background, session
 
-    for note in background.stop(session.path_for(_load(given).settings)):
+    def report(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    for note in background.stop(session.path_for(_load(given).settings), report):
         print(f"fleet {note.fleet} has ended, it served {', '.join(note.models) or 'nothing yet'}")
 
 
