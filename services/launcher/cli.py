@@ -171,11 +171,6 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         lambda given: _health(given.kind),
     )
     health.add_argument("kind", help="as in `headrace serve KIND`")
-    doctor = add("doctor", "check this machine and print how to fix problems", _doctor)
-    doctor.add_argument(
-        "--context", type=int, metavar="TOKENS", help="print the memory for users with so many"
-    )
-    doctor.add_argument("--users", type=int, metavar="N", help="print the memory for so many at once")
     config = add("config", "show every setting, and where its value comes from", _config)
     config.add_argument("action", choices=["show"])
     bench = add("bench", "load on this or any OpenAI server: `headrace bench run --help`", _load_test)
@@ -348,6 +343,11 @@ def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
         "--overlap", dest="draw_overlap", action="store_true", help="some of its steps, as rows of A and B"
     )
     trace.add_argument("--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps")
+    doctor = add("doctor", "check this machine and print how to fix problems", _doctor)
+    doctor.add_argument(
+        "--context", type=int, metavar="TOKENS", help="print the memory for users with so many"
+    )
+    doctor.add_argument("--users", type=int, metavar="N", help="print the memory for so many at once")
 
 
 def _add_setting_flags(

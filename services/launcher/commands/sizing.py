@@ -40,20 +40,21 @@ class Sizing:
     max_context: int  # of the model
     block_tokens: int
     executors: int = 1
+    on_gpu: bool = False  # weights and KV
 
     @property
     def kv_blocks(self) -> int:
-        """Of each executor."""
+        """For `kv_blocks` of each executor."""
         return blocks_for(self.context, self.block_tokens) * math.ceil(self.users / self.executors)
 
     @property
     def kv_bytes(self) -> int:
-        """Of each executor, with the spare block."""
+        """The cache of each executor, with the spare block."""
         return (self.kv_blocks + 1) * self.block_tokens * self.kv_token_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Of the whole fleet."""
+        """The sum for the whole fleet."""
         return self.executors * (self.weights_bytes + self.kv_bytes + EXECUTOR_BYTES) + OTHERS_BYTES
 
 
@@ -63,7 +64,7 @@ def sizing(settings: Settings, context: int, users: int) -> Sizing:
     os.environ.update(environment("executor", os.environ))
     from services.executor.checkpoint.config import read_shapes
     from services.executor.checkpoint.gguf import stored_gguf
-    from services.executor.checkpoint.loader import best_dtype
+    from services.executor.checkpoint.loader import best_dtype, device_of
     from services.executor.checkpoint.quantised import stored_in
     from services.executor.checkpoint.weights import stored_hf
 
@@ -74,8 +75,9 @@ def sizing(settings: Settings, context: int, users: int) -> Sizing:
     if context > shapes.max_context:
         raise BadRequest(f"--context {context}: the model has at most {shapes.max_context} tokens")
     dtype, _, kv = settings.dtype.partition("/")
-    if dtype == "auto":
-        dtype = "auto" if device == "cuda" else best_dtype(path, device, ranks)[0]
+    on_gpu = device == "cuda" or device_of(device).type == "cuda"
+    if dtype == "auto" and not on_gpu:
+        dtype, _ = best_dtype(path, device, ranks)
     if dtype == "auto":
         dtype = stored_in(path) or ("int4" if path.suffix == ".gguf" else "bf16")
     file_bytes = numbers = 0
@@ -94,12 +96,14 @@ def sizing(settings: Settings, context: int, users: int) -> Sizing:
         max_context=shapes.max_context,
         block_tokens=settings.block_tokens,
         executors=settings.executors,
+        on_gpu=on_gpu,
     )
 
 
 def lines(found: Sizing, name: str, free_bytes: int) -> list[str]:
     """What to print; `free_bytes` of this machine."""
     each = f", of each of {found.executors} executors" if found.executors > 1 else ""
+    here = f"this machine has {_size(free_bytes)} free"
     processes = found.executors * EXECUTOR_BYTES + OTHERS_BYTES
     rows = (
         ("weights", found.weights_bytes, f"in {found.dtype}{each}"),
@@ -109,17 +113,17 @@ def lines(found: Sizing, name: str, free_bytes: int) -> list[str]:
             f"{found.kv_token_bytes:,} bytes a token: --kv-blocks {found.kv_blocks}{each}",
         ),
         ("processes", processes, ""),
-        ("all", found.total_bytes, f"this machine has {_size(free_bytes)} free"),
+        ("all", found.total_bytes, "weights and KV on GPUs" if found.on_gpu else here),
     )
     said = f"{name}, {found.users} users at once with {found.context:,} tokens each"
     return [said, *(f"  {what:<10} {_size(size):>9}  {note}".rstrip() for what, size, note in rows)]
 
 
 def print_sizing(settings: Settings, context: int, users: int) -> int:
-    """Print the sizing. Returns 1 if this machine has less memory free."""
+    """Print the sizing. Returns 1 if it is for a CPU and this machine has less memory free."""
     found, free_bytes = sizing(settings, context, users), available_bytes()
     print("\n".join(lines(found, Path(settings.model).name, free_bytes)))
-    return int(found.total_bytes > free_bytes)
+    return int(not found.on_gpu and found.total_bytes > free_bytes)
 
 
 def _size(size_bytes: int) -> str:

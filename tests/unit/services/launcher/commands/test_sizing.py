@@ -69,6 +69,17 @@ def test_executors_share_the_users_and_each_has_the_weights() -> None:
     ]
 
 
+def test_on_a_gpu_the_memory_of_the_host_is_not_compared(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_DEVICE", "cuda")
+    monkeypatch.setattr("services.launcher.commands.sizing.available_bytes", lambda: 0)
+    assert main(["doctor", "--model", str(model), "--users", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "in bf16" in said
+    assert said.endswith("weights and KV on GPUs\n")
+
+
 def test_the_command_prints_it_and_fails_without_the_memory(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
