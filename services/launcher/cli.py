@@ -171,7 +171,6 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         lambda given: _health(given.kind),
     )
     health.add_argument("kind", help="as in `headrace serve KIND`")
-    add("doctor", "check this machine and print how to fix problems", _doctor)
     config = add("config", "show every setting, and where its value comes from", _config)
     config.add_argument("action", choices=["show"])
     bench = add("bench", "load on this or any OpenAI server: `headrace bench run --help`", _load_test)
@@ -344,6 +343,11 @@ def _add_views(add: Callable[[str, str, Any], argparse.ArgumentParser]) -> None:
         "--overlap", dest="draw_overlap", action="store_true", help="some of its steps, as rows of A and B"
     )
     trace.add_argument("--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps")
+    doctor = add("doctor", "check this machine and print how to fix problems", _doctor)
+    doctor.add_argument(
+        "--context", type=int, metavar="TOKENS", help="print the memory for users with so many"
+    )
+    doctor.add_argument("--users", type=int, metavar="N", help="print the memory for so many at once")
 
 
 def _add_setting_flags(
@@ -406,7 +410,10 @@ def _run_model(given: argparse.Namespace) -> None:
 def _stop(given: argparse.Namespace) -> None:
     from services.launcher import background, session
 
-    for note in background.stop(session.path_for(_load(given).settings)):
+    def report(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    for note in background.stop(session.path_for(_load(given).settings), report):
         print(f"fleet {note.fleet} has ended, it served {', '.join(note.models) or 'nothing yet'}")
 
 
@@ -624,8 +631,11 @@ def _health(kind: str) -> int:
 
 def _doctor(given: argparse.Namespace) -> int:
     from services.launcher.commands.doctor import doctor
+    from services.launcher.commands.sizing import print_sizing
 
-    return doctor(_load(given))
+    if given.context is None and given.users is None:
+        return doctor(_load(given))
+    return print_sizing(_load(given).settings, given.context or 0, 1 if given.users is None else given.users)
 
 
 def _config(given: argparse.Namespace) -> None:

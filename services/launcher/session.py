@@ -16,7 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.launcher.nats_server import is_free
 from shared.config import DEFAULT_NATS_URL, Loaded
+from shared.errors import SetupError
 from shared.nats import access
 from shared.nats.bus import NatsBus
 from shared.nats.interface import BusFault
@@ -46,7 +48,8 @@ class Target:
 
 def find_target(loaded: Loaded, *, wait: bool = False) -> Target:
     """The server to connect to, and the model for requests that name none. With `wait`, a fleet that starts
-    here has the time of a request to get ready."""
+    here has the time of a request to get ready. Raises SetupError for a fleet that is named and has neither a
+    note here nor a server at the default address, which may be that of a container engine."""
     from shared.vocab.files import served_names
 
     settings = loaded.settings
@@ -60,6 +63,8 @@ def find_target(loaded: Loaded, *, wait: bool = False) -> Target:
         time.sleep(LOOK_S)
     note = note or next((run for run in runs(path) if run.nats_url), None)
     here = note if note is not None and settings.nats_url in ("", note.nats_url) else None
+    if note is None and not settings.nats_url and loaded.origins["fleet"] != "default":
+        _check_default_server(path)
     named = served_names(settings)[0]
     chosen = loaded.origins["model"] != "default" or loaded.origins["model_name"] != "default"
     return Target(
@@ -67,6 +72,20 @@ def find_target(loaded: Loaded, *, wait: bool = False) -> Target:
         here.models[0] if here and here.models and not chosen else named,
         here.page if here else "",
         settings.links,
+    )
+
+
+def _check_default_server(path: Path) -> None:
+    """Raises SetupError if nothing is at the default address, or only fleets with other notes than that at
+    `path`."""
+    others = [note for other in sorted(path.parent.glob("*.json")) if (note := read(other))]
+    port = int(DEFAULT_NATS_URL.rpartition(":")[2])
+    if not is_free(port) and all(access.shown(note.nats_url) != DEFAULT_NATS_URL for note in others):
+        return
+    known = f" (fleets here: {', '.join(note.fleet for note in others)})" if others else ""
+    raise SetupError(
+        f"no fleet {path.stem} runs here{known}: start one with `headrace up --fleet {path.stem}`, or name "
+        "its nats-server with --nats-url"
     )
 
 

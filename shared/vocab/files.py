@@ -84,14 +84,31 @@ def resolve(model: str, cache_dir: Path) -> ModelFiles:
     named = Path(model).expanduser()
     if named.exists() and (named.suffix == ".gguf" or named.is_dir()):
         return ModelFiles(served_name(model), _checked(named.absolute()))  # a link keeps its name
-    if named.suffix == ".gguf" or model.startswith((".", "/", "~")):
-        raise SetupError(f"there is no model at {named}; give a .gguf file or a Hugging Face folder")
     place = place_of(model, cache_dir)
-    if not place.exists():
+    if not _looks_like_path(model) and place.exists():
+        return ModelFiles(served_name(model), _checked(place))
+    if named.exists() and model not in CATALOGUE:
         raise SetupError(
-            f"model {model!r} is not on this machine (looked at {place}); get it with `headrace pull {model}`"
+            f"{named} is not a model: give a file whose name ends in .gguf, or a Hugging Face folder"
         )
-    return ModelFiles(served_name(model), _checked(place))
+    if _looks_like_path(model):
+        raise SetupError(f"there is no model at {named}; give a .gguf file or a Hugging Face folder")
+    if not can_be_pulled(model):
+        raise unknown_model(model)
+    raise SetupError(
+        f"model {model!r} is not on this machine (looked at {place}); get it with `headrace pull {model}`"
+    )
+
+
+def can_be_pulled(model: str) -> bool:
+    """Whether `headrace pull` has a source for this name: the catalogue, or a hub id like owner/name."""
+    return model in CATALOGUE or (model.count("/") == 1 and not _looks_like_path(model))
+
+
+def unknown_model(model: str) -> SetupError:
+    """The error for a name without a source."""
+    names = ", ".join(sorted(CATALOGUE))
+    return SetupError(f"{model!r} is neither a known model ({names}) nor a hub id like owner/name")
 
 
 def size_bytes(files: ModelFiles) -> int:
@@ -105,11 +122,9 @@ def size_bytes(files: ModelFiles) -> int:
 
 def served_name(model: str) -> str:
     """The model's name for clients: the last part of a path without `.gguf`, else `model` itself."""
-    path = Path(model).expanduser()
-    looks_like_path = model.startswith((".", "/", "~")) or path.suffix == ".gguf"
-    if model in CATALOGUE or not looks_like_path:
+    if model in CATALOGUE or not _looks_like_path(model):
         return model
-    return Path(os.path.abspath(path)).name.removesuffix(".gguf")
+    return Path(os.path.abspath(Path(model).expanduser())).name.removesuffix(".gguf")
 
 
 def served_names(settings: Settings) -> tuple[str, ...]:
@@ -131,6 +146,10 @@ def unreadable(file: Path, what: str, error: Exception) -> SetupError:
             "the model again"
         )
     return SetupError(f"{file} is not {what} ({error}); fetch the model again")
+
+
+def _looks_like_path(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or Path(model).suffix == ".gguf"
 
 
 def _checked(path: Path) -> Path:

@@ -104,7 +104,7 @@ def test_a_chat_over_nats_from_another_container(stack: Stack) -> None:
     assert "Paris" in said
     links = stack.cli("status").splitlines()[-3:]
     assert [link.split(": http://127.0.0.1:")[0] for link in links] == [
-        "The page", "Jaeger", "Grafana (--profile metrics)",
+        "The page", "Jaeger (--profile traces)", "Grafana (--profile metrics)",
     ]  # fmt: skip
 
 

@@ -178,14 +178,14 @@ def _variables(loaded: Loaded) -> Iterator[Finding]:
 
 
 def _connection(loaded: Loaded) -> Iterator[Finding]:
-    target = find_target(loaded)
 
-    async def probe() -> int:
-        async with connected(target.nats_url) as bus:
+    async def probe(url: str) -> int:
+        async with connected(url) as bus:
             return bus.max_payload
 
     try:
-        limit = asyncio.run(probe())
+        target = find_target(loaded)
+        limit = asyncio.run(probe(target.nats_url))
     except HeadraceError as error:
         yield Finding("warn", "no server runs yet", error.message)
         return

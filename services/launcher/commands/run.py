@@ -18,7 +18,7 @@ from services.launcher.commands.pull import pull
 from services.launcher.session import Target
 from shared.config import Loaded, Settings
 from shared.errors import SetupError
-from shared.vocab.files import resolve, served_names
+from shared.vocab.files import can_be_pulled, resolve, served_names
 
 
 def run(loaded: Loaded, words: Sequence[str], said: Conversation) -> None:
@@ -58,6 +58,6 @@ def _fetch(settings: Settings) -> None:
     try:
         resolve(settings.model, settings.cache_dir)
     except SetupError:
-        if Path(settings.model).suffix == ".gguf" or settings.model.startswith((".", "/", "~")):
+        if not can_be_pulled(settings.model) or Path(settings.model).exists():
             raise
         pull(settings.model, settings.cache_dir, lambda text: print(text, file=sys.stderr, flush=True))

@@ -79,13 +79,34 @@ def test_stop_ends_every_fleet_of_its_name(loaded: Loaded) -> None:
     for child, fleet in zip(children, ("default", "default", "default-2"), strict=True):
         notes.append(replace(NOTE, pid=child.pid, fleet=fleet, ready=child is children[1]))
         notes[-1].write(path.with_name(f"{fleet}.{child.pid}.up"))
-    assert sorted(note.pid for note in background.stop(path)) == sorted(note.pid for note in notes[:2])
+    assert sorted(note.pid for note in background.stop(path, print)) == sorted(note.pid for note in notes[:2])
     assert [child.wait() for child in children[:2]] == [-signal.SIGTERM] * 2
     assert children[2].poll() is None
     children[2].kill()
     children[2].wait()
     with pytest.raises(SetupError, match="no fleet default runs here"):
-        background.stop(path)
+        background.stop(path, print)
+
+
+def test_a_stop_says_what_it_waits_for(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "TOLD_S", 0.01)
+    path, told = path_for(loaded.settings), list[str]()
+    child = subprocess.Popen(
+        ["sleep", "600"], preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    )
+    replace(NOTE, pid=child.pid).write(path.with_name(f"default.{child.pid}.up"))
+
+    def report(text: str) -> None:
+        told.append(text)
+        if len(told) == 3:
+            child.kill()
+
+    (note,) = background.stop(path, report)
+    assert (note.pid, child.wait()) == (child.pid, -signal.SIGKILL)
+    assert (
+        told[:3]
+        == ["fleet default drains: requests that run have the time of drain_timeout_s; 0 s so far"] * 3
+    )
 
 
 def fail(started: list[str]) -> None:

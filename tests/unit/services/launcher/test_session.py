@@ -300,6 +300,26 @@ def test_where_a_client_command_goes() -> None:
     assert (other.nats_url, other.model) == ("nats://h:1", "smollm2-135m-instruct")
 
 
+@pytest.mark.usefixtures("_bare")
+def test_a_named_fleet_that_is_not_here_is_told_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [True]
+    monkeypatch.setattr(session, "is_free", lambda port: {4222: free[0]}[port])
+    nosuch = load(flags={"fleet": "nosuch"})
+    with pytest.raises(
+        SetupError, match=r"^no fleet nosuch runs here: start one with `headrace up --fleet n"
+    ):
+        find_target(nosuch)
+    free[0] = False  # a container engine's server
+    assert find_target(nosuch).nats_url == "nats://127.0.0.1:4222"
+    note(os.getpid()).write(session.path_for(load().settings))
+    assert find_target(nosuch).nats_url == "nats://127.0.0.1:4222"
+    note(os.getpid(), "nats://127.0.0.1:4222").write(session.path_for(load().settings))
+    with pytest.raises(SetupError, match=r"no fleet nosuch runs here \(fleets here: default\): start one"):
+        find_target(nosuch)
+    assert find_target(load(flags={"fleet": "nosuch", "nats_url": "nats://h:1"})).nats_url == "nats://h:1"
+    assert find_target(load(flags={"fleet": "default"})).model == "m"
+
+
 # ---- serve --------------------------------------------------------------------------------------
 
 

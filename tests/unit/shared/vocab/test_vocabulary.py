@@ -274,6 +274,33 @@ def test_missing_models_say_how_to_get_them(tmp_path: Path) -> None:
         resolve(str(tmp_path / "empty"), tmp_path)
 
 
+def test_a_name_without_a_source_is_not_advised_to_be_pulled(tmp_path: Path) -> None:
+    for model in ("smollm3", "a/b/c"):
+        with pytest.raises(
+            SetupError, match=rf"^'{model}' is neither a known model \({DEFAULT_MODEL}\) nor a hub"
+        ):
+            resolve(model, tmp_path)
+    with pytest.raises(SetupError, match=r"'owner/name' is not on this machine .*`headrace pull owner/name`"):
+        resolve("owner/name", tmp_path)
+    (tmp_path / "models").mkdir()
+    write_hf_folder(tmp_path / "models" / "own")
+    assert resolve("own", tmp_path).name == "own", "a folder that was put there"
+
+
+def test_a_file_that_is_no_model_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("notes.txt", "owner/name", DEFAULT_MODEL):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for model in ("notes.txt", "./notes.txt", f"{tmp_path}/notes.txt", "owner/name"):
+        with pytest.raises(
+            SetupError, match=r"(notes\.txt|owner/name) is not a model: give a file whose name en"
+        ):
+            resolve(model, tmp_path)
+    with pytest.raises(SetupError, match=f"`headrace pull {DEFAULT_MODEL}`"):
+        resolve(DEFAULT_MODEL, tmp_path)
+
+
 def test_a_fifo_is_no_model_and_is_not_opened(tmp_path: Path) -> None:
     """That would wait for its writer."""
     file, folder = tmp_path / "x.gguf", write_hf_folder(tmp_path / "folder")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from unittest.mock import AsyncMock
 
 import pytest
 from support.actor_fleet import Fleet, watched_fleet
@@ -10,6 +12,7 @@ from support.actor_fleet import Fleet, watched_fleet
 from services.launcher.cli import main
 from services.launcher.commands import model
 from services.launcher.commands.policy import ask
+from services.launcher.session import Target
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.state.state import Limits
 from shared.nats import subjects
@@ -26,6 +29,24 @@ async def test_a_scheduler_answers_with_the_states(fleet: Fleet) -> None:
     assert await ask(fleet.outside, subjects.sleep("s1"), "sleep") == {"executors": {}}
     assert await ask(fleet.outside, subjects.sleep("gone"), "sleep") == {}
     assert await model._ask_hosts(fleet.outside, "m", "load") == []
+
+
+async def test_what_each_host_does_is_said_with_the_model_and_the_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [{"host": "vm", "state": state} for state in ("loaded", "changing", "unloaded")]
+    monkeypatch.setattr(model, "connected", lambda url: nullcontext())
+    monkeypatch.setattr(model, "_ask_hosts", AsyncMock(return_value=answers))
+    for what in ("load", "unload"):
+        assert await model.load(Target("nats://h:1", "m"), "f", what, "big") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "big on host vm: loaded",
+        "big on host vm: is being loaded, `headrace model list` shows when it is",
+        "big on host vm: is loaded with the first request for it, since others use its memory now",
+        "big on host vm: requests that run end, then it is unloaded",
+        "big on host vm: is being unloaded",
+        "big on host vm: unloaded",
+    ]
 
 
 @pytest.mark.parametrize("action", ["load", "unload", "sleep", "wake"])

@@ -99,6 +99,9 @@ def test_what_is_wrong_leaves_nothing_behind(
 def test_a_path_of_this_machine_is_no_name(tmp_path: Path) -> None:
     """compose.yaml pulls what HEADRACE_MODEL names, which may be a file or folder of the volume."""
     (folder := tmp_path / "own").mkdir()
+    with pytest.raises(SetupError, match=r"own has no config\.json"):
+        pull(str(folder), tmp_path / "cache", print)
+    (folder / "config.json").touch()
     said: list[str] = []
     assert pull(str(folder), tmp_path / "cache", said.append) == folder
     assert said == [f"{folder} is on this machine: nothing to fetch"]
