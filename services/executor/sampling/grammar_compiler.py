@@ -29,8 +29,8 @@ from shared.vocab.vocabulary import Vocabulary
 COMPILERS = 2
 COMPILED = 64  # compiled grammars kept
 MAX_WHY_CHARS = 120  # 256 of them fit into a result
-# Within a string of bounded length, tokens may follow that are short enough for what is left of it: these sets
-# are made once. With llguidance's own slices, of 10 and 30, the slowest masks take twice as long.
+# Within a string of bounded length, tokens may follow that are short enough for what is left of it: these
+# sets are made once. With llguidance's own slices, of 10 and 30, the slowest masks take twice as long.
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (1, 2, 3, 4, 5, 6, 7, 8, 10, 14, 30)),
