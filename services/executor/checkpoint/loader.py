@@ -278,7 +278,7 @@ def _arithmetic_of(options: TorchOptions, dtype: str, kv_dtype: str, wanted: str
     kinds, instructions = [*(kind.name for kind in kernels.cpu_jit.CPU_KINDS), _NO_TILES], ("AVX2", "AVX512")
     makers = (", AuthenticAMD", ", GenuineIntel")
     found = product(kinds, instructions, [""] if dtype in PACKED else makers)
-    without_kind = product(["x86_64"], (*instructions, "DEFAULT"), makers)  # without Numba, say
+    without_kind = product(["x86_64"], (*instructions, "DEFAULT"), makers)  # if Numba is missing
     for kind, used, maker in (*found, *without_kind):
         words = f"{kind}, torch {used}{maker}"
         if model_digest(options, dtype, kv_dtype, words) == wanted:
