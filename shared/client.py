@@ -388,6 +388,7 @@ class Client:
         replies = self._waiting.get(reply)
         if replies is not None and not replies.count:
             replies.resends -= bool(replies.resends)
+            replies.unserved = False
             replies.send_again()
 
     def _end_silent(self, counts: Mapping[str, int]) -> None:
@@ -621,7 +622,7 @@ class UnreadFrames:
         self.send: Callable[[], None] = lambda: None  # publishes the request
         self.subject = ""  # to this subject
         self.resends = 0  # left, while no service is there
-        self.unserved = False  # no service was there
+        self.unserved = False  # no service was there when it was last sent
         self.lasting = False  # its reader itself notices a silence
 
     @property

@@ -8,6 +8,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -82,8 +83,4 @@ def sources_digest() -> str:
 
 def has_amx() -> bool:
     """Whether products in bfloat16 run in AMX's tiles."""
-    if not available():
-        return False
-    from kernels.cpu_jit import amx
-
-    return amx.usable()
+    return available() and bool(import_module("kernels.cpu_jit.amx").usable())  # it imports this module

@@ -14,9 +14,14 @@ from typing import Any
 
 import llvmlite.ir as ir
 import numpy as np
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
+
+import kernels.cpu_jit
+
+if _kind := kernels.cpu_jit.cpu_kind():  # before the first `njit`, which chooses what Numba compiles for
+    config.CPU_NAME, config.CPU_FEATURES = _kind.llvm_cpu, _kind.llvm_features
 
 # Vectors need both: sums may be reordered, and a division by zero does not raise. No quotient or root is
 # estimated (`arcp`, `afn`): the estimates of two makers of CPUs have other bits. Inlined by LLVM: else the

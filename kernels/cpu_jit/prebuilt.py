@@ -47,7 +47,7 @@ def _archive() -> zipfile.ZipFile | None:
         return None
     try:
         archive = zipfile.ZipFile(FOLDER / f"{kind.name}.zip")
-    except FileNotFoundError:
+    except (OSError, zipfile.BadZipFile):  # not there, or damaged
         return None
     return archive if archive.comment.decode() == sources_digest() else None
 

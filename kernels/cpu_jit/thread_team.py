@@ -25,12 +25,9 @@ import torch
 from numba import cfunc, config, types
 from numpy.typing import NDArray
 
-from kernels.cpu_jit import cpu_kind, prebuilt, sources_digest
+from kernels.cpu_jit import prebuilt, sources_digest
 
 log = logging.getLogger("headrace.kernels")
-
-if _kind := cpu_kind():
-    config.CPU_NAME, config.CPU_FEATURES = _kind.llvm_cpu, _kind.llvm_features
 
 
 _Parallel = Callable[[int, Any, int, int], None]  # function, data, threads, flags

@@ -357,7 +357,8 @@ class Puller:
         with `stored` messages waits for the first one, up to SEEN_US. Then another reader has them."""
         self._number, self._came, self._most, self._heard = self._number + 1, 0, most, False
         self._ended.clear()
-        wait = {"expires": SEEN_US * 1_000} if self._stored[consumer] > 0 else {}
+        stored = self._stored[consumer]
+        wait = {"expires": SEEN_US * 1_000} if stored > 0 else {}
         asked = _json({"batch": most, "no_wait": True, **wait})
         subject = f"{_API}.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._bus.publish(subject, asked, reply=f"{self._inbox}.{self._number}")
@@ -369,8 +370,8 @@ class Puller:
             await self._listen()
         if not self._heard:
             return None
-        self._stored[consumer] -= self._came
-        if not self._came or self._stored[consumer] <= 0:
+        self._stored[consumer] -= self._came or stored  # what was stored meanwhile has not been waited for
+        if self._stored[consumer] <= 0:
             del self._stored[consumer]
         return self._came
 

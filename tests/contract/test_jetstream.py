@@ -210,6 +210,17 @@ async def test_a_pull_waits_for_a_message_that_is_stored_and_that_its_consumer_d
     assert (await puller.pull("W", "k", 2), stored) == (0, Counter())
 
 
+async def test_a_message_that_is_stored_during_a_pull_that_brings_none_is_waited_for(bus: NatsBus) -> None:
+    await streams(bus)
+    stored = Counter[str]()
+    puller = await Puller.open(bus, lambda _: None, stored)
+    pulling = asyncio.create_task(puller.pull("W", "k", 2))
+    await asyncio.sleep(0)  # the pull is on its way to the server
+    stored["k"] += 1
+    assert (await pulling, stored) == (0, Counter(k=1))
+    assert (await puller.pull("W", "k", 2), stored) == (0, Counter())
+
+
 async def test_pulls_go_on_after_the_server_was_killed_and_started_again(
     server: NatsServer, bus: NatsBus
 ) -> None:

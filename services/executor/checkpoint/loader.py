@@ -61,6 +61,7 @@ from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 log = logging.getLogger("headrace.executor")
 
 _DIGEST, _DIGEST_CHARACTERS = "headrace-model-1", 32
+_NO_TILES = "amx without tiles"  # a CPU of this kind whose tiles kernels may not use
 SMALL_BYTES = 256 << 20  # of weights in files, see _is_small
 _PIECES, _PIECE_BYTES = 8192, 64  # samples of a model's bytes in its digest; more for models of many tensors
 
@@ -196,6 +197,8 @@ def cpu_arithmetic(dtype: str) -> str:
     the maker where torch's libraries multiply, too."""
     kind = kernels.cpu_jit.cpu_kind()
     words = [kind.name if kind else platform.machine(), f"torch {torch.backends.cpu.get_cpu_capability()}"]
+    if words[0] == "amx" and not kernels.cpu_jit.has_amx():  # Linux or ONEDNN_MAX_CPU_ISA forbids them
+        words[0] = _NO_TILES
     if kind is None or dtype not in PACKED:
         with contextlib.suppress(OSError):
             found = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -263,7 +266,8 @@ def check_digest(options: TorchOptions, wanted: str) -> None:
         )
     raise SetupError(
         f"the weights of {options.model_name} in {options.model_path} are not those of the executors that "
-        f"serve it: their model digest is {own}, not {wanted}"
+        f"serve it, or these compute in another dtype and on another kind of CPU: their model digest is "
+        f"{wanted}, not {own}"
     )
 
 
@@ -271,9 +275,11 @@ def _arithmetic_of(options: TorchOptions, dtype: str, kv_dtype: str, wanted: str
     """The CPU arithmetic with which this engine has the model digest `wanted`; empty if none has it."""
     if device_of(options.device).type != "cpu":
         return ""
-    kinds, instructions = [kind.name for kind in kernels.cpu_jit.CPU_KINDS], ("AVX2", "AVX512")
-    makers = [""] if dtype in PACKED else [", AuthenticAMD", ", GenuineIntel"]
-    for kind, used, maker in product(kinds, instructions, makers):
+    kinds, instructions = [*(kind.name for kind in kernels.cpu_jit.CPU_KINDS), _NO_TILES], ("AVX2", "AVX512")
+    makers = (", AuthenticAMD", ", GenuineIntel")
+    found = product(kinds, instructions, [""] if dtype in PACKED else makers)
+    without_kind = product(["x86_64"], (*instructions, "DEFAULT"), makers)  # if Numba is missing
+    for kind, used, maker in (*found, *without_kind):
         words = f"{kind}, torch {used}{maker}"
         if model_digest(options, dtype, kv_dtype, words) == wanted:
             return words

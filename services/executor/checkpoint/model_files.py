@@ -30,6 +30,7 @@ from services.executor.engine import EngineGone
 from shared.errors import SetupError
 
 _PIECE_BYTES = 1 << 20
+_READ = (".safetensors", ".json", ".jinja")  # files of a model's folder; others may change
 _CURE = "give a new model a name of its own, or rename it over the old one"
 
 
@@ -48,9 +49,9 @@ ValuesOf = Callable[[NDArray[np.uint8]], Tensor]  # the numbers of rows, from th
 
 
 def states_of(path: Path) -> FileStates:
-    """The states of a model's file, or of all files of its folder; without those that are gone."""
-    found = []
-    for each in sorted(path.iterdir()) if path.is_dir() else [path]:
+    """The states of a model's file, or of those of its folder that are read; without those that are gone."""
+    found, inside = [], path.is_dir()
+    for each in sorted(file for file in path.iterdir() if file.suffix in _READ) if inside else [path]:
         try:
             found.append(_state(each.name, each.stat()))
         except OSError:  # gone, or a link to nothing: the reader of the model names it

@@ -9,7 +9,7 @@ import pytest
 from support.memory_bus import MemoryBroker
 
 from shared import client
-from shared.client import TIMES_AGAIN, Client, SlowReader, UnreadFrames, UnreadTotal
+from shared.client import TIMES_AGAIN, Client, NoAnswer, SlowReader, UnreadFrames, UnreadTotal
 from shared.errors import Unavailable
 from shared.nats.interface import NO_RESPONDERS, Delivery
 
@@ -80,3 +80,26 @@ async def test_a_model_that_is_not_served_again_fails_later_requests_at_once(
         with pytest.raises(Unavailable, match="no service answers for model 'm'"):
             await asker.complete({"model": "m"}, timeout_s=60)
         assert len(sent) == times
+
+
+async def test_a_request_that_a_service_has_got_again_is_not_answered_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The service is back and computes: "no service answers" would be another cause."""
+    asker, sent = await Client.open(MemoryBroker().connect()), list[str]()
+
+    def publish(
+        subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        sent.append(subject)
+        if reply and len(sent) == 1:
+            asker._on_reply(Delivery(reply, b'{"text": "here"}'))
+        elif reply and len(sent) == 2:
+            asker._on_reply(Delivery(reply, b"", headers={"Status": NO_RESPONDERS}))
+
+    monkeypatch.setattr(asker.bus, "publish", publish)
+    monkeypatch.setattr(client, "AGAIN_S", 0.001)
+    assert await asker.complete({"model": "m"}) == {"text": "here"}
+    with pytest.raises(NoAnswer, match=r"no answer to request r within 0\.2 s"):
+        await asker.complete({"model": "m", "request_id": "r"}, timeout_s=0.2)
+    assert len([each for each in sent if "generate" in each]) == 3

@@ -318,18 +318,19 @@ def test_torchs_own_team_is_found() -> None:
 
 
 def test_the_first_process_computes_the_same_bits_as_later_ones(tmp_path: Path) -> None:
-    """The first one compiles the kernels, the second one reads them from the cache."""
+    """The first one compiles the kernels, the second one reads them from the cache. The package has none of
+    these."""
     compute = """
 import hashlib, numpy as np, torch
 from kernels.cpu_jit import attention, prebuilt, rowwise
 prebuilt.load = lambda name: None
 torch.set_num_threads(1)
 torch.manual_seed(0)
-kv, query = torch.randn(64, 1, 2, 16, 3, 64), torch.randn(40, 9, 64)
+kv, query = torch.randn(64, 1, 2, 16, 3, 64).bfloat16(), torch.randn(40, 9, 64).bfloat16()
 tables, one, before = torch.randperm(64)[:8].repeat(2, 1).numpy(), np.array([0, 1]), np.array([50, 7])
 sequences = attention.Sequences(tables, one, before, np.array([1, 39]))
-found = attention.attend(query, kv, 0, sequences), rowwise.swiglu(torch.randn(37, 3072))
-print([hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in found])
+found = attention.attend(query, kv, 0, sequences), rowwise.swiglu(torch.randn(37, 3072).bfloat16())
+print([hashlib.sha256(each.float().numpy().tobytes()).hexdigest() for each in found])
 """
     env = {**os.environ, "HOME": str(tmp_path)}
     bits = [

@@ -51,12 +51,21 @@ def test_building_again_gives_the_same_code(tmp_path: Path) -> None:
 
 def instructions(path: Path) -> dict[str, bytes]:
     """Of each kernel; the names of symbols may differ."""
-    found = {}
     with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            sections = llvm.ObjectFileRef.from_data(archive.read(name)).sections()
-            found[name] = b"".join(section.data() for section in sections if section.is_text())
-    return found
+        return {name: instructions_in(archive.read(name)) for name in archive.namelist()}
+
+
+def instructions_in(code: bytes) -> bytes:
+    sections = llvm.ObjectFileRef.from_data(code).sections()
+    return b"".join(section.data() for section in sections if section.is_text())
+
+
+@pytest.mark.skipif(HERE is None, reason="this CPU is of no kind")
+def test_what_is_compiled_here_is_for_the_kind_and_not_for_this_cpu() -> None:
+    assert HERE is not None
+    compiled = Kernel(rowwise._norm_f32).compiled_by_numba()._library._get_compiled_object()
+    kept = instructions(prebuilt.FOLDER / f"{HERE.name}.zip")
+    assert instructions_in(compiled) == kept["rowwise._norm_f32"]
 
 
 @pytest.mark.skipif(HERE is None, reason="this CPU is of no kind")
@@ -89,13 +98,17 @@ def test_built_code_and_code_compiled_here_give_the_same_bits() -> None:
     assert prebuilt.load("rowwise._of_another_name") is None
 
 
-def test_code_of_other_sources_or_of_an_unknown_cpu_is_not_used(
+def test_code_of_other_sources_of_an_unknown_cpu_or_damaged_is_not_used(
     anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(prebuilt, "sources_digest", lambda: "others")
         assert prebuilt.load("rowwise._norm_f32") is None
-    for name, value in (("cpu_kind", lambda: None), ("FOLDER", tmp_path)):
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for kind in KINDS:
+        (damaged / f"{kind}.zip").write_bytes(b"PK")
+    for name, value in (("cpu_kind", lambda: None), ("FOLDER", tmp_path), ("FOLDER", damaged)):
         prebuilt._archive.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(prebuilt, name, value)

@@ -70,11 +70,26 @@ def test_the_instructions_of_a_cpu_change_it_and_the_error_names_them(
     )
     monkeypatch.setattr(loader, "cpu_arithmetic", lambda dtype: "avx512, torch AVX512, GenuineIntel")
     check_digest(options, model_digest(options, "bf16", "bf16"))
-    for other in ("avx2, torch AVX2, GenuineIntel", "avx512, torch AVX512, AuthenticAMD"):
+    for other in (
+        "avx2, torch AVX2, GenuineIntel",
+        "avx512, torch AVX512, AuthenticAMD",
+        "amx without tiles, torch AVX512, GenuineIntel",
+        "x86_64, torch AVX2, AuthenticAMD",  # without Numba
+    ):
         with pytest.raises(
             SetupError, match=f"compute with {other}, this CPU with avx512, torch AVX512, Gen"
         ):
             check_digest(options, model_digest(options, "bf16", "bf16", other))
+
+
+def test_a_cpu_with_amx_computes_otherwise_where_its_tiles_are_forbidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By Linux, or by ONEDNN_MAX_CPU_ISA."""
+    monkeypatch.setattr(kernels.cpu_jit, "cpu_kind", lambda: kernels.cpu_jit.CPU_KINDS[0])
+    for usable, begin in ((True, "amx, torch "), (False, "amx without tiles, torch ")):
+        monkeypatch.setattr(kernels.cpu_jit, "has_amx", lambda usable=usable: usable)
+        assert loader.cpu_arithmetic("packed").startswith(begin)
 
 
 def test_kv_of_another_kind_of_cpu_is_other_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

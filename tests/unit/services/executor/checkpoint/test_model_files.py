@@ -193,6 +193,17 @@ def test_a_file_of_a_folder_that_changes_while_it_is_loaded_is_named(tmp_path: P
         loader.check_unchanged(tmp_path, loaded.files)
 
 
+def test_a_file_that_is_not_of_the_model_may_change_while_it_is_loaded(tmp_path: Path) -> None:
+    """A log, say, of a server that was started in the folder."""
+    folder = save_tiny("llama", tmp_path)
+    (folder / "server.log").write_text("one")
+    before = states_of(folder)
+    assert {each.name for each in before} >= {"config.json", "model.safetensors"}
+    (folder / "server.log").write_text("one\ntwo")
+    (folder / "runs").mkdir()
+    loader.check_unchanged(folder, before)
+
+
 def test_ranks_that_see_two_states_of_a_file_do_not_start(tmp_path: Path) -> None:
     path = old_gguf(tmp_path)
 
