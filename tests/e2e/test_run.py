@@ -66,6 +66,13 @@ class Shell:
         return [*self.processes().values(), *(path.name for path in self.home.glob("headrace-*"))]
 
 
+def stopped(shell: Shell) -> None:
+    """The fleet ends; where that takes a while, lines show for how long."""
+    status, printed, waits = shell.run("stop")
+    assert (status, printed) == (0, f"fleet default has ended, it served {MODEL}\n")
+    assert all(line.startswith("fleet default drains: ") for line in waits.splitlines())
+
+
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     shell = Shell(tmp_path)
@@ -91,7 +98,7 @@ def test_the_fleet_of_the_first_prompt_answers_the_next_ones(shell: Shell) -> No
     assert other[:2] == (1, "")
     assert other[2].startswith(f"error (setup): fleet default serves {MODEL}, not elsewhere/other: end it")
     assert shell.fleet == first
-    assert shell.run("stop") == (0, f"fleet default has ended, it served {MODEL}\n", "")
+    stopped(shell)
     assert shell.fleet is None
     assert (following.wait(60), following.communicate()[1]) == (0, "")
     assert shell.run("stop")[2].startswith("error (setup): no fleet default runs here")
@@ -145,7 +152,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(shell: Shell) -> None:
 
 def test_a_fleet_that_starts_is_stopped(shell: Shell) -> None:
     process = start_without_end(shell, "up", "--http", "off")
-    assert shell.run("stop") == (0, f"fleet default has ended, it served {MODEL}\n", "")
+    stopped(shell)
     assert process.wait(60) == 0
     assert shell.left() == []
     assert list((shell.home / "headrace").glob("default.*")) == []

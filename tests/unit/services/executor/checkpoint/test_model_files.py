@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from support.executor.plan_maker import PlanMaker
 from support.executor.tiny_encoders import encoder_folder
 from support.executor.tiny_gguf import write_gguf
-from support.executor.tiny_models import reference_logprobs, save_tiny
+from support.executor.tiny_models import reference_logprobs, save_tiny, tiny_model
 
 from services.executor.checkpoint import loader
 from services.executor.checkpoint.gguf import load_gguf
@@ -142,10 +143,9 @@ def test_a_step_over_a_changed_file_ends_the_engine_and_not_the_request(tmp_path
 def test_the_weights_of_a_folder_are_none_of_the_files_own_memory(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path, max_shard_size="10GB")
     if dtype == torch.bfloat16:
-        from support.executor.tiny_models import tiny_model
-
-        tiny_model("llama").to(dtype).save_pretrained(folder)
-        tiny_model("llama").float()
+        copy.deepcopy(tiny_model("llama")).to(dtype).save_pretrained(
+            folder
+        )  # other tests have the same model
     _, weights = load_hf(folder, dtype, CPU)
     every = [weights.embedding, weights.head, *(each for layer in weights.layers for each in layer.values())]
     before = [weights.norm.clone(), *(each.values.clone() for each in every)]
