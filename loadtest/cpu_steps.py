@@ -5,7 +5,7 @@
 Decode steps of 1, 8 and 32 sequences of 100 to 150 tokens (--before others), and one prompt of 512 tokens: ms
 from the plan to the token, or ms of one core with --cpu-time and threads=1 for each engine, which other work
 on the machine disturbs less. A wider machine computes with the instructions of AVX2 machines where
-NUMBA_CPU_NAME=haswell, NUMBA_CPU_FEATURES=+avx2,+fma,+f16c and ONEDNN_MAX_CPU_ISA=AVX2 are set.
+NUMBA_CPU_FEATURES=+avx2,+fma,+f16c and ONEDNN_MAX_CPU_ISA=AVX2 are set.
 """
 
 from __future__ import annotations

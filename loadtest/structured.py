@@ -79,7 +79,7 @@ def ask(port: int, wanted: Body) -> int:
 
 
 def tokens_per_s(port: int, asked: argparse.Namespace, *, schema: bool) -> float:
-    """Of all rows at once, from the first request to the last answer."""
+    """The tokens of all rows, asked at once, by the time from the first request to the last answer."""
     bodies = [body(row, asked.tokens, asked.temperature, schema=schema) for row in range(asked.rows)]
     with ThreadPoolExecutor(asked.rows) as pool:
         began = time.perf_counter()

@@ -22,30 +22,16 @@ import sys
 from pathlib import Path
 
 from loadtest.chaos import cells
-from loadtest.chaos.cells import FAULTS, MODEL, PAIRS, VICTIMS, Cell, Counts, Shape
-
-COLUMNS = (
-    "requests",
-    "right",
-    "wrong",
-    "doubled",
-    "lost",
-    "silent",
-    "refused",
-    "late",
-    "odd",
-    "reset",
-    "broker",
-)
+from loadtest.chaos.cells import COUNTED, FAULTS, MODEL, PAIRS, VICTIMS, Cell, Counts, Shape
 
 
 def table(found: list[Counts]) -> str:
     """For people, in Markdown."""
-    head = ["cell", *COLUMNS, "refused %", "longest", "flaws"]
+    head = ["cell", *COUNTED, "refused %", "longest", "flaws"]
     rows = [
         [
             each.cell,
-            *(str(getattr(each, name)) for name in COLUMNS),
+            *(str(getattr(each, name)) for name in COUNTED),
             f"{each.refused_pct:g}",
             f"{each.longest_s:g} s",
             "; ".join(each.flaws)[:80],

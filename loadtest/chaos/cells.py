@@ -126,6 +126,12 @@ class Span:
     back_s: float = float("inf")
 
 
+# The fields of Counts that add up.
+COUNTED = (
+    "requests", "right", "wrong", "doubled", "lost", "silent", "refused", "late", "odd", "reset", "broker",
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class Counts:
     """What became of a cell's requests. `reset` and `broker` are those that a fault ends by its nature."""

@@ -91,7 +91,7 @@ async def run(args: argparse.Namespace, up_pid: int, urls: tuple[str, str], fold
 
 
 def processes(watch: Watch, growth_pct: float) -> dict[int, dict[str, Any]]:
-    """Of each process that ran all the time, its growth over the later half."""
+    """How much each process that ran all the time grew over the later half."""
     found = {}
     for pid, samples in watch.samples.items():
         if len(samples) < len(watch.broker):

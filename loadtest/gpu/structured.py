@@ -45,7 +45,7 @@ def schema(word: dict[str, Any]) -> dict[str, Any]:
 
 
 def vocabulary(size: int) -> Vocabulary:
-    """As much of one as grammars read; the last token ends an answer."""
+    """A stand-in with the parts that grammars read; its last token ends an answer."""
     chance = random.Random(0)
     texts = dict.fromkeys([*(bytes([byte]) for byte in range(256)), *(mark.encode() for mark in MARKS)])
     texts |= dict.fromkeys(str(number).encode() for number in range(1000))

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from loadtest.chaos.cells import MODEL, Answers, Cell, Counts, House, Span, judged
+from loadtest.chaos.cells import COUNTED, MODEL, Answers, Cell, Counts, House, Span, judged
 from loadtest.chaos.clients import Clients
 from loadtest.durable import record_of
 from loadtest.storm import Ask, Outcome, mixed, oracle_key, send
@@ -176,19 +176,7 @@ class Traffic:
 
 
 def _add(total: Counts, one: Counts) -> None:
-    for name in (
-        "requests",
-        "right",
-        "wrong",
-        "doubled",
-        "lost",
-        "silent",
-        "refused",
-        "late",
-        "odd",
-        "reset",
-        "broker",
-    ):
+    for name in COUNTED:
         setattr(total, name, getattr(total, name) + getattr(one, name))
     total.longest_s = max(total.longest_s, one.longest_s)
     for key, count in one.messages.items():

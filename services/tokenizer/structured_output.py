@@ -137,7 +137,7 @@ def _ebnf(text: str, param: str) -> str:
 
 
 def _too_long(source: str) -> str:
-    """Why a grammar is too long; empty for one that is not."""
+    """The reason to refuse a grammar that is too long; empty for any other."""
     length, most = len(source), MAX_GRAMMAR_CHARS
     if length <= most:
         length, most = len(grammar.packed(source)), MAX_PACKED_CHARS

@@ -127,7 +127,7 @@ class Grammars:
 
         failures = _each(rows, accept)
         for row, matcher in ready.items():  # on llguidance's threads 32 masks took 1.3 ms, so 0.2
-            matcher.unsafe_compute_mask_ptr(allowed[index[row]].data_ptr(), row_bytes)
+            matcher.unsafe_compute_mask_ptr(allowed.data_ptr() + index[row] * row_bytes, row_bytes)
         words = allowed.numpy()
         failures |= _each(list(ready), check)
         _forbid(logits, rows, allowed)

@@ -173,7 +173,6 @@ def test_kernels_of_cpus_without_bfloat16(more: str) -> None:
         pytest.skip(f"this CPU lacks {more or 'AVX2'}")
     env = {
         **os.environ,
-        "NUMBA_CPU_NAME": "skylake-avx512" if more else "haswell",
         "NUMBA_CPU_FEATURES": f"+sse4.2,+avx,+avx2,+fma,+f16c,{more}".rstrip(","),
     }
     chosen = "rotation or any_length and 9-3-64 or norm_after or test_gate"

@@ -14,7 +14,7 @@ from kernels.cpu_jit.block_microkernel import FACTS, PANEL, SCALE, VNNI, Format,
 from kernels.cpu_jit.block_weights import FORMATS, BlockMatrix, Blocks, can_pack, pack
 from kernels.cpu_jit.packed_weights import multiply
 
-AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+f16c"}
+AVX2 = {"NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+f16c"}
 COLUMNS = 96
 WAYS = [(kind, terms) for terms in (2, 1) for kind in FORMATS if terms == 1 or not kind.by_row]
 

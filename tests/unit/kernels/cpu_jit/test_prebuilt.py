@@ -50,7 +50,7 @@ def test_building_again_gives_the_same_code(tmp_path: Path) -> None:
 
 
 def instructions(path: Path) -> dict[str, bytes]:
-    """Of each kernel; the names of symbols may differ."""
+    """The machine instructions of each kernel in an archive. The names of symbols may differ."""
     with zipfile.ZipFile(path) as archive:
         return {name: instructions_in(archive.read(name)) for name in archive.namelist()}
 

@@ -438,7 +438,7 @@ def test_all_requests_in_flight_report_progress_in_time() -> None:
 
 
 def test_every_run_has_a_number_of_its_own_in_the_order_of_the_runs() -> None:
-    """Of deliveries, to any keeper, and of the tries in one: no clock is read."""
+    """A delivery to any keeper is a run, and so is each try within one. No clock is read."""
     numbers = list[int]()
     for times in (1, 2, 5_760):
         core, now_us = KeeperCore(), 0
