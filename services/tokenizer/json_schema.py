@@ -195,8 +195,8 @@ class _Reader:
             kept.setdefault("additionalProperties", False)
         self._check_spellings(kept, path)
         others: list[Schema] = [{"type": "null"}] if kept.pop("nullable", False) else []
-        if self._allows(kept, "number") and (missed := _missed(kept)):
-            others.append({"enum": missed})
+        if self._allows(kept, "number"):
+            others += _missed(kept)
         if others:
             defs: Schema = {place: kept.pop(place) for place in ("$defs", "definitions") if place in kept}
             kept = {"anyOf": [kept, *others], **defs}
@@ -417,9 +417,10 @@ def is_hostile(pattern: str) -> bool:
     return "(?i" in pattern and pattern.count("[") + pattern.count("\\") > MAX_FOLDED_SETS
 
 
-def _missed(kept: Schema) -> list[float]:
+def _missed(kept: Schema) -> list[Schema]:
     """Numbers within bounds that the engine refuses in their shortest form: a bound cut to fewer decimals. Up
-    to 2.55 llguidance 1.9.1 takes 2.50 and not 2.5."""
+    to 2.55 llguidance 1.9.1 takes 2.50 and not 2.5. A whole one may end with `.0`, which a value of `enum`
+    cannot: it is the one multiple of a half between its neighbours."""
     if any(name in kept for name in ("enum", "const", *_JOINS)):
         return []
     given = {name: Decimal(repr(kept[name])) for name in (*_BOUNDS, "multipleOf") if name in kept}
@@ -429,13 +430,19 @@ def _missed(kept: Schema) -> list[float]:
     for bound in filter(None, (below, above, least, most)):
         decimals = max(0, -int(bound.normalize().as_tuple().exponent))
         found |= {bound.quantize(Decimal(1).scaleb(-left), ROUND_DOWN) + 0 for left in range(1, decimals)}
-    return sorted(
+    numbers = sorted(
         float(each)
         for each in found
         if (least is None or least <= each) and (most is None or each <= most)
         if (above is None or above < each) and (below is None or each < below)
         if "multipleOf" not in given or not each % given["multipleOf"]
     )
+    whole = [n for n in numbers if n.is_integer() and abs(n) < 2**40]  # of larger ones a double has no 0.4
+    near: list[Schema] = [
+        {"type": "number", "minimum": n - 0.4, "maximum": n + 0.4, "multipleOf": 0.5} for n in whole
+    ]
+    parts = [n for n in numbers if n not in whole]
+    return [*near, {"enum": parts}] if parts else near
 
 
 def _of_integers(name: str, value: float) -> tuple[str, int]:

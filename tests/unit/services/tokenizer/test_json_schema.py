@@ -72,6 +72,12 @@ def test_a_grammar_refuses_every_instance_that_is_not_valid(data: st.DataObject)
             ["2.557", "2.6", "-3.15", "-3.142"],
         ),
         ({"type": "number", "minimum": 8.53, "maximum": 9.367}, ["9.3", "9.36"], ["8.5", "8.52", "9.37"]),
+        (
+            {"type": "number", "minimum": 0.97, "maximum": 1.000000001},
+            ["1", "1.0"],
+            ["1.1", "1.5", "0.9", "0.6"],
+        ),
+        ({"type": "number", "minimum": -0.05, "maximum": 0.05}, ["0", "0.0", "0.05"], ["0.1", "0.4", "0.5"]),
         ({"type": ["number", "null"], "maximum": 2.55, "multipleOf": 0.25}, ["2.5", "null"], ["2.55", "2.4"]),
         ({"type": "integer", "allOf": [{"maximum": 2.55}, {"minimum": 0.5}]}, ["1", "2"], ["2.5", "0", "3"]),
         ({"nullable": True, "type": "number", "minimum": 0, "maximum": 0.25}, ["0.2", "null"], ["0.26"]),
