@@ -21,7 +21,8 @@ from loadtest.two_gpus.served import closed
 
 FLAGS = ("--dtype", "bf16", "--max-context", "40960", "--slots", "256", "--kv-blocks", "20480")
 ROUNDS = 2
-L1_MIB = 10_240
+GPUS, L1_MIB, ONE_L1_MIB = "0,1", 10_240, 2_048
+SETTLED_S = 40.0  # an executor that has ended is there again
 CHATS = Chats(count=96, turns=5, shared=1024, first=(1500, 3500), added=256, answer=128, think_s=0.5,
               spread_s=8.0)  # fmt: skip
 DOCUMENT, DOCUMENTS_S = 6_000, 1.5  # beside the chats, of which nothing is cached
@@ -253,34 +254,36 @@ async def killed(fleet: Up, load: Load, record: Record) -> None:
 async def two(folder: str, record: Record, device: str = "cuda", logs: str = "") -> None:
     """Everything of two executors but what needs answers that do not depend on their batch."""
     load = Load()
-    async with up(folder, *FLAGS, device=device, executors=2, l1_mib=L1_MIB, logs=logs) as fleet:
+    async with up(
+        folder, *FLAGS, device=device, executors=2, l1_mib=L1_MIB, gpus=GPUS, logs=logs
+    ) as fleet:  # fmt: skip
         await load.warm()
-        record.add("gpus", _memory())
-        async with up(folder, *FLAGS, device=device, gpus="0", l1_mib=2_048, logs=logs) as one:
-            await throughput(one, fleet, load, record)
-        await fleet.settled(20)
-        if record.has(80, "routing"):
-            await routing(fleet, load, record)
-        await fleet.settled(20)
-        await apart(fleet, load, record, WAYS)
+        record.add("memory", _memory())
+        async with up(folder, *FLAGS, device=device, gpus="0", l1_mib=ONE_L1_MIB, logs=logs) as one:
+            await record.tried("throughput", throughput(one, fleet, load, record))
+        await record.tried("routing", routing(fleet, load, record))
+        await fleet.settled(SETTLED_S)
+        await record.tried("apart", apart(fleet, load, record, WAYS))
         if record.has(30, "move"):
-            await fleet.settled(20)
-            await move(fleet, record)
-            await fleet.settled(60)
-        await apart(fleet, load, record, MORE_WAYS)
+            await fleet.settled(SETTLED_S)
+            await record.tried("move", move(fleet, record))
+        if record.has(60, "more_ways"):
+            await fleet.settled(SETTLED_S)
+            await record.tried("more_ways", apart(fleet, load, record, MORE_WAYS))
 
 
 async def exact(folder: str, record: Record, device: str = "cuda", logs: str = "") -> None:
-    """A move and a death of an executor, with answers that do not depend on their batch."""
-    load = Load()
-    flags = (*FLAGS, "--deterministic")
-    async with up(folder, *flags, device=device, executors=2, l1_mib=L1_MIB, logs=logs) as fleet:
+    """A death and a move of an executor, with answers that do not depend on their batch."""
+    load, flags = Load(), (*FLAGS, "--deterministic")
+    async with up(
+        folder, *flags, device=device, executors=2, l1_mib=L1_MIB, gpus=GPUS, logs=logs
+    ) as fleet:  # fmt: skip
         await load.warm()
         await load.run(fleet.url, [(0.0, body) for body in bodies("warm", 32, 32)])
-        await killed(fleet, load, record)
+        await record.tried("killed", killed(fleet, load, record))
         if record.has(45, "move"):
-            await fleet.settled(40)
-            await move(fleet, record)
+            await fleet.settled(SETTLED_S)
+            await record.tried("move", move(fleet, record))
 
 
 def _times(rng: random.Random, rate: float, seconds: float) -> list[float]:

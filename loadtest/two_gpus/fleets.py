@@ -55,6 +55,9 @@ class Up:
         while self.has_l1 and time.monotonic() < until_s:
             if all(each.get("arena_generation") for each in await self.status("executor")):
                 return
+            if whys := [each["why_off"] for each in await self.status("kv_offload") if "why_off" in each]:
+                print(f"there is no L1: {whys[0]}", flush=True)
+                return
             await asyncio.sleep(0.2)
 
     async def policy(self, change: str) -> str:

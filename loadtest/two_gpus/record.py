@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class Record:
         """Keep a figure, print it, and write the file."""
         self.found[name] = value
         self.found["seconds"] = round(time.monotonic() - self._began_s, 1)
-        print(f"{self.found['seconds']:6.1f} s  {name}: {_short(value)}", flush=True)
+        print(f"{self.path.name} {self.found['seconds']:.1f} s, {name}: {_short(value)}", flush=True)
         ahead = self.path.with_suffix(".part")
         ahead.write_text(json.dumps(self.found) + "\n")
         os.replace(ahead, self.path)
@@ -32,6 +33,13 @@ class Record:
     def left_s(self) -> float:
         """The time left for the stage."""
         return self.limit_s - (time.monotonic() - self._began_s)
+
+    async def tried(self, name: str, part: Awaitable[None]) -> None:
+        """Await a part of the stage: an error in it does not end the others."""
+        try:
+            await part
+        except Exception as error:  # noqa: BLE001 - it is in the record
+            self.add(f"failed_{name}", f"{type(error).__name__}: {error}"[:600])
 
     def has(self, seconds: float, what: str) -> bool:
         """Whether so much time is left; if not, it says what is left out."""
