@@ -200,19 +200,21 @@ async def move(fleet: Up, record: Record) -> None:
     faults.send(pid, signal.SIGTERM)
     (moved,) = await reading
     after = await fleet.scheduler()
-    at = max(range(1, len(moved.parts_s)), key=lambda i: moved.parts_s[i] - moved.parts_s[i - 1], default=0)
+    after_s = [at_s - signalled_s for at_s in moved.parts_s]
+    gaps = sorted((1e3 * (b - a), a) for a, b in itertools.pairwise(after_s) if b > 0)
     record.add("move", {
         "context": MOVED, "answer": moved.tokens, "same_ids": moved.text == calm.text,
         "error": moved.error, "starts": moved.starts,
         "first_difference": _differs(calm.text, moved.text),
-        "gap_ms": 1e3 * moved.longest_gap_s, "calm_gap_ms": 1e3 * calm.longest_gap_s,
-        "gap_after_signal_s": moved.parts_s[at] - signalled_s, "calm_ttft_s": calm.parts_s[0] - calm.sent_s,
+        "longest_ms_at_s": [(round(gap, 1), round(at, 2)) for gap, at in gaps[:-4:-1]],
+        "calm_gap_ms": 1e3 * calm.longest_gap_s, "calm_ttft_s": calm.parts_s[0] - calm.sent_s,
         "calm_itl_ms": 1e3 * statistics.median(b - a for a, b in itertools.pairwise(calm.parts_s)),
         "moves": after["measured"]["tokens"]["moves"] - before["measured"]["tokens"]["moves"],
         "recomputed": after["measured"]["tokens"]["recomputed"] - before["measured"]["tokens"]["recomputed"],
         "restored": after["measured"]["tiers"]["restored_tokens"]
                     - before["measured"]["tiers"]["restored_tokens"],
-        "links": {k: {n: v for n, v in facts.items() if n != "host"} for k, facts in after["tiers"].items()},
+        "links": {k: [facts["down_bytes_per_s"], facts["up_bytes_per_s"]]
+                  for k, facts in after["tiers"].items()},
     })  # fmt: skip
 
 
@@ -262,13 +264,13 @@ async def two(folder: str, record: Record, device: str = "cuda", logs: str = "")
         async with up(folder, *FLAGS, device=device, gpus="0", l1_mib=ONE_L1_MIB, logs=logs) as one:
             await record.tried("throughput", throughput(one, fleet, load, record))
         await record.tried("routing", routing(fleet, load, record))
-        await fleet.settled(SETTLED_S)
+        await record.tried("settled", fleet.settled(SETTLED_S))
         await record.tried("apart", apart(fleet, load, record, WAYS))
         if record.has(30, "move"):
-            await fleet.settled(SETTLED_S)
+            await record.tried("settled", fleet.settled(SETTLED_S))
             await record.tried("move", move(fleet, record))
         if record.has(60, "more_ways"):
-            await fleet.settled(SETTLED_S)
+            await record.tried("settled", fleet.settled(SETTLED_S))
             await record.tried("more_ways", apart(fleet, load, record, MORE_WAYS))
 
 
@@ -282,7 +284,7 @@ async def exact(folder: str, record: Record, device: str = "cuda", logs: str = "
         await load.run(fleet.url, [(0.0, body) for body in bodies("warm", 32, 32)])
         await record.tried("killed", killed(fleet, load, record))
         if record.has(45, "move"):
-            await fleet.settled(SETTLED_S)
+            await record.tried("settled", fleet.settled(SETTLED_S))
             await record.tried("move", move(fleet, record))
 
 
