@@ -34,7 +34,7 @@ def pp(size: int, step_tokens: int) -> dict[str, Any]:
         "layers_here": built.own._cache.tensor.shape[1],
     }  # fmt: skip
     print("start", found["start"], flush=True)
-    found["prefill"] = _prefill(backend, max(ROWS), step_tokens)
+    found["prefill"] = prefill(backend, max(ROWS), step_tokens)
     found["decode"] = [decode(backend, rows) for rows in ROWS]
     backend.close()
     return found
@@ -73,7 +73,7 @@ def _tables(driver: Driver, rows: int) -> dict[int, list[int]]:
     return dict(driver.open(slot, CONTEXT, room) for slot in range(rows))
 
 
-def _prefill(backend: Backend, prompts: int, step_tokens: int) -> dict[str, float]:
+def prefill(backend: Backend, prompts: int, step_tokens: int) -> dict[str, float]:
     """The prompts of all rows, which leave their KV in every stage; a step in each stage."""
     driver = Driver(backend)
     tables = _tables(driver, prompts)

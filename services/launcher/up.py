@@ -25,7 +25,17 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from services.keeper.webhooks import read_hosts
-from services.launcher import background, console, durable, joining, leaf, nats_server, own_folder, session
+from services.launcher import (
+    background,
+    console,
+    durable,
+    gpus,
+    joining,
+    leaf,
+    nats_server,
+    own_folder,
+    session,
+)
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
 from services.launcher.commands.status import ScrapeTargets
@@ -373,6 +383,9 @@ class _Up:
                 own["HEADRACE_MODEL_DIGEST"] = s.model_digest or self._joined.digests[name]
             specs += service_specs(of_model, suffix, own)
         specs.sort(key=lambda spec: KINDS.index(spec.kind))
+        device, ranks = s.device_and_ranks
+        if device != "cpu" and s.backend != "sim":
+            specs = gpus.placed(specs, ranks, gpus.seen(os.environ))
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
         env = with_import_path({**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"})

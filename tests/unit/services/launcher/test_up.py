@@ -64,6 +64,29 @@ async def test_an_executor_knows_how_many_share_l1(
     up._pages.close()
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"device": "cuda"}, ["2", "3"]),
+        ({"device": "auto"}, ["2", "3"]),
+        ({"device": "cpu"}, ["2,3", "2,3"]),
+        ({"device": "cuda/tp2"}, ["2,3", "2,3"]),
+        ({"device": "auto", "backend": "sim"}, ["2,3", "2,3"]),
+    ],
+)
+async def test_executors_on_gpus_see_one_each(
+    flags: dict[str, str], told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    (tmp_path / "a.gguf").touch()
+    settings = load(flags={"executors": 2, "http": "off", "durable": False, **flags}).settings
+    up = _Up(settings, {"a": str(tmp_path / "a.gguf")}, None, _Logins("nats://n:1"))
+    specs = [service.spec for service in up._supervisor.services if service.spec.kind == "executor"]
+    assert [{**up._supervisor._env, **spec.env}["CUDA_VISIBLE_DEVICES"] for spec in specs] == told
+    up._folder.cleanup()
+    up._pages.close()
+
+
 async def test_its_own_connection_is_closed_before_a_failed_start_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
