@@ -21,6 +21,8 @@ class Driver:
         self._free = list(range(backend.info.blocks))
         random.Random(seed).shuffle(self._free)
         self._step = 0
+        self.host_us: list[int] = []  # of each step of the last run: processors and masks
+        self.forward_us: list[float] = []  # to queue it, and what it waited for
 
     def open(
         self, slot: int, length: int, room: int, sampling: Sampling | None = None
@@ -73,15 +75,21 @@ class Driver:
     def run(self, plans: list[StepPlan], in_flight: int = IN_FLIGHT) -> list[float]:
         """Run the plans, some in flight; when each one's ids were there, in seconds from the start."""
         pending: deque[Pending] = deque()
+        self.host_us, self.forward_us = [], []
         ends_s, began_s = [], time.monotonic()
-        for plan in plans:
-            pending.append(self._backend.forward(plan))
-            if len(pending) == in_flight:
-                self._backend.sample(pending.popleft())
-                ends_s.append(time.monotonic() - began_s)
-        while pending:
-            self._backend.sample(pending.popleft())
+
+        def end() -> None:
+            self.host_us.append(self._backend.sample(pending.popleft()).host_us)
             ends_s.append(time.monotonic() - began_s)
+
+        for plan in plans:
+            queued_ns = time.monotonic_ns()
+            pending.append(self._backend.forward(plan))
+            self.forward_us.append((time.monotonic_ns() - queued_ns) / 1e3)
+            if len(pending) == in_flight:
+                end()
+        while pending:
+            end()
         return ends_s
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Samples on a GPU, in Triton: filters, the draw and the end of a slot, in two launches for any batch.
 
-    1. groups of 256 logits each: their maximum and mass                        reads all logits once
+    1. groups of 256 logits each: masked, their maximum and mass                reads all logits once
     2. one program a row: choose group and token; update last token and done    reads few groups
 
 The draw is the one of kernels.sampling.ref: one Gumbel noise chooses the group, one the token, from
@@ -12,6 +12,9 @@ logits from that bound on are the candidates, and bisection of a key finds the l
 a sort, in a bounded number of rounds. A key is a float32's bits as an integer of the same order. If a filter
 keeps more than _CANDIDATES logits (a flat distribution, a large top-k), the same program bisects over all
 logits of the row: exact, but slower.
+
+A slot may have a mask, a bit a token. Pass 1 reads it from pinned memory of the host, where it may be written
+until this kernel is queued, and sets the logits of forbidden tokens to minus infinity.
 
 Parameters are columns of the slot table (COLUMN). Torch first runs the stages that are not in TAKEN.
 A row without a finite largest logit (the first pass stores infinity for NaN) has no token: it is INVALID, and
@@ -263,6 +266,8 @@ def _groups(
     logits: tl.tensor,
     slots: tl.tensor,
     parameters: tl.tensor,
+    masked: tl.tensor,
+    masks: tl.tensor,
     maxima: tl.tensor,
     masses: tl.tensor,
     vocab: tl.tensor,
@@ -271,11 +276,20 @@ def _groups(
     COUNT: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
     group = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    value = tl.load(logits + row * vocab + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    logits += row * vocab
+    value = tl.load(logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    if tl.load(masked + slot) != 0:
+        byte = group[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
+        bits = tl.load(masks + slot * groups * (GROUP // 8) + byte, mask=(group < groups)[:, None], other=0)
+        each = (bits.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+        forbidden = tl.reshape(each, [COUNT, GROUP]) == 0
+        value = tl.where(forbidden, -float("inf"), value)
+        tl.store(logits + token, value, mask=token < vocab)  # pass 2 reads them again; whole vectors
     value = tl.where(value < float("inf"), value, float("inf"))  # a maximum may pass over a NaN
-    temperature = tl.load(parameters + tl.load(slots + row).to(tl.int64) * _COLUMNS + _TEMPERATURE)
+    temperature = tl.load(parameters + slot * _COLUMNS + _TEMPERATURE)
     temperature = tl.where(temperature > 0, temperature, 1.0)
     most = tl.max(value, 1)
     finite = tl.where(most > -float("inf"), most, 0.0)
@@ -363,8 +377,8 @@ def _choose(
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """How each slot's tokens are chosen and when it ends, `[slots, ...]` each. `choose` updates the last
-    two."""
+    """How each slot's tokens are chosen and when it ends, `[slots, ...]` each. `choose` updates
+    `last_tokens` and `done`."""
 
     parameters: Tensor  # [slots, PARAMETERS] float32, the slot table; temperature 0 is greedy
     seeds: Tensor  # int64, the bits of a uint64
@@ -372,6 +386,8 @@ class Choices:
     stop_ids: Tensor  # [slots, stops] int32, padded with -1; stops is a power of two
     last_tokens: Tensor  # int32
     done: Tensor  # int32
+    masked: Tensor  # int32, whether the slot has a mask
+    masks: Tensor  # uint8, see `mask_room`
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,17 +411,24 @@ def scratch(rows: int, vocab: int, device: torch.device) -> Scratch:
     )
 
 
+def mask_room(slots: int, vocab: int, device: torch.device) -> Tensor:
+    """The masks of `slots` slots, on the host, pinned for a GPU: `[slots, bytes]` uint8, bit `t % 8` of byte
+    `t // 8` is 1 if token t may follow. All are 0 at first, and the bits from `vocab` on have no meaning."""
+    row_bytes = triton.cdiv(vocab, GROUP_TOKENS) * GROUP_TOKENS // 8
+    return torch.zeros(slots, row_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
 def choose(
     logits: Tensor, slots: Tensor, positions: Tensor, choices: Choices, room: Scratch, chosen: Tensor
 ) -> None:
     """A token for each row of `logits` `[rows, vocab]`, for slot `slots[row]` at position `positions[row]` of
     its sequence. `chosen` `[2, rows]` int32 gets the ids and done, as in a StepResult: done slots id -1 and
-    done 2, rows without a finite largest logit id -1 and done INVALID."""
+    done 2, rows without a finite largest logit id -1 and done INVALID. Logits that a mask forbids change."""
     rows, vocab = logits.shape
     groups = triton.cdiv(vocab, GROUP_TOKENS)
     _groups[(rows, triton.cdiv(groups, _PER_PROGRAM))](
-        logits, slots, choices.parameters, room.maxima, room.masses, vocab, groups,
-        GROUP=GROUP_TOKENS, COUNT=_PER_PROGRAM, num_warps=4,
+        logits, slots, choices.parameters, choices.masked, choices.masks, room.maxima, room.masses, vocab,
+        groups, GROUP=GROUP_TOKENS, COUNT=_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     _choose[(rows,)](
         logits, slots, positions, choices.parameters, choices.seeds, room.maxima, room.masses, room.listed,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.sampling.gpu import Choices, choose, scratch
+from kernels.sampling.gpu import Choices, choose, mask_room, scratch
 from kernels.sampling.ref import COLUMN, PARAMETERS
 
 VOCABS = (1000, 128_256)
@@ -129,8 +129,9 @@ class _Sampler:
         seeds = torch.randint(-(2**62), 2**62, (rows,), generator=torch.Generator().manual_seed(11))
         self._seeds = seeds.to(self._device)
         self._choices = Choices(
-            table, self._seeds, self._words(1 << 30), stops, self._words(0), self._words(0)
-        )
+            table, self._seeds, self._words(1 << 30), stops, self._words(0), self._words(0), self._words(0),
+            mask_room(1, len(logits), self._device),
+        )  # fmt: skip
         self._scratch = scratch(rows, len(logits), self._device)
         self._slots = torch.arange(rows, dtype=torch.int32, device=self._device)
         self._chosen = torch.zeros(2, rows, dtype=torch.int32, device=self._device)

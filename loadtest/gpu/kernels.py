@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention import FP8, ref
 from kernels.attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
-from kernels.sampling.gpu import Choices, choose, scratch
+from kernels.sampling.gpu import Choices, choose, mask_room, scratch
 from loadtest.gpu.draw import slot_table
 from loadtest.gpu.timing import graph_us
 from services.executor.cuda.kernel_configs import device_tuning, for_fp8_kv
@@ -91,7 +91,10 @@ def _sampler() -> list[dict[str, Any]]:
 
             seeds = torch.randint(0, 1 << 62, (SAMPLED,), device=device)
             stops = torch.full((SAMPLED, 32), -1, dtype=torch.int32, device=device)
-            choices = Choices(table, seeds, words(1 << 30), stops, words(0), words(0))
+            choices = Choices(
+                table, seeds, words(1 << 30), stops, words(0), words(0), words(0),
+                mask_room(1, VOCAB, device),
+            )  # fmt: skip
             slots, room = (
                 torch.arange(SAMPLED, dtype=torch.int32, device=device),
                 scratch(SAMPLED, VOCAB, device),

@@ -1,10 +1,12 @@
 """Measures what structured output takes of a decode step: rows under a JSON schema against the same rows
 without one, in turn. The vocabulary is made up: words, digits, the marks of JSON.
 
-free     two steps in flight, tokens chosen in the graph
-one      the same with one step in flight: what is left of `schema - one` is the masks' work
-schema   every row with a matcher of its own; a step's masks are made while its forward runs
-bounded  the same where the length of each string is bounded: some masks take milliseconds
+one, two              no grammar; one step in flight, and two
+schema_one, _two      every row with a matcher of its own; a step's masks are made while its forward runs
+bounded_two           the same where the length of each string is bounded: some masks take milliseconds
+
+Beside the time of a step: `masks_us`, the host's work for its masks; `forward_us`, to queue the next forward,
+with those masks if two are in flight; `sampling_us`, the device's time for head, choice and copy of the ids.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
+
 from loadtest.driver import Driver
+from loadtest.gpu.timing import eager_ms
 from services.executor.engine import Backend
 from services.executor.sampling.grammar import Grammars
 from services.tokenizer.json_schema import followed
@@ -24,9 +29,14 @@ from shared.messages import Sampling
 from shared.vocab.vocabulary import Vocabulary
 
 ROWS = (8, 32, 128)
-CONTEXT, STEPS, WARM_STEPS, PAIRS = 1024, 64, 8, 8
+CONTEXT, STEPS, WARM_STEPS, PAIRS = 1024, 48, 8, 4
 GOAL = 0.02  # of a step of 32 rows
-ARMS = {"free": ("", 2), "one": ("", 1), "schema": ("plain", 1), "bounded": ("bounded", 1)}  # steps in flight
+ARMS = {  # the grammar, and steps in flight
+    "one": ("", 1), "schema_one": ("plain", 1), "two": ("", 2), "schema_two": ("plain", 2),
+    "bounded_two": ("bounded", 2),
+}  # fmt: skip
+FIGURES = ("ms", "masks_us", "forward_us", "sampling_us")
+REPEATS = 10  # of sampling, one after the other
 MARKS = ('"', '":', '", "', '"}', '"},', "{", '{"', "[", '["', "]", '"]', "},", ",", ":", ": ", "\n", "\n  ")
 WORDS: dict[str, Any] = {"plain": {"type": "string"}, "bounded": {"type": "string", "maxLength": 24}}
 
@@ -57,8 +67,8 @@ def vocabulary(size: int) -> Vocabulary:
 
 
 def structured(backend: Backend, rows: Sequence[int] = ROWS, pairs: int = PAIRS) -> list[dict[str, Any]]:
-    """ms of a step of each arm, the medians of `pairs` rounds, and the share of a step that the schema
-    takes. `backend` is an engine with host rows, in this process."""
+    """Medians of `pairs` rounds for each arm, and the shares of a step that the schema takes. `backend` is an
+    engine with host rows, in this process."""
     engine: Any = backend
     engine._host_rows._grammars = Grammars(lambda: vocabulary(backend.info.vocab), backend.info.vocab)
     sources = {"": ""}
@@ -67,29 +77,37 @@ def structured(backend: Backend, rows: Sequence[int] = ROWS, pairs: int = PAIRS)
         sources[name] = grammar.packed(grammar.whole(None, rules, thinking=False))
     found = []
     for count in rows:
-        taken: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
         for number in range(pairs + 1):
             for arm in [*ARMS][:: -1 if number % 2 else 1]:
                 bound, in_flight = ARMS[arm]
-                ms = _step_ms(backend, count, sources[bound], in_flight)
+                taken = _step(backend, count, sources[bound], in_flight)
                 if number:  # the first round compiles kernels and grammars
-                    taken[arm].append(round(ms, 4))
-        row: dict[str, Any] = {
-            "rows": count,
-            **{f"{arm}_ms": round(statistics.median(of), 4) for arm, of in taken.items()},
-        }
-        for base in ("free", "one"):
-            over = [with_it / alone - 1 for alone, with_it in zip(taken[base], taken["schema"], strict=True)]
-            row[f"share_over_{base}"] = round(statistics.median(over), 4)
-        row["rounds"] = taken
+                    rounds[arm].append(taken)
+        row: dict[str, Any] = {"rows": count}
+        for arm, its in rounds.items():
+            row |= {f"{arm}_{name}": round(statistics.median(of[name] for of in its), 4) for name in its[0]}
+        for base in ("one", "two"):
+            pair = zip(rounds[base], rounds[f"schema_{base}"], strict=True)
+            row[f"share_{base}"] = round(
+                statistics.median(of["ms"] / alone["ms"] - 1 for alone, of in pair), 4
+            )
+        print(f"structured, {count} rows, ms of a step and of it us of masks, forward, sampling:", flush=True)
+        for arm in ARMS:
+            print(
+                "  {:12} {:8.4f} {:8.0f} {:8.0f} {:8.0f}".format(arm, *(row[f"{arm}_{n}"] for n in FIGURES))
+            )
+        for base in ("one", "two"):
+            share, over = row[f"share_{base}"], count == 32 and row[f"share_{base}"] > GOAL
+            print(f"  share, {base} in flight: {share:.2%}" + f"  <-- over {GOAL:.0%}" * over, flush=True)
+        row["rounds"] = {arm: [of["ms"] for of in its] for arm, its in rounds.items()}
         found.append(row)
-        reached = "" if row["share_over_one"] <= GOAL or count != 32 else f"  <-- over {GOAL:.0%}"
-        print("structured", {k: v for k, v in row.items() if k != "rounds"}, reached, flush=True)
     return found
 
 
-def _step_ms(backend: Backend, count: int, source: str, in_flight: int) -> float:
-    """The mean time of a step. Raises AssertionError where a row has ended early."""
+def _step(backend: Backend, count: int, source: str, in_flight: int) -> dict[str, float]:
+    """The mean time of a step, and its parts: see FIGURES. Raises AssertionError where a row has ended
+    early."""
     driver = Driver(backend)
     length, tables = CONTEXT + WARM_STEPS + STEPS, {}
     for slot in range(count):
@@ -103,6 +121,23 @@ def _step_ms(backend: Backend, count: int, source: str, in_flight: int) -> float
     ends_s = driver.run(plans, in_flight)
     engine: Any = backend
     short = {slot: n for slot in tables if (n := len(engine._slots.tokens(slot))) != length}
+    sampling_us = _sampling_us(engine, count)
     driver.close()
     assert not short, f"rows with too few tokens: {short}"
-    return 1e3 * (ends_s[-2] - ends_s[WARM_STEPS - 1]) / (STEPS - 1)
+    return {
+        "ms": 1e3 * (ends_s[-2] - ends_s[WARM_STEPS - 1]) / (STEPS - 1),
+        "masks_us": statistics.mean(driver.host_us[WARM_STEPS:]),
+        "forward_us": statistics.mean(driver.forward_us[WARM_STEPS:]),
+        "sampling_us": sampling_us,
+    }
+
+
+def _sampling_us(engine: Any, count: int) -> float:
+    """The device's time to sample the step queued last, which has been sampled: again with its masks."""
+
+    @torch.inference_mode()
+    def again() -> None:
+        for _ in range(REPEATS):
+            engine._runner.sample(count, *engine._runner.answer())
+
+    return 1e3 * eager_ms(again, 3) / REPEATS

@@ -12,9 +12,11 @@ sequence's memory; here it fails the step, the sequence or the copy. The event l
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
@@ -96,6 +98,17 @@ class Segment:
     took_us: int
 
 
+Masked = tuple[int, dict[int, str]]  # us on the host, and why rows failed, by index
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The state of a step whose sampling is queued once its masks are made."""
+
+    masked: Future[Masked] = field(default_factory=Future)
+    recorded: threading.Event = field(default_factory=threading.Event)  # its ids are among its slots' tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
     """A step between its forward and its sampling: `forward` returns it, `sample` takes it once."""
@@ -107,6 +120,7 @@ class Pending:
     forwarded: Event | None = None  # the forward's end on a GPU; with an answer, the end of sampling
     answer: Tensor | None = None  # ids and done [2, rows]: sampling is queued already, `sample` only waits
     tokens: tuple[Ints, ...] = ()  # with an answer: the host records of its slots
+    late: Late | None = None  # with an answer that is valid after `forwarded` once `late.masked` is done
     due_s: float = 0.0  # simulated engine: when the forward ends, on the monotonic clock
     segments: Callable[[], tuple[Segment, ...]] = tuple  # of a split step, once it has ended
 

@@ -3,8 +3,11 @@
     forward: device-state updates, forward graph, sample graph, copy of the ids ──▶ returns at once
     sample:  waits for the ids                                         (the next step is queued already)
 
-A step that has a row with penalties, bias, processors, a grammar or log probabilities is sampled outside the
-graph, all its rows: torch does what the kernel does not take, the kernel chooses, and the next step waits.
+A row with a grammar has a mask, which the kernel reads: see late_sampling.py.
+
+A step that has a row with penalties, bias, processors or log probabilities is sampled outside the graph, all
+its rows: torch does what the kernel does not take, the kernel chooses, and the next step waits. With several
+GPUs this holds for grammars, too: only one of them has the masks.
 services/executor/actor.py builds it for one rank, group/ for several.
 """
 
@@ -19,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,9 +43,12 @@ from services.executor.cuda.kernel_configs import (
     row_by_row,
     with_tma,
 )
+from services.executor.cuda.late_sampling import LateSampling
 from services.executor.cuda.model import CudaModel
 from services.executor.engine import (
     BackendInfo,
+    Late,
+    Masked,
     Pending,
     Segment,
     StepOutput,
@@ -117,13 +124,16 @@ class CudaBackend:
             streams = two_streams(loaded, most, deterministic=options.deterministic)
         self._least = 2 * (tuning.few_rows + CUT_TOKENS)  # tokens: no micro-batch is a step of few rows
         self._slots = CudaSlots(
-            options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context, device
-        )
+            options.slots, blocks_for(loaded.context, cache.block_tokens), cache.spare, loaded.context,
+            device, shapes.vocab,
+        )  # fmt: skip
         model = CudaModel(loaded, works, tuning, options.slots)
         self._storage = DeviceStorage(model.tensors(), [cache.tensor])
         self._runner = GraphRunner(loaded, model, self._slots, tuning, most, streams)
         self._sampling = DeviceSampling(options.slots, shapes.vocab, self._slots.choices, cache.activations)
         self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
+        self._masks = self._slots.choices.masks.numpy().view(np.int32)
+        self._late = LateSampling(self._sample_masked)
         self._no_ids = torch.empty(2, 0, dtype=torch.int32)
         self._computed: torch.cuda.Event | None = None  # the end of the last sampled forward
         self.copier = CudaCopier(cache, lambda: self._computed)
@@ -165,17 +175,20 @@ class CudaBackend:
         yield from long_steps(self.info)
 
     def open_slot(self, opened: SlotOpen) -> None:
+        self._late.flush()
         self._slots.open(opened)
         self._host_rows.open(opened)
         self._sampling.open(opened)
 
     def close_slot(self, slot: int) -> None:
+        self._late.flush()
         self._slots.close(slot)
         self._sampling.close(slot)
         self._host_rows.close(slot)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Pending:
+        self._late.flush()
         segments = self._queue(plan)
         samples = len(plan.sample_slots)
         if not samples:  # no ids to wait for, but the step ends with its forward
@@ -183,14 +196,23 @@ class CudaBackend:
             return Pending(plan=plan, forwarded=forwarded, answer=self._no_ids, segments=segments)
         if not self._stage.last:
             return Pending(plan=plan, forwarded=self._host_rows.forwarded())
-        if self._sampling.outside(plan.sample_slots):
+        masked = self._host_rows.has_grammar(plan.sample_slots)
+        if self._sampling.outside(plan.sample_slots) or (masked and not self._alone):
             logits, pools = self._runner.logits(samples), self._sampling.sampler.pools(plan.sample_slots)
             hidden = self._runner.hidden(samples) if pools else None
             forwarded = self._host_rows.forwarded()
             return Pending(plan=plan, logits=logits, hidden=hidden, forwarded=forwarded, segments=segments)
-        answer, ready = self._runner.sample(samples)
+        answer, ready = self._runner.answer()
         tokens = tuple(self._slots.tokens(slot) for slot in plan.sample_slots)
-        return Pending(plan=plan, forwarded=ready, answer=answer, tokens=tokens, segments=segments)
+        late = Late() if masked else None
+        pending = Pending(
+            plan=plan, forwarded=ready, answer=answer, tokens=tokens, segments=segments, late=late
+        )
+        if masked:
+            self._late.put(pending)
+        else:
+            self._runner.sample(samples, answer, ready)
+        return pending
 
     def _queue(self, plan: StepPlan) -> Callable[[], tuple[Segment, ...]]:
         """Queue a plan's forward, whole or in micro-batches; the segments of the micro-batches."""
@@ -209,26 +231,37 @@ class CudaBackend:
 
     @torch.inference_mode()
     def sample(self, pending: Pending) -> StepOutput:
-        plan, answer = pending.plan, pending.answer
-        if answer is None:
+        if pending.answer is None:
             self._computed = pending.forwarded
             return self._sample_outside(pending)
-        assert pending.forwarded is not None, "an answer has its event"
-        pending.forwarded.synchronize()
+        ids, done, (host_us, failures) = self._late.answer(pending)
         self._computed = pending.forwarded  # only now: a copy must not wait for a step without a result
-        ids, done = answer[:, : len(plan.sample_rows)].tolist()
-        flaws = row_errors(done)
-        append_sampled(pending.tokens, ids, pending.positions)
         return StepOutput(
-            ids=ints(ids), done=ints(done), row_errors=tuple(flaws.items()), segments=pending.segments()
+            ids=ints(ids),
+            done=ints(done),
+            host_us=host_us,
+            row_errors=tuple((row_errors(done) | failures).items()),
+            segments=pending.segments(),
         )
+
+    @torch.inference_mode()
+    def _sample_masked(self, pending: Pending) -> Masked:
+        slots, answer, ready = list(pending.plan.sample_slots), pending.answer, pending.forwarded
+        assert answer is not None
+        assert ready is not None
+        host_us, failures = self._host_rows.write_masks(slots, self._slots.tokens, self._masks)
+        end_slots(self._slots.choices.done, [slots[row] for row in failures])
+        self._runner.sample(len(slots), answer, ready)
+        return host_us, failures
 
     def _sample_outside(self, pending: Pending) -> StepOutput:
         slots, positions, logits = list(pending.plan.sample_slots), pending.positions, pending.logits
         if logits is None:
             raise EngineError(f"step {pending.plan.step} samples rows that its forward pass did not compute")
         with self._host_rows.overlapping(pending.forwarded):
-            processed, host_us, failures = self._host_rows.process(logits, slots, self._slots.tokens)
+            processed, host_us, failures = self._host_rows.process(
+                logits, slots, self._slots.tokens, self._masks
+            )
             end_slots(self._slots.choices.done, [slots[row] for row in failures])
             answer = self._sampling.choose(processed, slots, positions)
             ids, done = answer.tolist()
@@ -282,7 +315,18 @@ class CudaBackend:
         self._compiles.stop()
         if (rows := self.__dict__.get("_host_rows")) is not None:  # None: closed before
             rows.end()
-        for name in ("_cache", "_slots", "_runner", "_storage", "_sampling", "_host_rows", "copier"):
+        held = (
+            "_cache",
+            "_slots",
+            "_runner",
+            "_storage",
+            "_sampling",
+            "_host_rows",
+            "_masks",
+            "_late",
+            "copier",
+        )
+        for name in held:
             self.__dict__.pop(name, None)  # frees the memory
 
 
@@ -307,7 +351,7 @@ class DeviceSampling:
         self.close(opened.slot)
         self.sampler.open(opened)
         changes = self.sampler.changes_logits(opened.slot) or bool(opened.processors)
-        if changes or opened.grammar or opened.logprobs or opened.pooling:
+        if changes or opened.logprobs or opened.pooling:
             self._outside[opened.slot] = changes
 
     def close(self, slot: int) -> None:

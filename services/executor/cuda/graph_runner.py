@@ -61,8 +61,8 @@ Segments = Callable[[], tuple[Segment, ...]]  # call it once the step has ended 
 
 
 class GraphRunner:
-    """Owns the buffers and the graphs. Runs in `torch.inference_mode` and on one thread; another thread may
-    read the results of `sample`."""
+    """Owns the buffers and the graphs. Runs in `torch.inference_mode` and on one thread at a time; another
+    thread may read the results of `sample`."""
 
     def __init__(
         self,
@@ -158,21 +158,22 @@ class GraphRunner:
             return
         keep(hidden, self._hidden[: step.samples.shape[1]], self._staging.words[: self._tile_planner.samples])
 
-    def sample(self, count: int) -> tuple[Tensor, Event]:
-        """Queue the head and the sampler for the first `count` sample rows of the step queued last. Returns
-        ids and done `[2, rows]` in pinned memory, valid after the event."""
+    def answer(self) -> tuple[Tensor, Event]:
+        """Pinned memory for ids and done `[2, rows]` of a step, and an event: both for `sample`."""
+        self._turn = (self._turn + 1) % RING
+        return self._results[self._turn], Event()  # type: ignore[no-untyped-call]  # no annotations in torch
+
+    def sample(self, count: int, answer: Tensor, ready: Event) -> None:
+        """Queue the head and the sampler for the first `count` sample rows of the step queued last. `answer`
+        gets ids and done, valid after `ready`."""
         size = next(size for size in self.row_buckets if size >= count)
         graph = self._graphs.get(("sample", size))
         if graph is None:
             self._sample(self._tile_planner.layout("sample", size), size)
         else:
             graph.replay()
-        self._turn = (self._turn + 1) % RING
-        answer = self._results[self._turn]
         move(self._chosen, answer)
-        ready = Event()  # type: ignore[no-untyped-call]  # no annotations in torch
         ready.record()
-        return answer, ready
 
     def logits(self, count: int) -> Tensor:
         """Logits `[count, vocab]` float32 of the first sample rows of the step queued last."""

@@ -27,7 +27,7 @@ from torch.cuda import Event
 from kernels.attention.decode import DecodeRows
 from kernels.attention.prefill import PrefillSplit, PrefillTiles, PrefillTuning, parts_room, tile_queries
 from kernels.inputs.gpu import FROM_DEVICE, Resolved, SlotState, move, resolve, scatter
-from kernels.sampling.gpu import Choices
+from kernels.sampling.gpu import Choices, mask_room
 from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.loader import Loaded
 from services.executor.cuda.kernel_configs import DeviceTuning
@@ -380,7 +380,7 @@ class CudaSlots:
     """The state of all slots on a GPU, in one buffer of 32-bit words.
 
         tables [slots + 1, blocks] | last token | done | max length | row of the slot table |
-        seed | stop ids
+        seed | whether it has a grammar | stop ids
 
     So an opened slot and a step's block-table deltas are both updates of words. They collect on the host and
     go with the next step's inputs, in one copy and one launch. The last slot is spare: padding uses it.
@@ -388,8 +388,15 @@ class CudaSlots:
     Samples of another stage of a pipeline also become updates."""
 
     def __init__(
-        self, count: int, table_blocks: int, spare: int, max_context: int, device: torch.device
+        self,
+        count: int,
+        table_blocks: int,
+        spare: int,
+        max_context: int,
+        device: torch.device,
+        vocab: int,
     ) -> None:
+        """`vocab`: the width of the logits."""
         self._record = SlotTokens(count, max_context)
         self.tokens, self.close = self._record.tokens, self._record.close
         rows = count + 1
@@ -400,7 +407,7 @@ class CudaSlots:
         self._recording = threading.Lock()
         sizes = {
             "table": rows * table_blocks, "last": rows, "done": rows, "length": rows,
-            "sampling": len(PARAMETERS) * rows, "seed": 2 * rows, "stop": STOP_IDS * rows,
+            "sampling": len(PARAMETERS) * rows, "seed": 2 * rows, "masked": rows, "stop": STOP_IDS * rows,
         }  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes.values())]).tolist()
         self._at = dict(zip(sizes, begins, strict=False))
@@ -414,6 +421,8 @@ class CudaSlots:
             stop_ids=part["stop"].view(rows, STOP_IDS),
             last_tokens=part["last"],
             done=part["done"],
+            masked=part["masked"],
+            masks=mask_room(count, vocab, device),
         )
         self.state.tables.fill_(spare)
         self.state.done[self.spare_slot] = 1
@@ -428,6 +437,7 @@ class CudaSlots:
         self._set("length", slot, [limit])
         self._set("sampling", slot, slot_row(opened.sampling).view(np.int32))
         self._set("seed", slot, np.array([seed_key(opened.seed)], dtype=np.int64).view(np.int32))
+        self._set("masked", slot, [int(bool(opened.grammar))])
         self._set("stop", slot, stops)
 
     def reset(self) -> None:

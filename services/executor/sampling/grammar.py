@@ -3,6 +3,7 @@
     SlotOpen ──▶ compile on a thread, equal grammars once ──▶ a matcher for each slot
     refused  ──▶ the matcher accepts the slot's new tokens, then the chosen one if it may follow
     mask     ──▶ the matcher accepts the slot's new tokens; the logits of forbidden tokens become -inf
+                 (on a GPU in the kernel that chooses, by `write_masks`)
 
 A matcher needs the token before, which is known here once it is sampled. So these rows, unlike rows with
 processors, may be planned while the step before runs (run-ahead). The first token waits for the compilation:
@@ -17,8 +18,8 @@ from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.engine import ReportGrammar, ignore_grammar_news
@@ -105,11 +106,23 @@ class Grammars:
         self, logits: Tensor, rows: Sequence[int], slots: Sequence[int], tokens: Tokens
     ) -> dict[int, str]:
         """Forbid in place the tokens that may not follow, in these rows of `logits` `[rows, vocab]`; row i
-        belongs to `slots[i]`. Returns why rows failed, by index."""
-        allowed = torch.full(
-            (len(rows), self._words), -1, dtype=torch.int32, pin_memory=logits.device.type == "cuda"
-        )
-        row_bytes, index = allowed[0].nbytes, {row: k for k, row in enumerate(rows)}
+        belongs to `slots[i]`. Returns why rows failed, by index. On a CPU."""
+        allowed = np.empty((len(rows), self._words), dtype=np.int32)
+        failures = self.write_masks(allowed, {row: k for k, row in enumerate(rows)}, slots, tokens)
+        host, vocab = logits.numpy(), logits.shape[1]
+        for row, words in zip(rows, allowed.view(np.uint8), strict=True):
+            bits = np.unpackbits(words, count=vocab, bitorder="little")
+            np.copyto(host[row], -np.inf, where=bits == 0)  # a third of the time of masked_fill_
+        return failures
+
+    def write_masks(
+        self, masks: NDArray[np.int32], places: dict[int, int], slots: Sequence[int], tokens: Tokens
+    ) -> dict[int, str]:
+        """Write which tokens may follow in row i of `places`, a bit each, to `masks[places[i]]`; `masks` is
+        `[*, words]`, with at least a bit for each token. The masks of rows that failed or have ended allow
+        all. Returns why rows failed, by index."""
+        begin, row_bytes = masks.ctypes.data, self._words * masks.itemsize
+        masks[[*places.values()]] = -1
         ready: dict[int, LLMatcher] = {}
 
         def accept(row: int) -> None:
@@ -122,16 +135,13 @@ class Grammars:
             if ready[row].is_error():
                 why = f"grammar: {first_line(ready[row].get_error())}"
                 raise GrammarRefusedError(why[:MAX_WHY_CHARS])
-            if not words[index[row]].any():
+            if not masks[places[row], : self._words].any():
                 raise GrammarRefusedError(_DEAD_END)
 
-        failures = _each(rows, accept)
+        failures = _each([*places], accept)
         for row, matcher in ready.items():  # on llguidance's threads 32 masks took 1.3 ms, so 0.2
-            matcher.unsafe_compute_mask_ptr(allowed.data_ptr() + index[row] * row_bytes, row_bytes)
-        words = allowed.numpy()
-        failures |= _each(list(ready), check)
-        _forbid(logits, rows, allowed)
-        return failures
+            matcher.unsafe_compute_mask_ptr(begin + places[row] * masks.strides[0], row_bytes)
+        return failures | _each(list(ready), check)
 
     def refused(
         self, ids: Sequence[int], rows: Sequence[int], slots: Sequence[int], tokens: Tokens
@@ -239,26 +249,3 @@ def _each(rows: Sequence[int], do: Callable[[int], None]) -> dict[int, str]:
                 str(error) if isinstance(error, EngineError) else f"grammar: {first_line(str(error))}"
             )
     return failures
-
-
-def _forbid(logits: Tensor, rows: Sequence[int], allowed: Tensor) -> None:
-    """Set the logits of tokens with a 0 bit in `allowed` `[rows, words]` to -inf."""
-    if logits.device.type == "cpu":
-        host, vocab = logits.numpy(), logits.shape[1]
-        for row, words in zip(rows, allowed.numpy().view(np.uint8), strict=True):
-            bits = np.unpackbits(words, count=vocab, bitorder="little")
-            np.copyto(host[row], -np.inf, where=bits == 0)  # a third of the time of masked_fill_
-        return
-    forbidden = _zeros_of(allowed.to(logits.device, non_blocking=True), logits.shape[1])
-    if len(rows) == len(logits):
-        logits.masked_fill_(forbidden, -torch.inf)
-    else:
-        at = torch.tensor(rows, device=logits.device)
-        logits[at] = logits[at].masked_fill_(forbidden, -torch.inf)
-
-
-def _zeros_of(words: Tensor, count: int) -> Tensor:
-    """Whether each of the first `count` bits is 0, `[rows, count]`. Words travel and are unpacked on the
-    device: bits in bytes take 8 times as long."""
-    each = torch.arange(_WORD_BITS, dtype=words.dtype, device=words.device)
-    return words.unsqueeze(-1).bitwise_right_shift(each).bitwise_and_(1).eq_(0).flatten(1)[:, :count].bool()

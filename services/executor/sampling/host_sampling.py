@@ -1,7 +1,7 @@
 """HostRows applies logits processors and grammars to the rows of a step. The torch engines call it.
 
-Rows with processors are copied to the host, processed and copied back. Then grammars forbid tokens: before
-the choice (`process`), or after it by rejection (`choose`, see grammar.py).
+Rows with processors are copied to the host, processed and copied back. Then grammars forbid tokens: in the
+kernel that chooses, by masks (`write_masks`), or after the choice by rejection (`choose`, see grammar.py).
 
 On a GPU a step's sampling must not queue after the next step's forward. So an event marks the end of each
 forward, and sampling runs on a second stream after that event. This holds for steps without such rows, too:
@@ -14,7 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.sampling import grammar
@@ -68,18 +70,30 @@ class HostRows:
         self._stream.wait_event(forwarded)
         return torch.cuda.stream(self._stream)
 
-    def process(self, logits: Tensor, slots: Sequence[int], tokens: Tokens) -> HostWork:
-        """Run the processors and grammars of the rows; `tokens` returns a slot's tokens so far. Row i belongs
-        to `slots[i]`. `logits` stays unchanged."""
+    def process(
+        self, logits: Tensor, slots: Sequence[int], tokens: Tokens, masks: NDArray[np.int32]
+    ) -> HostWork:
+        """Run the processors of the rows and write the masks of their slots; `tokens` returns a slot's tokens
+        so far. Row i belongs to `slots[i]`. `logits` stays unchanged."""
         processed, host_us, failures = self._through_processors(logits, slots, tokens)
+        more_us, failed = self.write_masks(slots, tokens, masks)
+        return processed, host_us + more_us, {**failures, **failed}
+
+    def has_grammar(self, slots: Sequence[int]) -> bool:
+        """Whether a slot of these has a grammar."""
+        return bool(self._grammars.rows_of(slots))
+
+    def write_masks(
+        self, slots: Sequence[int], tokens: Tokens, masks: NDArray[np.int32]
+    ) -> tuple[int, dict[int, str]]:
+        """Write what may follow in slots with a grammar to their rows of `masks` `[slots, words]`. Returns
+        the time in us, and why rows failed, by index."""
         rows = self._grammars.rows_of(slots)
         if not rows:
-            return processed, host_us, failures
+            return 0, {}
         began_ns = time.monotonic_ns()
-        changed = processed.clone() if processed is logits else processed
-        failed = self._grammars.mask(changed, rows, slots, tokens)
-        host_us += (time.monotonic_ns() - began_ns) // 1000
-        return changed, host_us, {**failures, **failed}
+        failures = self._grammars.write_masks(masks, {row: slots[row] for row in rows}, slots, tokens)
+        return (time.monotonic_ns() - began_ns) // 1000, failures
 
     def choose(
         self, sampler: Sampler, logits: Tensor, slots: list[int], positions: list[int], tokens: Tokens

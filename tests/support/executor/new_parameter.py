@@ -75,7 +75,7 @@ def check_samplers() -> None:
     made = [opened(slot, [1, 2, 3], Sampling(**WISHES[slot])) for slot in slots]
     device, cpu = torch.device(DEVICE), torch.device("cpu")
     reference, alone = (Sampler(len(slots), VOCAB, cpu, deterministic=exact) for exact in (False, True))
-    state = CudaSlots(len(slots), 6, 99, 90, device)
+    state = CudaSlots(len(slots), 6, 99, 90, device, VOCAB)
     kernel = DeviceSampling(len(slots), VOCAB, state.choices, torch.bfloat16)
     for each in made:
         reference.open(each)

@@ -37,7 +37,7 @@ from kernels.norm.gpu import add_rms_norm_, rms_norm
 from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
 from kernels.rope.ref import apply_rope, rope_table
 from kernels.sampling import ref as sampler
-from kernels.sampling.gpu import Choices, choose, scratch
+from kernels.sampling.gpu import Choices, choose, mask_room, scratch
 from loadtest.gpu.draw import slot_table
 
 CLOSE = 1e-5
@@ -188,7 +188,8 @@ def test_chosen_tokens_are_those_of_the_reference_and_end_their_slots() -> None:
     limits[2], done[3] = 13, 1  # the third slot is at its length, the fourth had ended before
     last = words(*range(rows + 1))
     chosen = torch.full((2, rows), -9, dtype=torch.int32, device=DEVICE)
-    choices = Choices(table, seeds, limits, stops, last, done)
+    masks = words(*[0] * (rows + 1)), mask_room(rows, vocab, logits.device)
+    choices = Choices(table, seeds, limits, stops, last, done, *masks)
     choose(logits, words(*range(rows)), positions, choices, scratch(rows, vocab, logits.device), chosen)
     assert chosen[0].tolist() == [*wanted[:3], -1, *wanted[4:]]
     assert chosen[1].tolist() == [0, 1, 1, 2, 0, 0, 0]

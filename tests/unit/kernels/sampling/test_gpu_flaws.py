@@ -9,7 +9,7 @@ import torch
 from support.executor.gpu_side import DEVICE, normal, words
 
 from kernels.sampling import INVALID
-from kernels.sampling.gpu import Choices, choose, scratch
+from kernels.sampling.gpu import Choices, choose, mask_room, scratch
 from loadtest.gpu.draw import slot_table
 
 LEAST = 1.1754944e-38
@@ -29,7 +29,8 @@ def chosen(logits: torch.Tensor, numbers: range) -> tuple[list[int], list[int], 
     last, done = words(*[9] * rows), words(*[0] * rows)
     stops = torch.full((rows, 4), -1, dtype=torch.int32, device=DEVICE)
     found = torch.full((2, rows), -9, dtype=torch.int32, device=DEVICE)
-    choices = Choices(table, seeds, words(*[1000] * rows), stops, last, done)
+    masks = words(*[0] * rows), mask_room(rows, VOCAB, logits.device)
+    choices = Choices(table, seeds, words(*[1000] * rows), stops, last, done, *masks)
     slots, positions = words(*range(rows)), words(*(10 + number for number in numbers))
     choose(logits, slots, positions, choices, scratch(rows, VOCAB, logits.device), found)
     return found[0].tolist(), found[1].tolist(), last.tolist(), done.tolist()

@@ -47,7 +47,7 @@ def opened(slot: int, tokens: list[int] | None = None, **more: object) -> SlotOp
 
 
 def made(*slots: SlotOpen, dtype: torch.dtype = torch.float32) -> tuple[DeviceSampling, CudaSlots]:
-    state = CudaSlots(len(slots), 6, 99, CONTEXT, torch.device(DEVICE))
+    state = CudaSlots(len(slots), 6, 99, CONTEXT, torch.device(DEVICE), VOCAB)
     sampling = DeviceSampling(len(slots), VOCAB, state.choices, dtype)
     maker = PlanMaker(SimBackend(SimOptions(timing="step=0", blocks=50, slots=64)))
     for each in slots:
@@ -124,6 +124,23 @@ def test_masks_of_grammars_leave_only_their_tokens() -> None:
     assert found == reference.choose(logits, rows, positions).tolist()
 
 
+def test_rows_with_a_mask_get_the_token_of_masked_logits_and_keep_theirs() -> None:
+    """Also those whose logits change first."""
+    wishes: Wishes = [wish for pair in zip(PLAIN, CHANGED, strict=True) for wish in pair]
+    rows, positions = list(range(len(wishes))), [10] * len(wishes)
+    under = [opened(i, sampling=Sampling(**wish), grammar="g" * (i % 3 > 0)) for i, wish in enumerate(wishes)]
+    sampling, state = made(*under, dtype=torch.bfloat16)
+    state.choices.masks[:] = 0b00010001  # every fourth token
+    logits = logits_of(len(wishes))
+    before, masked = logits.clone(), logits.clone()
+    tokens = torch.arange(VOCAB, device=DEVICE)
+    for row in rows:
+        masked[row, (tokens % 4 > 0) & (row % 3 > 0)] = -math.inf
+    wanted = wishing(wishes, torch.bfloat16)[0].choose(masked, rows, positions).tolist()
+    assert sampling.choose(logits, rows, positions).tolist() == wanted
+    assert torch.equal(logits, before)  # log probabilities are of these
+
+
 def test_slots_end_in_the_kernel() -> None:
     wishes: Wishes = [CHANGED[0], PLAIN[0], CHANGED[0], PLAIN[0]]
     slots = [
@@ -160,7 +177,7 @@ def test_a_slot_is_opened_again_without_what_it_had() -> None:
 
 
 def test_what_the_graph_cannot_sample() -> None:
-    for more in ({"processors": ("{}",)}, {"grammar": "g"}, {"logprobs": 1}, {"min_tokens": 4}, {}):
+    for more in ({"processors": ("{}",)}, {"logprobs": 1}, {"min_tokens": 4}, {}):
         sampling, _ = made(opened(0), opened(1, **more))
         assert not sampling.outside([0])
         assert sampling.outside([0, 1]) == bool(more)

@@ -39,7 +39,7 @@ SPARE, CONTEXT = 99, 90
 
 @pytest.fixture
 def slots() -> CudaSlots:
-    return CudaSlots(4, 6, SPARE, CONTEXT, torch.device("cpu"))
+    return CudaSlots(4, 6, SPARE, CONTEXT, torch.device("cpu"), 100)
 
 
 def opened(slot: int, tokens: list[int], **more: object) -> SlotOpen:
