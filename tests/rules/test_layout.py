@@ -66,7 +66,7 @@ HANGING = (
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
 PATH_FILES, PATH_LINES = 92, 27_400
-PRODUCT_FILES, PRODUCT_LINES = 292, 73_500
+PRODUCT_FILES, PRODUCT_LINES = 293, 73_700
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

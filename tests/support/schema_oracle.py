@@ -85,7 +85,7 @@ def integers(draw: Callable[..., Any]) -> Pair:
         schema["exclusiveMaximum" if exclusive else "maximum"] = most
         high -= exclusive
     if draw(st.integers(0, 4)) == 0:
-        step = draw(st.sampled_from([2, 3, 10]))
+        step = draw(st.sampled_from([n for n in (2, 3, 10) if -(-low // n) <= high // n] or [1]))
         return {**schema, "multipleOf": step}, st.integers(-(-low // step), high // step).map(
             lambda n: n * step
         )
