@@ -1,11 +1,14 @@
 """Measures the time from `headrace up` to the first token of a chat, phase by phase: cold, with no compiled
-kernels on the machine, and warm. Each round does one of both, each in a home folder of its own.
+kernels on the machine, and warm. Each round does one of both, each in a home folder of its own, and with
+`--peers` starts each server of a TOML file too, as `loadtest.peers` reads it.
 
     python -m loadtest.first_token --rounds 5 --out first_token.json -- --dtype bf16
+    python -m loadtest.first_token --peers loadtest/peers/smollm2_gguf.toml --only llama-q4_1
 
-Flags after `--` go to `up`. The goal: 6 s cold, 3 s warm on two cores. The model must have been pulled. A
-phase is the time from the start of `up` to its end. CPU seconds are those of each process up to the first
-token: they depend less on other work of the machine. Files come from the page cache.
+Flags after `--` go to `up`. The goals: 6 s cold, 3 s warm on two cores, and no more than 2.5 times a peer's
+seconds in the same round. The model must have been pulled. A phase is the time from the start of `up` to its
+end. The chat goes over HTTP to every server. CPU seconds are those of each process up to the first token:
+they depend less on other work of the machine. Files come from the page cache.
 """
 
 from __future__ import annotations
@@ -22,15 +25,19 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from loadtest.bench.over_http import HttpTransport
+from loadtest.bench.pacer import Pacer
+from loadtest.bench.record import Record
+from loadtest.fleet import cpu_name
 from loadtest.idle_cores import processes, thread_s
+from loadtest.peers.server import Peer, read_peers, running
 from loadtest.running_up import STOP_S
-from shared.client import Client
 from shared.config import load
-from shared.nats.bus import NatsBus
-from shared.vocab.files import resolve
 
 GOALS_S = {"cold": 6.0, "warm": 3.0}
 # A line of the log that ends a phase.
@@ -46,6 +53,7 @@ PHASES = (
     ("up: a request was answered", r"^ready after"),
 )
 FIRST_TOKEN = "first token of a chat"
+CHAT = {"messages": [{"role": "user", "content": "What is NATS?"}], "max_tokens": 1}
 
 
 def measured(home: Path, flags: list[str]) -> dict[str, Any]:
@@ -72,13 +80,13 @@ def measured(home: Path, flags: list[str]) -> dict[str, Any]:
             for phase, pattern in PHASES:
                 if phase not in phases and re.search(pattern, line):
                     phases[phase] = now_s
-            url = url or "".join(re.findall(r"NATS: +(nats://\S+)", line))
+            url = url or "".join(re.findall(r"OpenAI API: +(http://[^/\s]+)", line))
             if line.startswith("ready after"):
                 break
         else:
             raise SystemExit(f"`headrace up` ended\n{''.join(lines[-8:])}")
         threading.Thread(target=process.stdout.read, daemon=True).start()  # or its pipe fills up
-        asyncio.run(first_token(url, resolve(settings.model, settings.cache_dir).name))
+        asyncio.run(first_token(url))
         phases[FIRST_TOKEN] = time.monotonic() - began_s
         cpu_s: dict[str, float] = {"up": sum(thread_s(process.pid).values())}
         for pid, kind in processes(process.pid).items():
@@ -89,20 +97,28 @@ def measured(home: Path, flags: list[str]) -> dict[str, Any]:
         process.wait(STOP_S)
 
 
-async def first_token(url: str, model: str) -> None:
-    """Return at the first text of a chat."""
-    bus = await NatsBus.connect(url, name="first-token")
-    client = await Client.open(bus)
-    body = {"model": model, "messages": [{"role": "user", "content": "What is NATS?"}], "max_tokens": 16}
-    async for frame in client.stream(body):
-        if frame["type"] == "delta":
-            break
-    await bus.drain()
+async def first_token(url: str) -> None:
+    """Return when a chat of one token is answered."""
+    transport, record = HttpTransport(url, Pacer()), Record("", 0)
+    await transport.find_model()
+    await transport.send({**CHAT}, record)
+    await transport.close()
+    if record.error:
+        raise SystemExit(f"the chat failed: {record.error}")
+
+
+def peer_measured(peer: Peer, home: Path) -> dict[str, Any]:
+    """One start of another server."""
+    load_before = os.getloadavg()[0]
+    with running(peer, home / f"{peer.name}.log", CHAT) as server:
+        cpu_s = {peer.name: server.cpu_s()}
+    return {"phases_s": {FIRST_TOKEN: server.ready_s}, "cpu_s": cpu_s, "load_before": load_before}
 
 
 def table(rounds: list[dict[str, Any]]) -> str:
-    """Median, least and most of every phase, and the median CPU s."""
-    rows = [f"{'s since the start of up':<34}" + "".join(f"{kind:>22}" for kind in GOALS_S)]
+    """Median, least and most of every phase, the median CPU s, and ratios to each peer, round by round."""
+    kinds = list(dict.fromkeys(each["kind"] for each in rounds))
+    rows = [f"{'s since the start':<34}" + "".join(f"{kind:>22}" for kind in kinds)]
     for part, names in (
         ("phases_s", [phase for phase, _ in PHASES] + [FIRST_TOKEN]),
         ("cpu_s", sorted({kind for each in rounds for kind in each["cpu_s"]})),
@@ -111,13 +127,24 @@ def table(rounds: list[dict[str, Any]]) -> str:
             rows.append("CPU s up to the first token")
         for name in names:
             row = f"{name:<34}"
-            for kind in GOALS_S:
+            for kind in kinds:
                 found = [each[part][name] for each in rounds if each["kind"] == kind and name in each[part]]
-                low_high = f" ({min(found):.2f}…{max(found):.2f})" if found else ""
-                spread = f"{statistics.median(found):.2f}{low_high}" if found else "–"
-                row += f"{spread:>22}"
+                row += f"{spread(found) if found else '–':>22}"
             rows.append(row)
+    taken = {
+        kind: [each["phases_s"][FIRST_TOKEN] for each in rounds if each["kind"] == kind] for kind in kinds
+    }
+    for peer in kinds[len(GOALS_S) :]:
+        row = f"{'first token / ' + peer + chr(39) + 's':<34}"
+        for kind in GOALS_S:
+            row += f"{spread([a / b for a, b in zip(taken[kind], taken[peer], strict=True)]):>22}"
+        rows.append(row)
     return "\n".join(rows)
+
+
+def spread(found: list[float]) -> str:
+    """The median, and the least and the most."""
+    return f"{statistics.median(found):.2f} ({min(found):.2f}…{max(found):.2f})"
 
 
 def main() -> None:
@@ -126,17 +153,29 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON of every round")
+    parser.add_argument("--peers", type=Path, help="a TOML file of servers to start in each round, too")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="some of them")
     parser.add_argument("flags", nargs="*", help="for `headrace up`, after --")
     given = parser.parse_args()
-    rounds = []
+    peers = [
+        peer
+        for peer in (read_peers(given.peers) if given.peers else [])
+        if not given.only or peer.name in given.only
+    ]
+    rounds: list[dict[str, Any]] = []
     for _ in range(given.rounds):
         with tempfile.TemporaryDirectory() as home:
-            for kind in GOALS_S:
-                rounds.append({"kind": kind, **measured(Path(home), given.flags)})
+            starts = {kind: partial(measured, Path(home), given.flags) for kind in GOALS_S}
+            starts |= {peer.name: partial(peer_measured, peer, Path(home)) for peer in peers}
+            for kind, start in starts.items():
+                rounds.append({"kind": kind, **start()})
                 print(kind, {name: round(s, 2) for name, s in rounds[-1]["phases_s"].items()}, flush=True)
     print(table(rounds))
     if given.out:
-        document = {"flags": given.flags, "cores": len(os.sched_getaffinity(0)), "rounds": rounds}
+        document = {
+            "flags": given.flags, "cores": len(os.sched_getaffinity(0)), "cpu": cpu_name(),
+            "peers": [asdict(peer) for peer in peers], "rounds": rounds,
+        }  # fmt: skip
         given.out.write_text(json.dumps(document, indent=1))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from loadtest.bench.machine import circumstances
 from loadtest.peers.ratios import rows, settings, starts, table
 from loadtest.peers.server import read_peers
-from loadtest.peers.turns import take_turns
+from loadtest.peers.turns import side_by_side, take_turns
 from shared.errors import BadRequest, HeadraceError
 
 LOAD = [
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("peers", type=Path, help="a TOML file of servers")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some of them; ratios are of the first")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--side-by-side", action="store_true", help="start all at once: each load in turn")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for results and logs")
     given = parser.parse_args(words[: ends[0]])
     try:
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing := [name for name in given.only or () if name not in peers]:
             raise BadRequest(f"{given.peers} describes no {missing[0]}: it has {', '.join(peers)}")
         chosen = [peers[name] for name in given.only or peers]
-        turns = take_turns(chosen, given.rounds, loads, given.out)
+        take = side_by_side if given.side_by_side else take_turns
+        turns = take(chosen, given.rounds, loads, given.out)
     except HeadraceError as error:
         print(f"error {error.code} {error.type}: {error.message}", file=sys.stderr)
         return 1

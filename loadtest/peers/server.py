@@ -22,9 +22,9 @@ from loadtest.faults import children
 from shared.errors import BadRequest, SetupError
 from shared.processes import die_with_parent
 
-READY_S, POLL_S, STOP_S = 600.0, 0.1, 30.0
+READY_S, POLL_S, STOP_S = 600.0, 0.02, 30.0
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
-_PROMPT = list(range(300, 308))
+_FIRST = {"prompt": list(range(300, 308)), "max_tokens": 2, "temperature": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ def read_peers(path: Path) -> list[Peer]:
 
 
 @contextmanager
-def running(peer: Peer, log: Path) -> Iterator[Running]:
-    """A server for the length of a block; what it prints goes to `log`. Raises SetupError when it ends or
-    does not answer."""
+def running(peer: Peer, log: Path, body: Mapping[str, Any] = _FIRST) -> Iterator[Running]:
+    """A server for the length of a block, once it has answered `body`; what it prints goes to `log`. Raises
+    SetupError when it ends or does not answer."""
     words = [os.path.expanduser(word) for word in shlex.split(peer.command)]
     environment = {**os.environ, **peer.environment()}
     began_s = time.monotonic()
@@ -92,7 +92,7 @@ def running(peer: Peer, log: Path) -> Iterator[Running]:
         except OSError as error:
             raise SetupError(f"{peer.name} cannot be started: {error}") from None
     try:
-        asyncio.run(_until_it_answers(peer, process, log))
+        asyncio.run(_until_it_answers(peer, process, log, body))
         yield Running(process, time.monotonic() - began_s)
     finally:
         _end(process)
@@ -105,14 +105,15 @@ def tree(pid: int) -> list[int]:
     return []
 
 
-async def _until_it_answers(peer: Peer, process: subprocess.Popen[bytes], log: Path) -> None:
-    body: dict[str, Any] = {"prompt": _PROMPT, "max_tokens": 2, "temperature": 0}
+async def _until_it_answers(
+    peer: Peer, process: subprocess.Popen[bytes], log: Path, body: Mapping[str, Any]
+) -> None:
     deadline_s = time.monotonic() + READY_S
     while True:
         transport, record = HttpTransport(peer.url, Pacer(), timeout_s=READY_S), Record("", 0)
         try:
             await transport.find_model()
-            await transport.send(body, record)
+            await transport.send({**body}, record)
         except SetupError as error:  # nobody listens yet
             record.error = error.message
         finally:

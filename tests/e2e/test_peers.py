@@ -74,6 +74,21 @@ def test_two_servers_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert seeds == [0, 1, 2, 3]
 
 
+def test_servers_side_by_side_start_once_and_change_places(tmp_path: Path) -> None:
+    path, out = tmp_path / "peers.toml", tmp_path / "out"
+    path.write_text(toml({"fast": known("fast", FAST, tmp_path), "slow": known("slow", SLOW, tmp_path)}))
+    load = ["--num-prompts", "2", "--input-len", "4", "--output-len", "3", "--max-concurrency", "1"]
+    assert main([str(path), "--side-by-side", "--rounds", "2", "--out", str(out), "--", *load]) == 0
+    result = json.loads((out / "peers.json").read_text())
+    slow = next(r for r in result["rows"] if (r["peer"], r["figure"]) == ("slow", "output_throughput"))
+    assert 1 < slow["ratio_least"] <= slow["ratio_most"]
+    assert all(row["ready_s_least"] == row["ready_s_most"] for row in result["starts"])
+    made = sorted(
+        (out / f"{name}-{n}.json" for name in ("fast", "slow") for n in (1, 2)), key=os.path.getmtime
+    )
+    assert [each.stem for each in made] == ["fast-1", "slow-1", "slow-2", "fast-2"]
+
+
 def test_turns_change_places() -> None:
     peers = [Peer(name, "", "") for name in "abc"]
     rounds = ["".join(peer.name for peer in order(peers, number)) for number in range(4)]
