@@ -172,8 +172,8 @@ def batch_part(tenant: str, batch: str, part: str) -> str:
 
 
 def hook(host: str, tenant: str, event: str) -> str:
-    """An event for a webhook, in stream HR_HOOKS; `*`: any. `host`: a key of the host that gets it."""
-    return f"{STORE}.hook.{host}.{_any(tenant)}.{event}"
+    """An event for a webhook, in stream HR_HOOKS. `host`: a key of the host that gets it."""
+    return f"{STORE}.hook.{host}.{token(tenant)}.{event}"
 
 
 def hooks_of(host: str) -> str:

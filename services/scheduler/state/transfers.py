@@ -168,7 +168,7 @@ class TransferLink:
     trip_us: int = 0  # time of the messages KvCopy and KvCopied, a moving average
     store_us: int = 0  # time from KvReserve to KvStored, a moving average
     seen_us: int = 0  # when a copy was last measured
-    tried_us: int = 0  # when a load last began to measure it, whatever came of the load
+    tried_us: int = 0  # when a load last began to measure it, also one that failed
     saw_long_copy: bool = False
     _n: float = 0.0
     _x: float = 0.0  # MiB
