@@ -147,8 +147,13 @@ def forward(tenant: str, verb: str) -> str:
 
 
 def file_part(tenant: str, file: str, part: int | str) -> str:
-    """A chunk of a file by its number, or `meta`, in stream HR_FILES. `*` stands for any name."""
-    return f"{STORE}.file.{_any(tenant)}.{_any(file)}.{part}"
+    """A chunk of a file by its number, or `meta`, in stream HR_FILES. `*` stands for any file."""
+    return f"{STORE}.file.{token(tenant)}.{_any(file)}.{part}"
+
+
+def file_part_any_tenant(part: int | str) -> str:
+    """A part of all files."""
+    return f"{STORE}.file.*.*.{part}"
 
 
 def batch_line(tenant: str, batch: str, line: int | str, outcome: str) -> str:
