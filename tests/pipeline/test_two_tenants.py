@@ -219,7 +219,9 @@ async def test_one_id_of_two_tenants_at_the_same_time_is_two_requests(world: Wor
     await bob.request(subjects.delete("bob", "later"), {})
     await bob.request(subjects.files("bob", "delete"), {"id": file})
     assert (await acme.state("later"))["status"] == "completed"
-    assert (await acme.ask(subjects.files("acme", "read"), to_json({"id": file, "chunk": 0}))).data == b"=acme"
+    assert (
+        await acme.ask(subjects.files("acme", "read"), to_json({"id": file, "chunk": 0}))
+    ).data == b"=acme"
     frames = [frame async for frame in streams[0]]
     assert frames[-1]["usage"]["completion_tokens"] == 3_000
 
