@@ -20,12 +20,13 @@ import httptools
 from loadtest.bench.sse import DONE, Events
 from loadtest.storm import PAUSE_S, Ask, Outcome, send
 from shared.client import Client, NoAnswer
-from shared.errors import HeadraceError
+from shared.errors import DeadlineExceeded, HeadraceError, Overloaded, Unavailable
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 
 CONNECT_AGAIN_S = 0.2
 CHUNK_BYTES = 65_536
+_CODES = {each.type: each.code for each in (DeadlineExceeded, Overloaded, Unavailable)}
 
 
 class Reset(Exception):
@@ -192,9 +193,13 @@ def _take(event: bytes, outcome: Outcome, ends: list[bytes]) -> None:
 
 
 def refusal(body: dict[str, Any], status: int, headers: dict[str, str]) -> Refused:
-    """The error of a response, or of an event (status 0)."""
+    """The error of a response, or of an event (status 0), whose word stands for its status."""
     error = body["error"]
-    return Refused(status or 500, str(error["message"]), float(headers.get("retry-after", PAUSE_S)))
+    return Refused(
+        status or _CODES.get(error.get("code"), 500),
+        str(error["message"]),
+        float(headers.get("retry-after", PAUSE_S)),
+    )
 
 
 class _Spy:

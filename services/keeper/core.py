@@ -306,7 +306,8 @@ class KeeperCore:
     def _delivered(self, event: Delivered, now_us: int) -> list[Command]:
         key = (event.work.tenant, event.work.id)
         if (flight := self._flights.get(key)) is not None:  # the progress acks were late
-            flight.ack, flight.times = event.ack, event.times
+            # a consumer that was removed and made again counts from 1, and numbers of runs must not repeat
+            flight.ack, flight.times = event.ack, max(flight.times, event.times)
             return []
         if key not in self._since_us:
             self._since_us[key] = now_us - age_at_first(event.stored_us, event.times, LAST_DELAY_US)

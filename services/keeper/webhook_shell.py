@@ -48,7 +48,7 @@ CONSUMER = {
 TRY_S = 10.0
 TRIES_OF_HOST = 8  # at a time, of one keeper
 MAX_LINE = 4_096  # bytes of a status line
-MAX_STORED = 4_096  # hosts and tenants whose share of the stream is looked at
+LIST_PART = 20  # a list of all events takes at most this part of the time: a full stream has 200,000 events
 OPEN_AGAIN_S = 1.0
 LOOK_S = 2.0  # between looks for events that are due again, or that other keepers stored
 AGAIN_US = 5_000_000  # until a record whose event could not be stored is delivered again
@@ -71,7 +71,7 @@ class Webhooks:
         self._wake = asyncio.Event()
         self._away = Rarely(log, clock)
         self.delivered = self.failed = self.given_up = 0
-        self._stored: dict[tuple[str, str], str] = {}  # hosts and tenants with events; the oldest first
+        self._lists_at = 0.0  # the next list of all events, at the earliest
         self._dropped = Counter[str]()  # events that found no room, by origin
         self._dropped_us: dict[str, int] = {}
 
@@ -110,7 +110,6 @@ class Webhooks:
             return  # by its tenant, or it was kept for its time
         event, key = event_of(hook, record), target_of(hook.url).key
         message = {"url": hook.url, "body": to_json(event).decode()}
-        self._note(key, hook.tenant, target_of(hook.url).origin)
         with contextlib.suppress(Taken):  # by a keeper that died before its ack
             await self._streams.create(subjects.hook(key, hook.tenant, event["id"]), to_json(message))
             self._not_pulled[key] += 1
@@ -128,22 +127,23 @@ class Webhooks:
 
     # ---- room for all ----------------------------------------------------------------------------
 
-    def _note(self, key: str, tenant: str, origin: str) -> None:
-        """A tenant has events of a host."""
-        self._stored.pop((key, tenant), None)
-        self._stored[key, tenant] = origin
-        if len(self._stored) > MAX_STORED:
-            del self._stored[next(iter(self._stored))]
-
-    async def _cut(self) -> None:
+    async def _cut(self, origins: Mapping[str, str]) -> None:
         """Drop the oldest events of each host and tenant with more than an equal share of half the stream, if
-        more than that is full: a host that is down leaves room for the events of others."""
+        more than that is full: a host that is down leaves room for the events of others. Shares are counted
+        from what waits in the stream, whichever keeper has stored it. `origins`: by key."""
+        now = asyncio.get_running_loop().time
         try:
-            room = await self._streams.room_for(subjects.HOOK_STREAM) if self._stored else 0
-            for (key, tenant), origin in [*self._stored.items()] if room else ():
-                share = max(room // len(self._stored), 1)
-                events = subjects.hook(key, tenant, "*")
-                if count := await self._streams.purge(subjects.HOOK_STREAM, events, keep=share):
+            room = await self._streams.room_for(subjects.HOOK_STREAM)
+            if not room or (began := now()) < self._lists_at:
+                return
+            names = await self._streams.subjects_like(subjects.HOOK_STREAM, subjects.HOOK_ALL)
+            waiting = Counter(name.rpartition(".")[0] for name in names)  # by host and tenant
+            self._lists_at = now() + LIST_PART * (now() - began)
+            share = max(room // max(len(waiting), 1), 1)
+            for each in [each for each, count in waiting.items() if count > share]:
+                key = each.split(".")[3]
+                origin = origins.get(key, key)
+                if count := await self._streams.purge(subjects.HOOK_STREAM, f"{each}.*", keep=share):
                     self._dropped[origin] += count
                     self._dropped_us[origin] = self._clock.now_us()
                     self._away.warning("%d events for %s are dropped: too many wait for it", count, origin)
@@ -173,8 +173,9 @@ class Webhooks:
                 if now >= looks_at:
                     looks_at = now + LOOK_S
                     hosts.refresh()
-                    await self._cut()
-                    self._due |= {target_of(origin).key for origin in hosts.value}
+                    origins = {target_of(origin).key: origin for origin in hosts.value}
+                    await self._cut(origins)
+                    self._due |= origins.keys()
                 self._wake.clear()
                 for key in [*self._due]:
                     if (room := TRIES_OF_HOST - self._busy[key]) > 0:

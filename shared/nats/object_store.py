@@ -147,7 +147,7 @@ class ObjectStore:
         return begun - kept
 
     async def _with(self, part: str) -> set[tuple[str, str]]:
-        pattern = subjects.file_part("*", "*", part)
+        pattern = subjects.file_part_any_tenant(part)
         found = await self.streams.subjects_like(subjects.FILE_STREAM, pattern)
         names = (subject.split(".") for subject in found)  # headrace.store.file.TENANT.FILE.PART
         return {(subjects.untoken(name[3]), name[4]) for name in names}

@@ -147,8 +147,13 @@ def forward(tenant: str, verb: str) -> str:
 
 
 def file_part(tenant: str, file: str, part: int | str) -> str:
-    """A chunk of a file by its number, or `meta`, in stream HR_FILES. `*` stands for any name."""
-    return f"{STORE}.file.{_any(tenant)}.{_any(file)}.{part}"
+    """A chunk of a file by its number, or `meta`, in stream HR_FILES. `*` stands for any file."""
+    return f"{STORE}.file.{token(tenant)}.{_any(file)}.{part}"
+
+
+def file_part_any_tenant(part: int | str) -> str:
+    """A part of all files."""
+    return f"{STORE}.file.*.*.{part}"
 
 
 def batch_line(tenant: str, batch: str, line: int | str, outcome: str) -> str:
@@ -172,8 +177,8 @@ def batch_part(tenant: str, batch: str, part: str) -> str:
 
 
 def hook(host: str, tenant: str, event: str) -> str:
-    """An event for a webhook, in stream HR_HOOKS; `*`: any. `host`: a key of the host that gets it."""
-    return f"{STORE}.hook.{host}.{_any(tenant)}.{event}"
+    """An event for a webhook, in stream HR_HOOKS. `host`: a key of the host that gets it."""
+    return f"{STORE}.hook.{host}.{token(tenant)}.{event}"
 
 
 def hooks_of(host: str) -> str:

@@ -66,10 +66,12 @@ async def test_what_is_written_is_read_back(store: ObjectStore, size: int) -> No
 
 async def test_files_are_their_tenants_own(store: ObjectStore) -> None:
     await written(store, b"mine")
-    for tenant, name in (("b", FILE), ("a", new_id("file-", 2)), ("a", "*"), ("a", "file-x.y")):
+    for tenant, name in (("b", FILE), ("*", FILE), ("a", new_id("file-", 2)), ("a", "*"), ("a", "file-x.y")):
         with pytest.raises(UnknownFile):
             await store.meta(tenant, name)
-    assert (await store.files("a"), await store.files("b")) == ([FILE], [])
+    assert [await store.files(tenant) for tenant in "ab*"] == [[FILE], [], []]
+    await store.delete("*", FILE)
+    assert await content_of(store) == b"mine"
     with pytest.raises(Taken):
         await store.keep("a", {"id": FILE}, 60)
 

@@ -419,6 +419,33 @@ async def test_a_receiver_that_is_down_fills_no_stream_for_others(
     assert keeper.actor.status()["webhooks_dropped"] == {world.receiver.origin: dropped}
 
 
+async def test_shares_of_the_stream_are_of_those_whose_events_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of those whose events were delivered; and whichever keeper stored the events that wait."""
+    monkeypatch.setattr("services.keeper.webhooks.FIRST_DELAY_US", 3_600_000_000)
+    monkeypatch.setitem(webhook_shell.STREAM, "max_bytes", 200_000)
+    down = "http://127.0.0.1:1"
+    world.hosts.write_text(f"{world.other.origin} {SECRET}\n{down} {SECRET}\n")
+    keeper, body = await world.keeper(), {"prompt": "Hi", "webhook": f"{world.other.origin}/"}
+    await world.submit("first", webhook=f"{world.other.origin}/")
+    for tenant in "abcdefghi":
+        await replace(world.client, tenant=tenant).request(subjects.submit(tenant, "m"), body)
+    await world.other.until(10)
+    await world.empty(subjects.WORK_STREAM, subjects.HOOK_STREAM)
+    streams, key, url = JetStream(world.bus), target_of(down).key, f"{down}/{'x' * 1_500}"
+    event = to_json({"url": url, "body": "{}"})
+    for n in range(70):  # as another keeper stores them
+        await streams.create(subjects.hook(key, "public", f"evt_{n}"), event)
+    await world.submit("its-own", webhook=url)
+    async with asyncio.timeout(60):
+        while not (dropped := keeper.actor.status()["webhooks_dropped"]):
+            await asyncio.sleep(0.02)
+    held = await world.messages(subjects.HOOK_STREAM)
+    assert held > 40, "half of 200 kB, of one host and tenant"
+    assert dropped.keys() == {down}
+
+
 async def test_a_stream_of_events_that_is_removed_is_made_again(world: World) -> None:
     """Without a restart; the events in it are lost, and later ones come."""
     keeper = await world.keeper()

@@ -25,7 +25,9 @@ KINDS = ("kv_offload", "scheduler", "detokenizer", "executor", "tokenizer")
 REQUESTS = 75  # three at a time
 
 
-async def answers(fleet: VirtualFleet, client: Client, timeout_s: float = 60) -> list[str]:
+async def answers(
+    fleet: VirtualFleet, client: Client, timeout_s: float = 60, requests: int = REQUESTS
+) -> list[str]:
     """Of plain requests and streams in turn."""
 
     async def ask(number: int) -> str:
@@ -47,7 +49,7 @@ async def answers(fleet: VirtualFleet, client: Client, timeout_s: float = 60) ->
             return text
 
     turns = asyncio.Semaphore(3)
-    return await asyncio.gather(*(ask(number) for number in range(REQUESTS)))
+    return await asyncio.gather(*(ask(number) for number in range(requests)))
 
 
 @pytest.mark.parametrize(
@@ -255,6 +257,31 @@ def test_a_lost_answer_is_computed_again_whatever_the_wall_clocks_say(
         await send_all()
         silent = 30 - len(got)
         assert silent == 0, f"{silent} of 15 requests that were sent again have no answer"
+        await fleet.stop()
+
+    virtual_loop.run(live())
+
+
+@pytest.mark.parametrize("victim", KINDS)
+def test_a_service_that_starts_again_after_its_clock_went_back_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """Its epoch is lower than that of the one before, and than those of all others."""
+    model = served(tmp_path)
+    monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
+
+    async def live() -> None:
+        fleet = VirtualFleet(model, 1)
+        names = {kind: await fleet.add(kind) for kind in KINDS}
+        client = await Client.open(fleet.broker.connect())
+        await asyncio.sleep(3)
+        right = await answers(fleet, client, requests=9)
+        await fleet.kill(names[victim])
+        await fleet.add(victim, wall_s=-172_800)
+        await asyncio.sleep(8)
+        began_s = asyncio.get_running_loop().time()
+        assert await answers(fleet, client, requests=9) == right
+        assert asyncio.get_running_loop().time() - began_s < 30
         await fleet.stop()
 
     virtual_loop.run(live())

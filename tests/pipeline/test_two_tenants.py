@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from services.launcher import nats_server as servers
 from services.launcher.nats_server import ServerLimits
 from shared.actor.runtime import Actor
 from shared.client import gather
+from shared.errors import Cancelled
 from shared.nats import access, subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
+from shared.replies import to_json
 
 SECRET = "Ahab"
 KEYS = {"acme": "one", "bob": "two", "headrace-operator": "three"}
@@ -129,15 +132,15 @@ async def everything_of(world: World, tenant: str) -> dict[str, str]:
     return paths
 
 
-async def heard(world: World, verb: str, name: str, body: Any) -> list[bytes]:
-    """What the services answer bob."""
+async def heard(world: World, verb: str, name: str, body: Any, tenant: str = "bob") -> list[bytes]:
+    """What the services answer a tenant."""
     answers: list[bytes] = []
 
     def note(delivery: Delivery) -> bool:
         answers.append(delivery.data)
         return True
 
-    subject = f"{subjects.PUBLIC}.{verb}.bob.{subjects.token(name)}"
+    subject = f"{subjects.PUBLIC}.{verb}.{tenant}.{subjects.token(name)}"
     await gather(world.pipeline.client.bus, subject, 0.2, note, body=json.dumps(body).encode())
     return answers
 
@@ -157,14 +160,17 @@ async def test_no_path_and_no_verb_reads_or_ends_what_another_tenant_has(world: 
     for path in ("/requests", "/v1/files", "/v1/batches"):
         listed = (await world.call("bob", "GET", path)).text
         assert not any(name in listed for name in ids)
+    as_stream = {"params": {"stream": "true"}, "headers": {"Accept": "text/event-stream"}}
     by_id = [route for route in world.routes if "{id}" in route.path]
     assert len(by_id) > 8
     for route in by_id:
         for method in route.methods or ():
             for name in (*ids, "no-such-id"):
-                answer = await world.call("bob", method, route.path.replace("{id}", name), json={})
-                assert answer.status_code == 404, (method, route.path, name, answer.text)
-                assert SECRET not in answer.text.replace(name, "")
+                path = route.path.replace("{id}", name)
+                for more in ({}, as_stream) if method == "GET" else ({},):
+                    answer = await world.call("bob", method, path, json={}, **more)
+                    assert answer.status_code == 404, (method, path, answer.text)
+                    assert SECRET not in answer.text.replace(name, "")
     previous = {"model": MODEL, "input": "Hello", "previous_response_id": ids[3]}
     assert (await world.call("bob", "POST", "/v1/responses", json=previous)).status_code == 404
     fields = {"input_file_id": ids[4], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
@@ -176,12 +182,51 @@ async def test_no_path_and_no_verb_reads_or_ends_what_another_tenant_has(world: 
         )
         for name in names:
             for each in ids if verb in ("files", "batches") else ids[:1]:
-                for data in await heard(world, verb, name, {"id": each, "part": 0, "inbox": "x"}):
+                body = {"id": each, "chunk": 0} if verb in ("files", "batches") else {}
+                for data in await heard(world, verb, name, body):
                     assert SECRET.encode() not in data, (verb, name, data)
+                    assert b'"accepted"' not in data, "nothing of acme is attached to"
+    own = world.pipeline.client.as_tenant("acme").stream({**running, "request_id": "own"})
+    assert (await anext(own))["type"] == "accepted"
+    assert b'"accepted"' in (await heard(world, "attach", "own", {}, "acme"))[0]
     frames = [frame async for frame in stream]
     assert frames[-1]["usage"]["completion_tokens"] == 3_000, "no verb of bob has ended it"
     for path in paths:
         assert (await world.call("acme", "GET", path)).status_code == 200, "nothing is deleted"
+
+
+async def test_one_id_of_two_tenants_at_the_same_time_is_two_requests(world: World) -> None:
+    """Streams, durable requests and files; what one tenant cancels or deletes, the other one keeps."""
+    acme, bob = (world.pipeline.client.as_tenant(tenant) for tenant in ("acme", "bob"))
+    long = {"model": MODEL, "max_tokens": 400, "ignore_eos": True, "request_id": "both"}
+    streams = [each.stream({**long, "prompt": str(each.tenant)}) for each in (acme, bob)]
+    for stream in streams:
+        assert (await anext(stream))["type"] == "accepted"
+    bob.cancel("both")
+    with pytest.raises(Cancelled):
+        _ = [frame async for frame in streams[1]]
+    for each in (acme, bob):
+        later = {**long, "request_id": "later", "prompt": each.tenant, "max_tokens": 3}
+        assert (await each.request(subjects.submit(each.tenant, MODEL), later))["id"] == "later"
+    file = "file-" + "1" * 22
+    for each in (acme, bob):
+        text = f"{each.tenant}".encode()
+        await each.ask(subjects.files(each.tenant, "put"), f"{file} 0\n".encode() + text)
+        meta = {"id": file, "filename": "x", "purpose": "batch", "bytes": len(text), "chunks": 1}
+        await each.request(subjects.files(each.tenant, "keep"), {**meta, "sha256": sha256(text).hexdigest()})
+    for each in (acme, bob):
+        async with asyncio.timeout(60):
+            while (record := await each.state("later"))["status"] != "completed":
+                await asyncio.sleep(0.02)
+        assert record["answer"]["usage"]["completion_tokens"] == 3
+    await bob.request(subjects.delete("bob", "later"), {})
+    await bob.request(subjects.files("bob", "delete"), {"id": file})
+    assert (await acme.state("later"))["status"] == "completed"
+    assert (
+        await acme.ask(subjects.files("acme", "read"), to_json({"id": file, "chunk": 0}))
+    ).data == b"=acme"
+    frames = [frame async for frame in streams[0]]
+    assert frames[-1]["usage"]["completion_tokens"] == 400
 
 
 async def test_two_tenants_with_one_id_read_each_its_own_trace(world: World) -> None:

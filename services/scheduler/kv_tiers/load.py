@@ -73,6 +73,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
         keys, valid = keys[:TRY_BLOCKS], valid[:TRY_BLOCKS]
         remote = result.found[first : first + len(keys)].count(REMOTE)
         load_us = _load_us(executor, tier, len(keys), remote, state.now_us)
+        executor.up.tried_us = state.now_us
     job = _send_prefetch(state, executor, tier, sequence, _Load(keys, valid, load_us, compute_us))
     if job is not None:
         job.fetched = [at in result.fetched for at in range(first, first + len(keys))]
@@ -81,7 +82,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
 def _may_try(state: State, executor: Executor) -> bool:
     """Whether it is time for a load that measures the present rate. One at a time: it may be slow indeed."""
     loads = (job for job in state.tiers.jobs.values() if job.up and job.executor == executor.hello.executor)
-    return executor.up.unused(state.now_us) and not any(loads)
+    return executor.up.may_try(state.now_us) and not any(loads)
 
 
 def predicted(state: State, executor: Executor, group: SequenceGroup, held_blocks: int) -> tuple[int, int]:

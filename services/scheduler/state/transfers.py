@@ -168,6 +168,7 @@ class TransferLink:
     trip_us: int = 0  # time of the messages KvCopy and KvCopied, a moving average
     store_us: int = 0  # time from KvReserve to KvStored, a moving average
     seen_us: int = 0  # when a copy was last measured
+    tried_us: int = 0  # when a load last began to measure it, also one that failed
     saw_long_copy: bool = False
     _n: float = 0.0
     _x: float = 0.0  # MiB
@@ -223,6 +224,10 @@ class TransferLink:
     def unused(self, now_us: int) -> bool:
         """Whether no copy was measured for RETRY_US: the machine may have been slow for a moment then."""
         return now_us - self.seen_us >= RETRY_US
+
+    def may_try(self, now_us: int) -> bool:
+        """Whether it is time for a load that measures the link. One that failed has measured nothing."""
+        return self.unused(now_us) and now_us - self.tried_us >= RETRY_US
 
     def forget(self) -> None:
         """The measured times are not true any more: the next copy replaces them."""

@@ -178,11 +178,13 @@ class VirtualFleet:
             else TokenizerActor(self.model, give_up_us=detection_us(self._beat_us))
         )
 
-    async def add(self, kind: str, host: str = "h") -> str:
-        """One more of a kind; its name is new. A process takes a moment to start."""
+    async def add(self, kind: str, host: str = "h", wall_s: int = 0) -> str:
+        """One more of a kind; its name is new. `wall_s`: by which its wall clock is off. A process takes a
+        moment to start."""
         await asyncio.sleep(0.1)
         name = f"{kind}{next(self._names)}"
         bus, clock = self.broker.connect(), LoopClock()
+        clock.offset_us += wall_s * 1_000_000
         runtime = Runtime(self.actor(kind, host), bus, "week", name, host, clock, self._beat_us)
         self.runtimes[name], self.clocks[name] = runtime, clock
         await runtime.start()

@@ -75,12 +75,13 @@ async def test_a_refusal_says_when_to_come_again() -> None:
     assert (error.value.code, error.value.wait_s) == (503, 2.0)
 
 
-async def test_an_error_in_the_middle_is_one_of_an_accepted_request() -> None:
+@pytest.mark.parametrize(("word", "code"), [("unavailable", 503), ("overloaded", 429), ("engine_error", 500)])
+async def test_an_error_in_the_middle_is_one_of_an_accepted_request(word: str, code: int) -> None:
     outcome = Outcome(Ask({"seed": 1, "stream": True}))
-    response = text(0, "ab") + event({"error": {"message": "gone"}})
-    with pytest.raises(Refused, match="gone"):
+    response = text(0, "ab") + event({"error": {"message": "gone", "code": word}})
+    with pytest.raises(Refused, match="gone") as error:
         await asked(STREAM_HEAD + response, stream=True, outcome=outcome)
-    assert (outcome.accepted, outcome.texts) == (True, {0: "ab"})
+    assert (outcome.accepted, outcome.texts, error.value.code) == (True, {0: "ab"}, code)
 
 
 @pytest.mark.parametrize(

@@ -451,6 +451,13 @@ def test_every_run_has_a_number_of_its_own_in_the_order_of_the_runs() -> None:
     assert (numbers[:3], len(numbers), numbers[-1]) == ([1, 2, 3], 3 * 64, 64 * 5_760)
 
 
+def test_runs_keep_their_order_when_a_consumer_that_was_made_again_counts_from_one() -> None:
+    core = KeeperCore()
+    flown(core, times=3)
+    core.handle(Delivered(work(KEYS[0]), "new", times=1, size=10), 1, 1)
+    assert core.handle(Tick(), ASK_AGAIN_US, 0) == [Ask(work(KEYS[0]), run=2 * 64 + 2), Progress("new")]
+
+
 # ---- checkpoints ------------------------------------------------------------------------------------
 
 LONG = KEYS[2]

@@ -419,6 +419,22 @@ def test_a_link_that_is_slow_indeed_is_tried_now_and_then() -> None:
     assert again(world, "later") == 4 * TRY_BLOCKS
 
 
+def test_a_link_is_not_tried_again_at_once_after_a_try_that_failed() -> None:
+    """A try that failed has measured nothing, and each one delays its request."""
+    world = slowed()
+    world.tick(RETRY_US)
+    only(world).pool.forget_cache()
+    until_loading(world, "tried")
+    (pending,) = world.copies["e1"]
+    pending.done = KvCopied(job=pending.copy.job, status="stale")
+    world.run()
+    assert again(world, "at once") == 0
+    counters = world.scheduler.state.counters
+    assert (counters.loads_declined, counters.loads_failed, counters.loads) == (2, 1, 0)
+    world.tick(RETRY_US)
+    assert again(world, "later") == 4 * TRY_BLOCKS
+
+
 @pytest.mark.parametrize("slow", ["up", "down"])
 def test_a_few_slow_copies_of_one_direction_do_not_end_loading(slow: str) -> None:
     """Two short copies do not show a rate: the first ones of an executor are slower than all after them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -101,6 +102,17 @@ def test_a_long_name_is_no_name() -> None:
     assert subjects.name_at(f"headrace.v1.cancel.t.{'a' * 128}", 4) == "a" * 128
     with pytest.raises(ValueError, match="at most 128"):
         subjects.name_at(f"headrace.v1.cancel.t.{'a' * 129}", 4)
+
+
+def test_no_name_of_a_tenant_stands_for_all_tenants() -> None:
+    made = [f for _, f in inspect.getmembers(subjects, inspect.isfunction)]
+    made = [f for f in made if "tenant" in inspect.signature(f).parameters and f is not subjects.trace_body]
+    assert len(made) > 15
+    for subject in made:
+        others = [name for name in inspect.signature(subject).parameters if name != "tenant"]
+        parts = subject(tenant="*", **dict.fromkeys(others, "x")).split(".")
+        assert token("*") in parts, subject
+        assert "*" not in parts, subject
 
 
 def test_a_trace_request_of_a_tenant_is_told_from_that_of_the_operator() -> None:
