@@ -70,6 +70,8 @@ class Clients:
     wrong: list[str] = field(default_factory=list)
     right: dict[int, Answer] = field(default_factory=dict)
     done: int = 0
+    per_second: float = 0  # requests begun in a second, at most; 0: as many as the fleet answers
+    _next_s: float = 0
     _awaited: tuple[int, asyncio.Future[None]] | None = None
 
     async def until(self, done: int) -> None:
@@ -107,6 +109,7 @@ class Clients:
     ) -> None:
         connection = _Http(self.http_url)
         for _ in queue:
+            await self._turn()
             over, what = rng.choices(ways, shares)[0]
             number, frames = rng.randrange(KINDS_OF_REQUEST), rng.choice((0, 0, 1, 1, 2, 3, 5))
             body = {**known(number), "stream": what == "stream" or (what != "whole" and rng.random() < 0.9)}
@@ -133,6 +136,13 @@ class Clients:
             if self._awaited is not None and self.done >= self._awaited[0] and not self._awaited[1].done():
                 self._awaited[1].set_result(None)
         connection.close()
+
+    async def _turn(self) -> None:
+        """Wait until another request may begin."""
+        if self.per_second:
+            now = asyncio.get_running_loop().time()
+            self._next_s = max(self._next_s, now - 1) + 1 / self.per_second
+            await asyncio.sleep(self._next_s - now)
 
     async def _over_nats(self, client: Client, body: Body, what: str, frames: int) -> Answer | None:
         """One request; None if the client has left. Raises as the client does."""
