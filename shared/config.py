@@ -99,6 +99,9 @@ class Settings(BaseSettings):
         "auto",
         description="form of reasoning and calls: a family, off; auto: by the chat template",
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto", description="auto: a request without temperature, top_p, ... gets those of the model's files"
+    )
     # logs
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level logged")
     log_json: bool = Field(False, description="log JSON lines instead of text")

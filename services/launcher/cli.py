@@ -217,7 +217,7 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser], verb:
     attach.add_argument("id", type=_request_id, help="of a durable request, or of any that runs")
     for sub, longest in ((run, "2048"), (chat, "2048"), (submit, "what fits")):
         sub.add_argument("--max-tokens", type=int, help=f"longest answer, tokens; default: {longest}")
-        sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+        sub.add_argument("--temperature", type=float, help="0 is greedy; default: the model's")
         sub.add_argument("--seed", type=int, help="makes the answer repeatable")
         sub.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")
     request = add("request", "send a JSON request, print the JSON answer", _request)

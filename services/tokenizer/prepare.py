@@ -13,13 +13,14 @@ import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgpack
 from pydantic import ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
+from services.tokenizer.sampling_defaults import SamplingDefaults
 from services.tokenizer.structured_output import Tools, binds_text, grammar_of, read_tools
 from shared.answer_formats.formats import HERMES, THINKING, Format
 from shared.api import (
@@ -179,6 +180,7 @@ class ServedModel:
     trusts_templates: bool = False  # a request may bring its own chat template
     answer_format: Format | None = HERMES  # of chats; None: the text is the answer
     aliases: tuple[str, ...] = ()  # further names
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -269,7 +271,7 @@ def prepared(submission: Submission, model: ServedModel, cancels: Cancels | None
 def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) -> Tokenized:
     """The request for the scheduler, from the `fields` of its body. Raises BadRequest, Forbidden, and
     DeadlineExceeded for a request that has waited longer than its time limit."""
-    request = read_request(fields)
+    request = read_request(fields if "input" in fields else {**model.defaults.fields, **fields})
     if not _is_for(request.model, submission.alias, model):
         raise BadRequest(
             f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
@@ -286,7 +288,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     form, thinking = _answer_format(request, tools, model, prompt)
     grammar = grammar_of(request, tools, form, thinking=thinking, available=submission.grammars)
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
-    max_tokens = _max_tokens(request, len(prompt), model.max_context)
+    max_tokens = _max_tokens(request, len(prompt), model.max_context, model.defaults.max_tokens)
     if request.min_tokens > max_tokens:
         raise BadRequest(f"`min_tokens`: an answer has at most {max_tokens} tokens", param="min_tokens")
     return Tokenized(
@@ -505,13 +507,15 @@ def _logprobs(request: Request) -> int:
     return 1 + (request.top_logprobs if request.logprobs is True else request.logprobs)
 
 
-def _max_tokens(request: Request, prompt_tokens: int, max_context: int) -> int:
+def _max_tokens(request: Request, prompt_tokens: int, max_context: int, default: int = 0) -> int:
+    """`default`: of the model, 0 without one."""
     room, chat = max_context - prompt_tokens, isinstance(request, ChatRequest)
     if room < 1:
         raise _too_long("messages" if chat else "prompt", f"{prompt_tokens} tokens", max_context)
     name, asked = request.limit
     if asked is None:
-        return room if chat else min(DEFAULT_COMPLETION_TOKENS, room)
+        most = room if request.n_predict else default or room  # -1 asks for no limit
+        return min(most, room, room if chat else DEFAULT_COMPLETION_TOKENS)
     if asked > room:
         raise _over_context(
             max_context,

