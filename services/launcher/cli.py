@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.launcher import console
@@ -56,12 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         from shared.processes import ensure_home
 
         ensure_home()
-        said = io.StringIO()
+        said, complaint, parser = io.StringIO(), io.StringIO(), _parser(args[0] if args else "")
         try:
-            with redirect_stdout(said):  # argparse ignores an error of its write
-                given = _parser(args[0] if args else "").parse_args(args)
+            with redirect_stdout(said), redirect_stderr(complaint):  # argparse ignores an error of its write
+                given = parser.parse_args(args)
         finally:
             print(said.getvalue(), end="", flush=True)  # for --help, which exits
+            if wrong := complaint.getvalue().rstrip():
+                from services.launcher.commands.completion import proposal
+
+                print(wrong + proposal(wrong, args, parser), file=sys.stderr, flush=True)
         status = int(given.run(given) or 0)
         sys.stdout.flush()
         return status

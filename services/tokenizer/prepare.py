@@ -7,7 +7,6 @@ is not supported. shared/api.py defines the fields.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -35,7 +34,15 @@ from shared.api import (
 )
 from shared.checkpoints import body_hash
 from shared.codec import MAX_PROCESSOR_CHARS
-from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
+from shared.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    Forbidden,
+    HeadraceError,
+    did_you_mean,
+)
 from shared.json_body import read_json, refuse_odd_values
 from shared.messages import (
     EMBEDDING,
@@ -233,10 +240,9 @@ def read_request(fields: dict[str, Any]) -> Request | EmbeddingRequest:
 
 
 def _unknown(name: str) -> BadRequest:
-    hint = [_HINTS[name]] if name in _HINTS else []
-    near = hint or difflib.get_close_matches(name[:40], sorted(_KNOWN - {*IGNORED, *UNSUPPORTED}), 1)
-    mend = f"did you mean `{near[0]}`?" if near else "leave it out"
-    return BadRequest(f"`{name:.40}` is not a field of a request; {mend}", param=name[:40])
+    hint = f"; did you mean `{_HINTS[name]}`?" if name in _HINTS else ""
+    hint = hint or did_you_mean(name, _KNOWN - {*IGNORED, *UNSUPPORTED}) or "; leave it out"
+    return BadRequest(f"`{name:.40}` is not a field of a request{hint}", param=name[:40])
 
 
 def request_id_of(fields: dict[str, Any], fresh_id: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import SetupError
+from shared.errors import SetupError, did_you_mean
 
 if TYPE_CHECKING:
     from shared.config import Settings
@@ -99,8 +99,10 @@ def resolve(model: str, cache_dir: Path) -> ModelFiles:
         raise SetupError(f"there is no model at {named}; give a .gguf file or a Hugging Face folder")
     if not can_be_pulled(model):
         raise unknown_model(model)
+    here = (each.name.replace("--", "/", 1) for each in models_dir(cache_dir).glob("*--*"))
     raise SetupError(
         f"model {model!r} is not on this machine (looked at {place}); get it with `headrace pull {model}`"
+        + did_you_mean(model, here)
     )
 
 
@@ -112,7 +114,8 @@ def can_be_pulled(model: str) -> bool:
 def unknown_model(model: str) -> SetupError:
     """The error for a name without a source."""
     names = ", ".join(sorted(CATALOGUE))
-    return SetupError(f"{model!r} is neither a known model ({names}) nor a hub id like owner/name")
+    why = f"{model!r} is neither a known model ({names}) nor a hub id like owner/name"
+    return SetupError(why + did_you_mean(model, CATALOGUE))
 
 
 def size_bytes(files: ModelFiles) -> int:

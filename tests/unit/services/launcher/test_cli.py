@@ -227,6 +227,34 @@ def test_text_that_is_not_utf_8_is_an_error(tmp_path: Path, capsys: pytest.Captu
     assert "error (invalid request): the text given is not UTF-8: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["chta"], "chat"),
+        (["model", "lst"], "list"),
+        (["chat", "-q", "Hi", "--temprature", "1"], "--temperature"),
+        (["up", "--modle", "x"], "--model"),
+        (["up", "--dtype", "pakced"], "packed"),
+        (["doctor", "--backend", "troch"], "torch"),
+        (["pull", "smolm2-135m-instruct"], "smollm2-135m-instruct"),
+        (["xyzzy"], ""),
+        (["status", "--xyzzy"], ""),
+        (["up", "--dtype", "xyzzy"], ""),
+        (["pull", "xyzzy"], ""),
+    ],
+)
+def test_a_mistyped_word_is_told_with_the_nearest_one(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(words)
+    except SystemExit as left:
+        status = int(left.code or 0)
+    said = capsys.readouterr().err.rstrip()
+    assert status in (1, 2)
+    assert said.endswith(f"; did you mean `{meant}`?") if meant else "did you mean" not in said
+
+
 @pytest.mark.parametrize("verb", ["result", "attach"])
 def test_an_empty_id_is_a_wrong_argument(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
