@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from support.executor.int4_folders import save_int4
 from services.executor.checkpoint import loader as model_loader
 from services.executor.cpu import autotune
 from services.executor.cpu.autotune import Timing
-from services.launcher import session, up
+from services.launcher import console, session, up
 from services.launcher.cli import main
 from services.launcher.commands import chat
 from services.launcher.commands import doctor as doctor_module
@@ -327,9 +328,20 @@ def test_doctor_passes_here_and_fails_when_something_does(
     assert any(line.startswith("ok    nats-server: v") for line in lines)
     assert "warn  HEADRACE_SLOT is not a setting: `headrace config show` lists them" in lines
     assert any(line.startswith("ok    structured output: llguidance ") for line in lines)
-    monkeypatch.setattr(doctor_module, "examine", lambda loaded: iter([Finding("fail", "x", "do y")]))
+    monkeypatch.setattr(doctor_module, "examine", lambda loaded, begins: iter([Finding("fail", "x", "do y")]))
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out == "fail  x: do y\n"
+
+
+def test_doctor_shows_on_a_terminal_what_it_checks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some checks take seconds."""
+    examine = doctor_module.examine
+    monkeypatch.setattr(console, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(doctor_module, "examine", lambda loaded, begins: islice(examine(loaded, begins), 1))
+    assert main(["doctor"]) == 0
+    assert "python …" in capsys.readouterr().out
 
 
 def test_doctor_says_which_dtype_and_threads_and_what_would_be_faster(
