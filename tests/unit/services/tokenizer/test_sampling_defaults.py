@@ -102,7 +102,7 @@ def test_a_gguf_file_states_its_defaults_in_keys_of_llama_cpp(
     assert caplog.messages == [f"{path}: not followed: general.sampling.penalty_repeat"]
 
 
-def test_the_default_model_has_the_values_of_its_card(tmp_path: Path) -> None:
+def test_the_default_model_is_greedy_as_its_file_states_nothing(tmp_path: Path) -> None:
     import gguf
 
     path = tmp_path / CATALOGUE[DEFAULT_MODEL].file
@@ -110,4 +110,4 @@ def test_the_default_model_has_the_values_of_its_card(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert sampling_defaults(ModelFiles("m", path)).fields == {"temperature": 0.2, "top_p": 0.9}
+    assert sampling_defaults(ModelFiles("m", path)).fields == {"temperature": 0}
