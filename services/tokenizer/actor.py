@@ -685,7 +685,6 @@ def load_model(settings: Settings) -> ServedModel:
     files = resolve(settings.model, settings.cache_dir)
     vocabulary = load_vocabulary(files)
     defaults = sampling_defaults(files) if settings.generation_config == "auto" else SamplingDefaults()
-    log.info("sampling of a request that names none: %s", defaults)
     for special in (False, True):  # build both forms now: see Vocabulary.encode
         vocabulary.encode("warm up", special=special)
     name, *aliases = served_names(settings)

@@ -71,7 +71,9 @@ def sampling_defaults(files: ModelFiles) -> SamplingDefaults:
     values = {name: getattr(read, name) for name in SamplingFields.model_fields if name in stated}
     if not read.do_sample:  # transformers is greedy then, for any temperature
         values["temperature"] = 0.0
-    return SamplingDefaults(values, read.max_new_tokens)
+    found = SamplingDefaults(values, read.max_new_tokens)
+    log.info("a request that names no sampling gets %s, as %s states", found, where)
+    return found
 
 
 def _in_gguf(path: Path) -> dict[str, Any]:

@@ -95,11 +95,14 @@ def test_a_gguf_file_states_its_defaults_in_keys_of_llama_cpp(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         found = sampling_defaults(ModelFiles("m", path))
     assert found == SamplingDefaults({"temperature": 0.5, "top_k": 20, "min_p": 0.0})
     assert str(found) == "temperature 0.5, top_k 20, min_p 0"
-    assert caplog.messages == [f"{path}: not followed: general.sampling.penalty_repeat"]
+    assert caplog.messages == [
+        f"{path}: not followed: general.sampling.penalty_repeat",
+        f"a request that names no sampling gets {found}, as {path} states",
+    ]
 
 
 def test_the_default_model_is_greedy_as_its_file_states_nothing(tmp_path: Path) -> None:
