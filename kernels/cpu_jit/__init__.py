@@ -55,7 +55,7 @@ def cpu_kind() -> CpuKind | None:
     """What kernels are compiled for here. None without Numba, and on a CPU that is of no kind: Numba compiles
     for what it has."""
     found = _features()
-    beside = () if os.environ.get("NUMBA_CPU_FEATURES") else _BESIDE  # who names features means a kind
+    beside = () if os.environ.get("NUMBA_CPU_FEATURES") else _BESIDE  # the variable names a kind
     return next((kind for kind in CPU_KINDS if found.issuperset((*kind.features, *beside))), None)
 
 

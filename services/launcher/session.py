@@ -164,7 +164,7 @@ def beside(error: SetupError, settings: Settings, port: int) -> SetupError:
 
 
 def _ports_of(note: RunState) -> set[int]:
-    """Of the gateway and of the nats-server."""
+    """The ports of its gateway and its nats-server."""
     return {port for url in (note.page, note.nats_url) if (port := urlsplit(url).port)}
 
 

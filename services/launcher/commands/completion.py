@@ -72,7 +72,7 @@ def script(shell: str, top: argparse.ArgumentParser, programs: Mapping[str, argp
 
 
 def proposal(complaint: str, words: Sequence[str], top: argparse.ArgumentParser) -> str:
-    """What a command line may have meant, from what argparse says of it; empty if that is unknown."""
+    """The end of argparse's complaint about a command line: the word that it may mean, empty if unknown."""
     found = re.search(r"invalid choice: '(.*?)' \(|unrecognized arguments: (--[\w-]+)", complaint)
     if found is None:
         return ""
