@@ -54,6 +54,7 @@ QUEUE_SPANS = 8_192  # defaults of OTEL_BSP_*: a second of spans, sent each seco
 DELAY_MS = 1_000
 TEST_TIMEOUT_S = 3
 MAX_RESOURCES = 256  # actors whose spans a process sends; restarted ones have new names
+UNSURE_S = 0.3  # for the last metrics, while a collector has not yet answered the first ones
 QUIET_S = 60.0  # between two log lines about lost spans
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _ERRNO = re.compile(r"\[Errno \d+\] ([^\"')]+)")
@@ -294,8 +295,9 @@ class OtelMeterSink:
 
     def stop(self, timeout_s: float) -> None:
         """Send once more, for at most `timeout_s`; without waiting if the collector is away."""
-        away = self._reasons.trouble if self._exporter.arrived is None else not self._exporter.arrived
-        self._reasons.send_last("metrics-flush", self._provider.shutdown, 0 if away else timeout_s)
+        arrived, trouble = self._exporter.arrived, self._reasons.trouble
+        wait_s = timeout_s if arrived else UNSURE_S if arrived is None and not trouble else 0
+        self._reasons.send_last("metrics-flush", self._provider.shutdown, wait_s)
 
     def _observer(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
