@@ -192,10 +192,16 @@ def whole_numbers() -> Any:
     return model_validator(mode="before")(_without_fractions)
 
 
+def _without_default(schema: dict[str, Any]) -> None:
+    """A model may state another, which a client that fills in the document's defaults would override."""
+    del schema["default"]
+
+
 SloClass = Literal["interactive", "standard", "batch"]
 TokenId = Annotated[int, Field(ge=0)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+OF_MODEL = Field(json_schema_extra=_without_default)
 Repetition = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=10)]
 BIAS_ID = "^(0|[1-9][0-9]{0,8})$"
 BiasId = Annotated[int, Field(strict=False), BeforeValidator(_digits)]  # JSON has text keys only
@@ -384,13 +390,23 @@ _WithoutEffect = create_model("_WithoutEffect", **_without_effect)
 class SamplingFields(BaseModel):
     """The numbers of shared.messages.Sampling: every API has them."""
 
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
-    top_k: int = Field(0, ge=-1, le=MAX_TOP_K, description="tokens to draw from; 0 and -1: all")
-    min_p: float = Field(0.0, ge=0, le=1, description="least probability, as a share of the greatest")
+    temperature: Annotated[float, OF_MODEL] = Field(
+        1.0, ge=0, le=2, description="0 is greedy; default: the model's, else 1"
+    )
+    top_p: Annotated[float, OF_MODEL] = Field(
+        1.0, gt=0, le=1, description="total probability of the tokens to draw from"
+    )
+    top_k: Annotated[int, OF_MODEL] = Field(
+        0, ge=-1, le=MAX_TOP_K, description="tokens to draw from; 0 and -1: all"
+    )
+    min_p: Annotated[float, OF_MODEL] = Field(
+        0.0, ge=0, le=1, description="least probability, as a share of the greatest"
+    )
     presence_penalty: Penalty = Field(0.0, description="for each token that occurs in the answer so far")
     frequency_penalty: Penalty = Field(0.0, description="the same, times the number of occurrences")
-    repetition_penalty: Repetition = Field(1.0, description="divides logits of tokens in prompt and answer")
+    repetition_penalty: Annotated[Repetition, OF_MODEL] = Field(
+        1.0, description="divides logits of tokens in prompt and answer"
+    )
 
 
 class GenerateRequest(_WithoutEffect, SamplingFields, BaseModel):  # type: ignore[misc,valid-type]  # made at run time

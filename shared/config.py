@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from shared.answer_formats import formats
-from shared.errors import SetupError
+from shared.errors import SetupError, did_you_mean
 from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 from shared.nats.subjects import MAX_NAME_CHARS
 from shared.unix_socket import PREFIX as UNIX
@@ -98,6 +98,9 @@ class Settings(BaseSettings):
     answer_format: str = Field(
         "auto",
         description="form of reasoning and calls: a family, off; auto: by the chat template",
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto", description="auto: a request without temperature, top_p, ... gets those of the model's files"
     )
     # logs
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level logged")
@@ -404,11 +407,13 @@ def _explain(error: ValidationError, origins: Mapping[str, str], path: Path | No
             "file": f"file {path}",
         }.get(origins.get(name, ""), f"file {path}")
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{name}: no such setting ({source}); `headrace config show` lists them")
+            near = did_you_mean(name, Settings.model_fields)
+            lines.append(f"{name}: no such setting ({source}); `headrace config show` lists them{near}")
         else:
-            lines.append(
-                f"{name}: {problem['msg'].removeprefix('Value error, ')}, not {problem['input']!r} ({source})"
-            )
+            why, given = problem["msg"].removeprefix("Value error, "), problem["input"]
+            known = get_args(Settings.model_fields[name].annotation) if problem["loc"] else ()
+            near = did_you_mean(str(given), known) if problem["type"] == "literal_error" else ""
+            lines.append(f"{name}: {why}, not {given!r} ({source}){near}")
     return "; ".join(lines)
 
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 # `client.probe` tests for these messages.
 NO_TEMPLATE = "this model has no chat template; send `prompt`"
 NO_VECTOR = "a service of this model has an older version, which gives no vectors: update it, or try again"
 NO_TEXT = "is an encoder, which gives vectors of texts and generates nothing; send `input`"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error about a mistyped word; empty if it resembles nothing `known`."""
+    import difflib  # not on the path of a health check, which starts each few seconds
+
+    near = difflib.get_close_matches(word[:64], sorted({*known}), 1)
+    return f"; did you mean `{near[0]}`?" if near else ""
 
 
 class HeadraceError(Exception):

@@ -18,7 +18,7 @@ BYTES = ("avx2", "f16c")  # CPU features that products of bytes and half bytes n
 @dataclass(frozen=True, slots=True)
 class CpuKind:
     """What kernels are compiled for. `llvm_cpu`: a CPU by LLVM's name, whose features all machines of the
-    kind have; `features`: these and more, by LLVM's names."""
+    kind have; `features`: those that distinguish the kind, by LLVM's names."""
 
     name: str
     llvm_cpu: str
@@ -30,6 +30,8 @@ class CpuKind:
         return ",".join([*(f"+{feature}" for feature in self.features), "-prefer-256-bit"])
 
 
+# What both CPUs of LLVM's have beside: a virtual machine may hide some of it from an AVX2 CPU.
+_BESIDE = ("bmi", "bmi2", "cx16", "lzcnt", "movbe", "popcnt", "sahf", "sse4.2", "xsave")
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")
 _VNNI = (*_AVX512, "avx512vnni")
@@ -53,7 +55,8 @@ def cpu_kind() -> CpuKind | None:
     """What kernels are compiled for here. None without Numba, and on a CPU that is of no kind: Numba compiles
     for what it has."""
     found = _features()
-    return next((kind for kind in CPU_KINDS if found.issuperset(kind.features)), None)
+    beside = () if os.environ.get("NUMBA_CPU_FEATURES") else _BESIDE  # the variable names a kind
+    return next((kind for kind in CPU_KINDS if found.issuperset((*kind.features, *beside))), None)
 
 
 def has(*features: str) -> bool:

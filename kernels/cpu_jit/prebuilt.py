@@ -1,12 +1,14 @@
 """Machine code of kernels that comes with the package, so that the first start on a machine compiles nothing.
 
 machine_code/ has an archive for each kind of CPU, with the kernels that default settings use;
-`scripts/build_kernels` makes it. It has the digest of the sources, and is not used with others: then kernels
-are compiled.
+`scripts/build_kernels` makes it. It has the digest of the sources and the versions of the compilers, and is
+not used with others: then kernels are compiled.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import zipfile
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +18,8 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from kernels.cpu_jit import cpu_kind, sources_digest
+
+log = logging.getLogger("headrace.kernels")
 
 FOLDER = Path(__file__).parent / "machine_code"
 
@@ -40,6 +44,11 @@ def load(kernel: str) -> MachineCode | None:
     return MachineCode(engine.get_function_address(symbol), engine)
 
 
+def compilers() -> str:
+    """What compiles kernels here: other versions may give other instructions, and so other bits."""
+    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("numba", "llvmlite"))
+
+
 @cache
 def _archive() -> zipfile.ZipFile | None:
     kind = cpu_kind()
@@ -49,7 +58,15 @@ def _archive() -> zipfile.ZipFile | None:
         archive = zipfile.ZipFile(FOLDER / f"{kind.name}.zip")
     except (OSError, zipfile.BadZipFile):  # not there, or damaged
         return None
-    return archive if archive.comment.decode() == sources_digest() else None
+    sources, _, by = archive.comment.decode().partition(" ")
+    if sources != sources_digest():
+        return None
+    if by != (here := compilers()):
+        log.warning(
+            "kernels are compiled, once: the package has them of %s, installed is %s", by or "others", here
+        )
+        return None
+    return archive
 
 
 def _machine() -> Any:

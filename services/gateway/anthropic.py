@@ -29,6 +29,7 @@ from shared.api import (
     MAX_TOP_K,
     NO_EFFECT,
     NOT_YET,
+    OF_MODEL,
     Extensible,
     StopStrings,
     TextPart,
@@ -313,9 +314,11 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int = Field(ge=1, description="most tokens of the answer")
     stop_sequences: StopStrings = Field(default_factory=list, description="texts that end the answer")
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="total probability of the tokens to draw from")
-    top_k: int = Field(0, ge=0, le=MAX_TOP_K, description="tokens to draw from; 0: all")
+    temperature: Annotated[float, OF_MODEL] = Field(1.0, ge=0, le=2, description="0 is greedy")
+    top_p: Annotated[float, OF_MODEL] = Field(
+        1.0, gt=0, le=1, description="total probability of the tokens to draw from"
+    )
+    top_k: Annotated[int, OF_MODEL] = Field(0, ge=0, le=MAX_TOP_K, description="tokens to draw from; 0: all")
     stream: bool = Field(False, description="send the answer as events")
     metadata: Metadata = Field(default_factory=Metadata, description="who asks")
     service_tier: Any = Field(None, description=NO_EFFECT)

@@ -405,7 +405,7 @@ def _response() -> Schema:
         **dict.fromkeys(("instructions", "previous_response_id", "user"), _WORD),
         **dict.fromkeys(("metadata", "reasoning", "text"), some),
         **dict.fromkeys(("service_tier", "truncation"), TEXT),
-        **dict.fromkeys(("temperature", "top_p"), number),
+        **dict.fromkeys(("temperature", "top_p"), _or_null(number)),
         "max_output_tokens": _or_null(COUNT),
         "top_logprobs": COUNT,
         "tool_choice": {"type": ["string", "object"]},

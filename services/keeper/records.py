@@ -100,9 +100,9 @@ def digest_of(model: str, body: Mapping[str, Any]) -> str:
 
 
 def body_to_store(body: Mapping[str, Any], request_id: str, drawn: Mapping[str, Any]) -> Body:
-    """The request that the keeper sends. `drawn`: the tokenizer's seed and class. Without a time limit it has
-    the longest one: it waits for an executor. It ends also while no keeper reads it: the next keeper may be
-    there in time for the answer."""
+    """The request that the keeper sends. `drawn`: seed, class and defaults of the model, from a tokenizer.
+    Without a time limit it has the longest one: it waits for an executor. It ends also while no keeper reads
+    it: the next keeper may be there in time for the answer."""
     return {"timeout_s": MAX_TIMEOUT_S, **body, **drawn, "request_id": request_id, "finish_detached": True}
 
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.launcher import console
@@ -56,12 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         from shared.processes import ensure_home
 
         ensure_home()
-        said = io.StringIO()
+        said, complaint, parser = io.StringIO(), io.StringIO(), _parser(args[0] if args else "")
         try:
-            with redirect_stdout(said):  # argparse ignores an error of its write
-                given = _parser(args[0] if args else "").parse_args(args)
+            with redirect_stdout(said), redirect_stderr(complaint):  # argparse ignores an error of its write
+                given = parser.parse_args(args)
         finally:
             print(said.getvalue(), end="", flush=True)  # for --help, which exits
+            if wrong := complaint.getvalue().rstrip():
+                from services.launcher.commands.completion import proposal
+
+                print(wrong + proposal(wrong, args, parser), file=sys.stderr, flush=True)
         status = int(given.run(given) or 0)
         sys.stdout.flush()
         return status
@@ -217,7 +221,7 @@ def _add_requests(add: Callable[[str, str, Any], argparse.ArgumentParser], verb:
     attach.add_argument("id", type=_request_id, help="of a durable request, or of any that runs")
     for sub, longest in ((run, "2048"), (chat, "2048"), (submit, "what fits")):
         sub.add_argument("--max-tokens", type=int, help=f"longest answer, tokens; default: {longest}")
-        sub.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+        sub.add_argument("--temperature", type=float, help="0 is greedy; default: the model's")
         sub.add_argument("--seed", type=int, help="makes the answer repeatable")
         sub.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")
     request = add("request", "send a JSON request, print the JSON answer", _request)

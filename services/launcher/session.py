@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from services.launcher.nats_server import is_free
 from shared.config import DEFAULT_NATS_URL, Loaded
@@ -145,6 +146,26 @@ def runs(path: Path) -> list[RunState]:
     """The notes of all living `up` of the fleet with the note at `path`."""
     found = (read(own) for own in sorted(path.parent.glob(f"{path.stem}.*.up")))
     return [note for note in found if note is not None]
+
+
+def beside(error: SetupError, settings: Settings, port: int) -> SetupError:
+    """The error of an `up` that cannot have `port`, with what to do if a fleet of this user has it."""
+    folder, own = path_for(settings).parent, os.getpid()
+    notes = (read(path) for path in sorted([*folder.glob("*.json"), *folder.glob("*.up")]))
+    for note in notes:
+        if note is not None and note.pid != own and port in _ports_of(note):
+            named = "" if note.fleet == "default" else f" --fleet {note.fleet}"
+            return SetupError(
+                f"{error.message}. The fleet {note.fleet} runs here and has it (process {note.pid}): use it "
+                f"with `headrace chat{named}`, end it with `headrace stop{named}`, or start another one "
+                "beside it with --fleet NAME --http 127.0.0.1:0"
+            )
+    return error
+
+
+def _ports_of(note: RunState) -> set[int]:
+    """The ports of its gateway and its nats-server."""
+    return {port for url in (note.page, note.nats_url) if (port := urlsplit(url).port)}
 
 
 @contextmanager

@@ -133,7 +133,10 @@ def up(
         unix.remove()
         unix.socket.close()
     elif address is not None:
-        bound = bind(*address)
+        try:
+            bound = bind(*address)
+        except SetupError as error:
+            raise session.beside(error, settings, address[1]) from None
         if settings.gateways > 1:  # all gateways share the port that is free now
             http = f"{settings.http.rpartition(':')[0]}:{bound.getsockname()[1]}"
             settings = settings.model_copy(update={"http": http})
@@ -152,7 +155,10 @@ def up(
                 extra += leaf.remote(settings.leaf, names, has_users=bool(users), account=account)
                 limits = leaf.limits_of(settings.fleet, limits)
             if port := settings.port:
-                server = nats_server.start(port, limits=limits, extra=extra)
+                try:
+                    server = nats_server.start(port, limits=limits, extra=extra)
+                except SetupError as error:
+                    raise session.beside(error, settings, port) from None
             else:
                 server = nats_server.start_by_default(limits=limits, extra=extra)
             stack.callback(server.stop)

@@ -35,6 +35,7 @@ from services.tokenizer.core import (
 )
 from services.tokenizer.prepare import Cancels, Prepared, ServedModel, Submission, prepared
 from services.tokenizer.queries import STANDS_BY, Queries, refuse
+from services.tokenizer.sampling_defaults import SamplingDefaults, sampling_defaults
 from services.tokenizer.standby import MAX_COPIES, TURN_US, PendingRequest, Standby, key_of
 from services.tokenizer.template_probe import NOT_READ, UNKNOWN
 from shared.actor.mailbox import Mailbox
@@ -215,6 +216,7 @@ class TokenizerActor(Actor):
         return {
             "model": self._name,
             "context": self._context(),
+            "sampling": str(self._model.defaults),
             "answer_format": self._model.answer_format.name if self._model.answer_format else OFF,
             "calls": self._model.template.skills(with_tools=True).calls_are,
             "models_here": sorted(self._queries.served()) if self._standing is not None else [],  # started
@@ -680,7 +682,9 @@ def _log_fault(fault: BusFault) -> None:
 def load_model(settings: Settings) -> ServedModel:
     """The vocabulary and template of the configured model, warmed up. Raises SetupError if the model is
     missing or of an unknown family."""
-    vocabulary = load_vocabulary(resolve(settings.model, settings.cache_dir))
+    files = resolve(settings.model, settings.cache_dir)
+    vocabulary = load_vocabulary(files)
+    defaults = sampling_defaults(files) if settings.generation_config == "auto" else SamplingDefaults()
     for special in (False, True):  # build both forms now: see Vocabulary.encode
         vocabulary.encode("warm up", special=special)
     name, *aliases = served_names(settings)
@@ -695,6 +699,7 @@ def load_model(settings: Settings) -> ServedModel:
         processors=tuple(processor_targets(settings.logits_processors)),
         trusts_templates=settings.trust_request_chat_template,
         answer_format=form,
+        defaults=defaults,
     )
 
 

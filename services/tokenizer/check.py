@@ -1,7 +1,8 @@
 """`Checks` validates the requests that a keeper is about to store, as if they were to be generated.
 
-The answer has what the tokenizer would draw for the request, so that the keeper stores it: sent again, it is
-the same request. Checks run on a thread; without a keeper there are none.
+The answer has what the tokenizer would choose for the request (its seed, its class, the model's defaults), so
+that the keeper stores it: sent again, it is the same request. Checks run on a thread; without a keeper there
+are none.
 """
 
 from __future__ import annotations
@@ -73,5 +74,6 @@ class Checks:
         if isinstance(outcome, HeadraceError):
             body = error_reply(outcome, "", "")
         else:
-            body = to_json({"seed": outcome.seed, "slo_class": outcome.slo_class})
+            chosen = {name: getattr(outcome.sampling, name) for name in self._model.defaults.fields}
+            body = to_json({"seed": outcome.seed, "slo_class": outcome.slo_class, **chosen})
         self._mailbox.bus.publish(delivery.reply, body)

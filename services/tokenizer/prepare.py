@@ -7,19 +7,19 @@ is not supported. shared/api.py defines the fields.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgpack
 from pydantic import ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
+from services.tokenizer.sampling_defaults import SamplingDefaults
 from services.tokenizer.structured_output import Tools, binds_text, grammar_of, read_tools
 from shared.answer_formats.formats import HERMES, THINKING, Format
 from shared.api import (
@@ -34,7 +34,15 @@ from shared.api import (
 )
 from shared.checkpoints import body_hash
 from shared.codec import MAX_PROCESSOR_CHARS
-from shared.errors import BadRequest, Cancelled, DeadlineExceeded, EngineError, Forbidden, HeadraceError
+from shared.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    Forbidden,
+    HeadraceError,
+    did_you_mean,
+)
 from shared.json_body import read_json, refuse_odd_values
 from shared.messages import (
     EMBEDDING,
@@ -179,6 +187,7 @@ class ServedModel:
     trusts_templates: bool = False  # a request may bring its own chat template
     answer_format: Format | None = HERMES  # of chats; None: the text is the answer
     aliases: tuple[str, ...] = ()  # further names
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -231,10 +240,9 @@ def read_request(fields: dict[str, Any]) -> Request | EmbeddingRequest:
 
 
 def _unknown(name: str) -> BadRequest:
-    hint = [_HINTS[name]] if name in _HINTS else []
-    near = hint or difflib.get_close_matches(name[:40], sorted(_KNOWN - {*IGNORED, *UNSUPPORTED}), 1)
-    mend = f"did you mean `{near[0]}`?" if near else "leave it out"
-    return BadRequest(f"`{name:.40}` is not a field of a request; {mend}", param=name[:40])
+    hint = f"; did you mean `{_HINTS[name]}`?" if name in _HINTS else ""
+    hint = hint or did_you_mean(name, _KNOWN - {*IGNORED, *UNSUPPORTED}) or "; leave it out"
+    return BadRequest(f"`{name:.40}` is not a field of a request{hint}", param=name[:40])
 
 
 def request_id_of(fields: dict[str, Any], fresh_id: str) -> str:
@@ -269,7 +277,7 @@ def prepared(submission: Submission, model: ServedModel, cancels: Cancels | None
 def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) -> Tokenized:
     """The request for the scheduler, from the `fields` of its body. Raises BadRequest, Forbidden, and
     DeadlineExceeded for a request that has waited longer than its time limit."""
-    request = read_request(fields)
+    request = read_request(fields if "input" in fields else {**model.defaults.fields, **fields})
     if not _is_for(request.model, submission.alias, model):
         raise BadRequest(
             f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
@@ -286,7 +294,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     form, thinking = _answer_format(request, tools, model, prompt)
     grammar = grammar_of(request, tools, form, thinking=thinking, available=submission.grammars)
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
-    max_tokens = _max_tokens(request, len(prompt), model.max_context)
+    max_tokens = _max_tokens(request, len(prompt), model.max_context, model.defaults.max_tokens)
     if request.min_tokens > max_tokens:
         raise BadRequest(f"`min_tokens`: an answer has at most {max_tokens} tokens", param="min_tokens")
     return Tokenized(
@@ -505,13 +513,15 @@ def _logprobs(request: Request) -> int:
     return 1 + (request.top_logprobs if request.logprobs is True else request.logprobs)
 
 
-def _max_tokens(request: Request, prompt_tokens: int, max_context: int) -> int:
+def _max_tokens(request: Request, prompt_tokens: int, max_context: int, default: int = 0) -> int:
+    """`default`: of the model, 0 without one."""
     room, chat = max_context - prompt_tokens, isinstance(request, ChatRequest)
     if room < 1:
         raise _too_long("messages" if chat else "prompt", f"{prompt_tokens} tokens", max_context)
     name, asked = request.limit
     if asked is None:
-        return room if chat else min(DEFAULT_COMPLETION_TOKENS, room)
+        most = room if request.n_predict else default or room  # -1 asks for no limit
+        return min(most, room, room if chat else DEFAULT_COMPLETION_TOKENS)
     if asked > room:
         raise _over_context(
             max_context,

@@ -54,9 +54,11 @@ QUEUE_SPANS = 8_192  # defaults of OTEL_BSP_*: a second of spans, sent each seco
 DELAY_MS = 1_000
 TEST_TIMEOUT_S = 3
 MAX_RESOURCES = 256  # actors whose spans a process sends; restarted ones have new names
+UNSURE_S = 0.3  # for the last metrics, while a collector has not yet answered the first ones
 QUIET_S = 60.0  # between two log lines about lost spans
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _ERRNO = re.compile(r"\[Errno \d+\] ([^\"')]+)")
+_SDK_LOG = logging.getLogger("opentelemetry")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _OK = Status(StatusCode.UNSET)
 SCOPE = "headrace"
@@ -105,9 +107,9 @@ class OtelTracer:
 
     def stop(self, timeout_s: float) -> None:
         """Flush for at most `timeout_s`; without waiting if the collector is away."""
-        flush = threading.Thread(target=self._processor.shutdown, name="trace-flush", daemon=True)
-        flush.start()
-        flush.join(0 if self._reasons.trouble else timeout_s)
+        self._reasons.send_last(
+            "trace-flush", self._processor.shutdown, 0 if self._reasons.trouble else timeout_s
+        )
 
     def _test(self) -> None:
         trace, _ = self.begin("")
@@ -189,9 +191,21 @@ class _Reasons(logging.Handler):
         super().__init__()
         self.last = "no answer"
         self.trouble = False  # since the last export that arrived
-        sdk = logging.getLogger("opentelemetry")
-        sdk.handlers[:] = [self]
-        sdk.propagate = False
+        self._settled = threading.Event()  # a flush has ended, or a try to send has failed
+        _SDK_LOG.handlers[:] = [self]
+        _SDK_LOG.propagate = False
+
+    def send_last(self, name: str, send: Callable[[], object], timeout_s: float) -> None:
+        """Send what waits, on the thread `name`. Returns when it is sent, at the first try that fails, and at
+        the latest after `timeout_s`: the services of a fleet stop one after the other."""
+        self._settled.clear()
+
+        def run() -> None:
+            send()
+            self._settled.set()
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+        self._settled.wait(timeout_s)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a line about an export; log any other."""
@@ -200,6 +214,7 @@ class _Reasons(logging.Handler):
             log.warning("traces: %s", text)
             return
         self.trouble = True
+        self._settled.set()
         if "retries or shutdown" not in text:  # the lines of the attempts before have the cause
             cause = _ERRNO.search(text)  # the rest of such a line is names of classes
             self.last = cause.group(1) if cause else text[:200]
@@ -253,6 +268,7 @@ class OtelMeterSink:
     def __init__(self, kind: str, actor: str, protocol: str) -> None:
         self._metrics: Metrics = ()
         self._known: set[str] = set()
+        self._reasons = next((h for h in _SDK_LOG.handlers if isinstance(h, _Reasons)), None) or _Reasons()
         where = endpoint(os.environ, protocol, METRICS)
         self._exporter = _WithHistograms(_metric_exporter(protocol), self._histograms, where)
         self._reader = PeriodicExportingMetricReader(self._exporter)
@@ -262,8 +278,9 @@ class OtelMeterSink:
         self._meter = self._provider.get_meter(SCOPE)
 
     def put(self, readings: Metrics) -> None:
-        """Replace the metrics; a new name becomes an instrument."""
-        self._metrics = readings
+        """Replace the metrics; a new name becomes an instrument. The first ones are sent at once, so that the
+        log and `stop` know whether a collector is there."""
+        first, self._metrics = not self._metrics, readings
         for point in readings:
             if isinstance(point, MetricPoint) and point.name not in self._known:
                 self._known.add(point.name)
@@ -273,12 +290,14 @@ class OtelMeterSink:
                     else self._meter.create_observable_gauge
                 )
                 make(point.name, [self._observer(point.name)], point.unit)
+        if first and readings:
+            threading.Thread(target=self._reader.collect, name="metrics-first", daemon=True).start()
 
     def stop(self, timeout_s: float) -> None:
         """Send once more, for at most `timeout_s`; without waiting if the collector is away."""
-        last = threading.Thread(target=self._provider.shutdown, name="metrics-flush", daemon=True)
-        last.start()
-        last.join(0 if self._exporter.arrived is False else timeout_s)
+        arrived, trouble = self._exporter.arrived, self._reasons.trouble
+        wait_s = timeout_s if arrived else UNSURE_S if arrived is None and not trouble else 0
+        self._reasons.send_last("metrics-flush", self._provider.shutdown, wait_s)
 
     def _observer(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:

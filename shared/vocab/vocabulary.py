@@ -29,7 +29,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 
 from shared.errors import SetupError
-from shared.vocab.files import ModelFiles, unreadable
+from shared.vocab.files import ModelFiles, json_object, unreadable
 from shared.vocab.gguf import read_metadata
 from shared.vocab.vector_settings import VectorSettings, vector_settings
 
@@ -336,16 +336,16 @@ def hf_parts(folder: Path) -> VocabularyParts:
     if not file.is_file():
         raise SetupError(f"{folder} has no tokenizer.json; Headrace reads no other tokenizer format there")
     source = file.read_text("utf-8")
-    config = _json(folder / "tokenizer_config.json")
+    config = json_object(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        config |= _json(folder / "special_tokens_map.json")
+        config |= json_object(folder / "special_tokens_map.json")
     try:
-        stated, more = _added_later(config, _json(folder / "added_tokens.json"))
+        stated, more = _added_later(config, json_object(folder / "added_tokens.json"))
         template = _chat_template(folder, config)
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise unreadable(folder / "tokenizer_config.json", "a tokenizer's configuration", error) from error
     ends = {_text_of(config.get(name)) for name in ("bos_token", "eos_token")}
-    vectors, model = vector_settings(folder), _json(folder / "config.json")
+    vectors, model = vector_settings(folder), json_object(folder / "config.json")
     side = config.get("truncation_side")
 
     def read() -> Tokenizer:
@@ -457,7 +457,7 @@ def _eos_ids(folder: Path, config: dict[str, Any], vocab: dict[str, int]) -> tup
     else those of config.json. Ids without a token, left over from another vocabulary, end nothing."""
     ids: list[Any] = [vocab.get(_text_of(config.get("eos_token")))]
     for name in ("generation_config.json", "config.json"):
-        listed = _json(folder / name).get("eos_token_id")
+        listed = json_object(folder / name).get("eos_token_id")
         if listed is not None:
             ids += listed if isinstance(listed, list) else [listed]
             break
@@ -500,15 +500,6 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str:
 def _text_of(token: object) -> str:
     """Special tokens stand as text or as an object with the text inside."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text("utf-8")))
-    except (ValueError, TypeError) as error:
-        raise unreadable(file, "valid JSON", error) from error
 
 
 def gguf_parts(path: Path) -> VocabularyParts:

@@ -204,7 +204,7 @@ def test_a_conversation_from_a_pipe_is_plain_text(up: Up, tmp_path: Path) -> Non
     assert [message["role"] for message in saved["messages"]] == ["system", *["user", "assistant"] * 2]
     first, second = (message["content"] for message in saved["messages"] if message["role"] == "assistant")
     assert done.stdout == (
-        "system: Be short\ntemperature 0.0, seed 3, max_tokens 4\n"
+        "system: Be short\nseed 3, max_tokens 4\n"
         f"{first}\nerror (invalid request): there is no command /nope: /help lists them\n{second}\n"
         f"5 messages in {file}\n"
     )

@@ -9,11 +9,11 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from support.memory_bus import MemoryBroker, MemoryBus
-from support.text_models import write_bpe_gguf
+from support.text_models import write_bpe_gguf, write_hf_folder
 from support.virtual_loop import FakeClock
 
 from services.detokenizer import actor as detokenizer
@@ -187,6 +187,28 @@ async def test_a_plain_request_and_its_trace(world: World, scheduler: HandSchedu
     assert isinstance(ended, Ended)
     assert (ended.seq, ended.index, ended.reason) == (1, len(asked.tokens), "length")
     assert 0 < ended.first_wall_us <= ended.built_wall_us <= ended.sent_wall_us
+
+
+async def test_the_defaults_that_a_model_states_are_those_of_each_request(
+    world: World, tmp_path: Path
+) -> None:
+    """Also of one that is stored: sent again to a model that states others, it is the same."""
+    folder = write_hf_folder(tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 9}')
+    cases: tuple[tuple[Literal["auto", "none"], str], ...] = (
+        ("auto", "temperature 0.25, top_k 9"),
+        ("none", "temperature 1, as nothing is stated"),
+    )
+    for how, stated in cases:
+        named = {"model": str(folder), "model_name": how, "cache_dir": Path("/nowhere")}
+        built = tokenizer.build(Settings(**named, generation_config=how))
+        await world.run(built, how)
+        assert built.status()["sampling"] == stated
+    asked = {**CHAT, "top_k": 3, "seed": 1}
+    kept = json.loads((await world.ask(subjects.check("public", "auto"), asked)).data)
+    assert kept == {"seed": 1, "slo_class": "standard", "temperature": 0.25, "top_k": 3}
+    plain = json.loads((await world.ask(subjects.check("public", "none"), asked)).data)
+    assert plain == {"seed": 1, "slo_class": "standard"}
 
 
 async def test_a_stream(world: World, scheduler: HandScheduler) -> None:

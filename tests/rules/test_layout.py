@@ -65,8 +65,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 92, 27_400
-PRODUCT_FILES, PRODUCT_LINES = 293, 73_700
+PATH_FILES, PATH_LINES = 93, 27_650
+PRODUCT_FILES, PRODUCT_LINES = 294, 74_000
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {

@@ -7,7 +7,7 @@ import { show } from "./markdown.js";
 
 const OPEN = "headrace-open";
 const SETTINGS = "headrace-settings";
-const DEFAULTS = { model: "", max_tokens: 2048, temperature: 0 };
+const DEFAULTS = { model: "", max_tokens: 2048, temperature: "" }; // "": the model's
 const DRAW_MS = 50; // 20 a second look continuous
 const SAVE_MS = 1000;
 const NEAR_PX = 40; // from the end of the conversation, which then stays in sight
@@ -92,7 +92,7 @@ function settings() {
 // A field that is empty or wrong has its default again.
 function set(name, field) {
   if (!field.value || !field.checkValidity()) field.value = DEFAULTS[name];
-  const value = field.type === "number" ? Number(field.value) : field.value;
+  const value = field.type === "number" && field.value ? Number(field.value) : field.value;
   try {
     storage("localStorage").setItem(SETTINGS, JSON.stringify({ ...settings(), [name]: value }));
   } catch {
@@ -105,7 +105,7 @@ function bodyOf(chat) {
     model: find("model").value || undefined,
     messages: messagesOf(chat),
     max_tokens: Number(find("max_tokens").value),
-    temperature: Number(find("temperature").value),
+    temperature: find("temperature").value === "" ? undefined : Number(find("temperature").value),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
   };

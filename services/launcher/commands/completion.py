@@ -7,7 +7,10 @@ other word the shell completes file names.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from shared.errors import did_you_mean
 
 SHELLS = ("bash", "zsh")
 
@@ -66,6 +69,15 @@ def script(shell: str, top: argparse.ArgumentParser, programs: Mapping[str, argp
     filled = filled.replace("ALTERNATIVES", _cases(alternatives)).replace("OPTIONS", _cases(options))
     head = "#compdef headrace\n" if shell == "zsh" else ""  # for a file on zsh's fpath
     return head + filled + _COMPLETE[shell]
+
+
+def proposal(complaint: str, words: Sequence[str], top: argparse.ArgumentParser) -> str:
+    """The end of argparse's complaint about a command line: the word that it may mean, empty if unknown."""
+    found = re.search(r"invalid choice: '(.*?)' \(|unrecognized arguments: (--[\w-]+)", complaint)
+    if found is None:
+        return ""
+    known = dict(_options(top, ""))
+    return did_you_mean(found[1] or found[2], known.get(f" {words[0]}", known[""]))
 
 
 def _options(parser: argparse.ArgumentParser, at: str) -> Iterator[tuple[str, list[str]]]:

@@ -44,21 +44,24 @@ class Finding:
 def doctor(loaded: Loaded) -> int:
     """Print every finding. Returns 1 if one of them is `fail`, else 0."""
     worst = 0
-    for finding in examine(loaded):
-        code = {"ok": 32, "warn": 33, "fail": 31}[finding.level]
-        head = console.paint(f"{finding.level:<4}", code, sys.stdout)
-        print(f"{head}  {finding.what}" + (f": {finding.mend}" if finding.mend else ""), flush=True)
-        worst |= finding.level == "fail"
+    with console.StatusLine(sys.stdout) as line:
+        for finding in examine(loaded, line.show):
+            line.clear()
+            code = {"ok": 32, "warn": 33, "fail": 31}[finding.level]
+            head = console.paint(f"{finding.level:<4}", code, sys.stdout)
+            print(f"{head}  {finding.what}" + (f": {finding.mend}" if finding.mend else ""), flush=True)
+            worst |= finding.level == "fail"
     return int(worst)
 
 
-def examine(loaded: Loaded) -> Iterator[Finding]:
-    """Run every check."""
+def examine(loaded: Loaded, begins: Callable[[str], None] = lambda what: None) -> Iterator[Finding]:
+    """Run every check; some take seconds. `begins` is called with the subject of each."""
     checks: tuple[Callable[[Loaded], Iterator[Finding]], ...] = (
         _python, _packages, _uvloop, _torch, _grammars, _server_binary, _model, _dtype_and_threads,
         _shared_memory, _variables, _connection,
     )  # fmt: skip
     for check in checks:
+        begins(f"{check.__name__.strip('_').replace('_', ' ')} …")
         yield from check(loaded)
 
 

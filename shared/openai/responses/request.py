@@ -450,12 +450,12 @@ def _repeated(asked: ResponseRequest, fields: Body) -> Body:
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
         "service_tier": "default",
         "store": asked.store,
-        "temperature": asked.temperature,
+        "temperature": fields.get("temperature"),  # without one the model's, which a gateway does not have
         "text": {"format": asked.text.format or {"type": "text"}},
         "tool_choice": asked.tool_choice,
         "tools": [tool.model_dump(exclude=None if tool.namespace else {"namespace"}) for tool in asked.tools],
         "top_logprobs": asked.top_logprobs,
-        "top_p": asked.top_p,
+        "top_p": fields.get("top_p"),
         "truncation": asked.truncation,
         "user": fields.get("user"),
     }

@@ -9,7 +9,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import llvmlite
 import llvmlite.binding as llvm
+import numba
 import pytest
 import torch
 from support.default_model import model_path
@@ -36,7 +38,8 @@ def anew() -> Iterator[None]:
 def test_the_code_of_each_kind_is_made_of_these_sources(kind: str) -> None:
     """If not: scripts/build_kernels."""
     with zipfile.ZipFile(prebuilt.FOLDER / f"{kind}.zip") as archive:
-        assert archive.comment.decode() == sources_digest()
+        sources, _, compilers = archive.comment.decode().partition(" ")
+        assert (sources, compilers) == (sources_digest(), prebuilt.compilers())
         assert {*archive.namelist()} >= NEEDED
 
 
@@ -61,8 +64,11 @@ def instructions_in(code: bytes) -> bytes:
 
 
 @pytest.mark.skipif(HERE is None, reason="this CPU is of no kind")
-def test_what_is_compiled_here_is_for_the_kind_and_not_for_this_cpu() -> None:
+def test_what_is_compiled_here_is_for_the_kind_and_not_for_this_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert HERE is not None
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))  # code that is kept has no object
     compiled = Kernel(rowwise._norm_f32).compiled_by_numba()._library._get_compiled_object()
     kept = instructions(prebuilt.FOLDER / f"{HERE.name}.zip")
     assert instructions_in(compiled) == kept["rowwise._norm_f32"]
@@ -98,12 +104,19 @@ def test_built_code_and_code_compiled_here_give_the_same_bits() -> None:
     assert prebuilt.load("rowwise._of_another_name") is None
 
 
-def test_code_of_other_sources_of_an_unknown_cpu_or_damaged_is_not_used(
-    anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_code_of_other_sources_compilers_or_an_unknown_cpu_or_damaged_is_not_used(
+    anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(prebuilt, "sources_digest", lambda: "others")
         assert prebuilt.load("rowwise._norm_f32") is None
+    with monkeypatch.context() as patch:
+        prebuilt._archive.cache_clear()
+        patch.setattr(prebuilt, "compilers", lambda: "numba 9.9 llvmlite 9.9")
+        assert prebuilt.load("rowwise._norm_f32") is None
+        here = f"numba {numba.__version__} llvmlite {llvmlite.__version__}"
+        said = f"the package has them of {here}, installed is numba 9.9 llvmlite 9.9"
+        assert [said in line for line in caplog.messages] == [True] * (HERE is not None)
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for kind in KINDS:
@@ -134,5 +147,25 @@ def test_the_kind_of_a_cpu_is_the_best_that_it_has_all_features_of(
         assert (found.name if found else None) == kind
         assert kernels.cpu_jit.has("avx2")
         assert kernels.cpu_jit.has("avx512f") == (kind in ("avx512", "amx"))
+    finally:
+        cpu_kind.cache_clear()
+
+
+@pytest.mark.parametrize("hidden", ["", "bmi", "bmi2", "lzcnt", "movbe", "fma", "f16c"])
+def test_a_cpu_without_a_feature_that_its_kind_is_compiled_with_is_of_no_kind(
+    monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    """A virtual machine may hide some: LLVM's own list of what x86-64-v3 has."""
+    monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
+    v3 = (
+        "avx avx2 bmi bmi2 cmov crc32 cx16 cx8 f16c fma fxsr lzcnt mmx movbe popcnt sahf sse sse2 sse3 "
+        "sse4.1 sse4.2 ssse3 xsave"
+    )
+    found = {feature: feature != hidden for feature in v3.split()}
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: found)
+    cpu_kind.cache_clear()
+    try:
+        kind = cpu_kind()
+        assert (kind.name if kind else None) == (None if hidden else "avx2")
     finally:
         cpu_kind.cache_clear()

@@ -176,6 +176,16 @@ def test_every_reference_leads_somewhere() -> None:
     assert described["paths"]["/v1/completions"]["post"]["responses"].keys() >= {"200", "429", "503", "504"}
 
 
+def test_no_default_is_named_where_a_model_may_state_another() -> None:
+    """A client that fills in the defaults of the document would override the model's."""
+    fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    schemas = document("1")["components"]["schemas"]
+    for kind in ("ChatRequest", "CompletionRequest", "ResponseRequest", "Options", "MessagesRequest"):
+        found = {name: schemas[kind]["properties"].get(name, {}).get("anyOf", ()) for name in fields}
+        assert found["temperature"]
+        assert [name for name, ways in found.items() if any("default" in way for way in ways)] == [], kind
+
+
 def test_an_unknown_field_is_refused() -> None:
     assert valid("ChatRequest", {**CHAT, "n": None, "temperature": None})
     assert not valid("ChatRequest", {**CHAT, "max_tokns": 3})

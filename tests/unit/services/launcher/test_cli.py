@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from support.executor.int4_folders import save_int4
 from services.executor.checkpoint import loader as model_loader
 from services.executor.cpu import autotune
 from services.executor.cpu.autotune import Timing
-from services.launcher import session, up
+from services.launcher import console, session, up
 from services.launcher.cli import main
 from services.launcher.commands import chat
 from services.launcher.commands import doctor as doctor_module
@@ -227,6 +228,34 @@ def test_text_that_is_not_utf_8_is_an_error(tmp_path: Path, capsys: pytest.Captu
     assert "error (invalid request): the text given is not UTF-8: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["chta"], "chat"),
+        (["model", "lst"], "list"),
+        (["chat", "-q", "Hi", "--temprature", "1"], "--temperature"),
+        (["up", "--modle", "x"], "--model"),
+        (["up", "--dtype", "pakced"], "packed"),
+        (["doctor", "--backend", "troch"], "torch"),
+        (["pull", "smolm2-135m-instruct"], "smollm2-135m-instruct"),
+        (["xyzzy"], ""),
+        (["status", "--xyzzy"], ""),
+        (["up", "--dtype", "xyzzy"], ""),
+        (["pull", "xyzzy"], ""),
+    ],
+)
+def test_a_mistyped_word_is_told_with_the_nearest_one(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(words)
+    except SystemExit as left:
+        status = int(left.code or 0)
+    said = capsys.readouterr().err.rstrip()
+    assert status in (1, 2)
+    assert said.endswith(f"; did you mean `{meant}`?") if meant else "did you mean" not in said
+
+
 @pytest.mark.parametrize("verb", ["result", "attach"])
 def test_an_empty_id_is_a_wrong_argument(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -299,9 +328,20 @@ def test_doctor_passes_here_and_fails_when_something_does(
     assert any(line.startswith("ok    nats-server: v") for line in lines)
     assert "warn  HEADRACE_SLOT is not a setting: `headrace config show` lists them" in lines
     assert any(line.startswith("ok    structured output: llguidance ") for line in lines)
-    monkeypatch.setattr(doctor_module, "examine", lambda loaded: iter([Finding("fail", "x", "do y")]))
+    monkeypatch.setattr(doctor_module, "examine", lambda loaded, begins: iter([Finding("fail", "x", "do y")]))
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out == "fail  x: do y\n"
+
+
+def test_doctor_shows_on_a_terminal_what_it_checks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some checks take seconds."""
+    examine = doctor_module.examine
+    monkeypatch.setattr(console, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(doctor_module, "examine", lambda loaded, begins: islice(examine(loaded, begins), 1))
+    assert main(["doctor"]) == 0
+    assert "python …" in capsys.readouterr().out
 
 
 def test_doctor_says_which_dtype_and_threads_and_what_would_be_faster(

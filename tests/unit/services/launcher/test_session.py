@@ -12,12 +12,14 @@ import subprocess
 import sys
 import sysconfig
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.launcher import nats_server as servers
 from services.launcher import session, up
+from services.launcher.cli import main
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.serve import KINDS, builder, serve
 from services.launcher.session import RunState, find_target
@@ -213,6 +215,42 @@ def test_a_missing_server_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 # ---- the note -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_bare")
+@pytest.mark.parametrize(
+    ("fleet", "port", "named"),
+    [("default", 8000, ""), ("default", 4222, ""), ("two", 8000, " --fleet two"), ("default", 8001, None)],
+)
+def test_a_taken_port_is_told_with_the_fleet_that_has_it(fleet: str, port: int, named: str | None) -> None:
+    """Also while it starts, when it has only a note of its own."""
+    settings = Settings(fleet="default")
+    here = replace(
+        note(os.getppid(), "nats://127.0.0.1:4222"), fleet=fleet, page="http://127.0.0.1:8000/?key=k"
+    )
+    for place in (session.path_for(Settings(fleet=fleet)), session.path_for(settings).with_suffix(".7.up")):
+        here.write(place)
+        told = session.beside(SetupError("no port"), settings, port).message
+        place.unlink()
+        assert told == "no port" + (
+            ""
+            if named is None
+            else f". The fleet {fleet} runs here and has it (process {os.getppid()}): use it with `headrace "
+            f"chat{named}`, end it with `headrace stop{named}`, or start another one beside it with --fleet "
+            "NAME --http 127.0.0.1:0"
+        )
+
+
+@pytest.mark.usefixtures("_bare")
+def test_a_second_up_names_the_fleet_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        here = replace(note(os.getppid()), page=f"http://127.0.0.1:{port}/")
+        here.write(session.path_for(settings))
+        for flag in (("--http", f"127.0.0.1:{port}"), ("--http", "off", "--port", str(port))):
+            assert main(["up", "--backend", "sim", "--no-durable", *flag]) == 1
+            assert f"has it (process {os.getppid()}): use it with `headrace chat`" in capsys.readouterr().err
 
 
 def test_a_note_is_found_while_its_process_lives(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from support.text_models import CONTROLS, TEMPLATE, write_bpe_gguf
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.prepare import ServedModel, Submission, prepare, read_body, request_id_of
 from services.tokenizer.queries import tokenize_body
+from services.tokenizer.sampling_defaults import SamplingDefaults
 from shared.answer_formats import grammar
 from shared.answer_formats.formats import FORMATS
 from shared.api import IGNORED, MAX_RUN, RUN_HEADER, UNSUPPORTED, run_of
@@ -236,6 +237,38 @@ def test_binary_args_are_refused(model: ServedModel) -> None:
 def test_an_integer_may_have_a_fraction_of_zero(model: ServedModel) -> None:
     body = {**CHAT, "max_tokens": 5, "top_k": 3, "seed": 7}
     assert prepared(model, {**body, "max_tokens": 5.0, "top_k": 3.0, "seed": 7.0}) == prepared(model, body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling", "limit"),
+    [
+        ({}, Sampling(temperature=0.25, top_k=9, top_p=0.5), 20),
+        ({"temperature": None, "top_k": None}, Sampling(temperature=0.25, top_k=9, top_p=0.5), 20),
+        ({"temperature": 0}, Sampling(temperature=0.0, top_k=9, top_p=0.5), 20),
+        ({"temperature": 1, "top_p": 1, "top_k": 0, "n_predict": -1}, Sampling(), 105),
+        ({"top_k": -1, "min_p": 0.5}, Sampling(temperature=0.25, top_p=0.5, min_p=0.5), 20),
+        ({"max_tokens": 50, "top_k": 2}, Sampling(temperature=0.25, top_k=2, top_p=0.5), 50),
+    ],
+)
+def test_a_request_has_the_models_value_of_a_field_that_it_leaves_out(
+    model: ServedModel, fields: dict[str, Any], sampling: Sampling, limit: int
+) -> None:
+    stated = SamplingDefaults({"temperature": 0.25, "top_k": 9, "top_p": 0.5}, 20)
+    got = prepared(dataclasses.replace(model, defaults=stated), {**CHAT, **fields})
+    assert (got.sampling, got.max_tokens, got.open_end) == (sampling, limit, "max_tokens" not in fields)
+
+
+@pytest.mark.parametrize(("stated", "limit"), [(0, 16), (7, 7), (99, 16)])
+def test_a_completion_without_a_limit_has_the_lesser_default(
+    model: ServedModel, stated: int, limit: int
+) -> None:
+    served = dataclasses.replace(model, defaults=SamplingDefaults({}, stated))
+    assert prepared(served, {"prompt": "Hi"}).max_tokens == limit
+
+
+def test_a_vector_has_no_sampling_defaults(model: ServedModel) -> None:
+    served = dataclasses.replace(model, defaults=SamplingDefaults({"top_p": 0.5}, 20))
+    assert prepared(served, {"input": "Hi"}).sampling == Sampling(temperature=0.0)
 
 
 def test_msgpack_equals_json(model: ServedModel) -> None:

@@ -14,6 +14,7 @@ from loadtest.otlp_receiver import Receiver
 from shared.telemetry import otel_sdk, traces
 from shared.telemetry.export import Tracer, tracer_from_env
 from shared.telemetry.otel import is_on
+from shared.telemetry.readings import MetricPoint
 from shared.telemetry.traces import SpanEvent, SpanRecord
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -164,6 +165,30 @@ def test_a_collector_that_is_away_is_told_once(
         _join("trace-flush")
     (line,) = [r.getMessage() for r in caplog.records]
     assert f"spans did not arrive at {receiver.url}/v1/traces (Connection refused)" in line
+
+
+def test_a_stop_ends_at_the_first_try_that_a_collector_refuses(
+    otel_env: pytest.MonkeyPatch, receiver: Receiver
+) -> None:
+    """The services of a fleet stop one after the other, and the SDK tries again for ten seconds."""
+    receiver.stop()
+    tracer = started(otel_env, receiver)
+    metrics = otel_sdk.OtelMeterSink("scheduler", "s", "http/protobuf")
+    metrics.put((MetricPoint("a", 1, "1"),))
+    tracer.export(tracer.begin("")[0], "", [SpanRecord("s", 1, 2, None)])
+    for stop, flush in ((metrics.stop, "metrics-flush"), (tracer.stop, "trace-flush")):
+        stop(60)
+        assert flush in [thread.name for thread in threading.enumerate()], "it still tries"
+
+
+def test_the_first_metrics_are_sent_at_once(otel_env: pytest.MonkeyPatch, receiver: Receiver) -> None:
+    """And not after the minute of the SDK's interval, which is the first that tells of a collector."""
+    otel_env.setenv(ENDPOINT, receiver.url)
+    metrics = otel_sdk.OtelMeterSink("scheduler", "s", "http/protobuf")
+    metrics.put((MetricPoint("a", 1, "1"),))
+    _join("metrics-first")
+    assert metrics._exporter.arrived is True
+    metrics.stop(5)
 
 
 def test_grpc_without_its_package_says_the_mend(

@@ -27,8 +27,8 @@ def test_a_text_is_a_chat() -> None:
         "background": False, "instructions": None, "max_output_tokens": None, "metadata": {},
         "parallel_tool_calls": True, "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None}, "service_tier": "default", "store": True,
-        "temperature": 1.0, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
-        "top_logprobs": 0, "top_p": 1.0, "truncation": "disabled", "user": None,
+        "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
+        "top_logprobs": 0, "top_p": None, "truncation": "disabled", "user": None,
     }  # fmt: skip
 
 
