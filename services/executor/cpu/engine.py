@@ -18,6 +18,7 @@ import torch
 import kernels.cpu_jit
 from services.executor.checkpoint.loader import Loaded, TorchOptions, device_of, grammars_of, info_of, load
 from services.executor.cpu.batch import BatchBuilder, Slots
+from services.executor.cpu.layers import TorchOperators
 from services.executor.cpu.model import Model, operators_for
 from services.executor.engine import (
     WARM_ROWS,
@@ -86,6 +87,7 @@ class TorchBackend:
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU
         on_gpu = device.type == "cuda"
         fixed = on_gpu or options.threads or exact or loaded.ranks.size * loaded.stage.count > 1
+        fixed = fixed or isinstance(kinds, TorchOperators)  # its attention's bits depend on the threads
         self._threads = None if fixed else _thread_count()
         self.copier: Copier = CudaCopier(cache, lambda: self._computed) if on_gpu else HostCopier(cache)
 

@@ -41,11 +41,16 @@ def three_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def built(
-    folder: Path, *, threads: int = 0, first_threads: int = 0, deterministic: bool = False
+    folder: Path,
+    *,
+    threads: int = 0,
+    first_threads: int = 0,
+    deterministic: bool = False,
+    kv_dtype: str = "auto",
 ) -> engine.TorchBackend:
     return engine.build(
         TorchOptions(
-            model_path=save_tiny(KIND, folder), model_name=KIND, device="cpu", dtype="f32", blocks=80,
+            model_path=save_tiny(KIND, folder), model_name=KIND, device="cpu", dtype="f32", kv_dtype=kv_dtype, blocks=80,
             slots=8, threads=threads, first_threads=first_threads, deterministic=deterministic,
         )
     )  # fmt: skip
@@ -69,6 +74,11 @@ def test_a_number_that_is_asked_for_and_a_deterministic_engine_keep_theirs(
     backend = built(tmp_path, threads=threads, deterministic=deterministic)
     assert backend._threads is None
     assert torch.get_num_threads() == has
+
+
+def test_torch_operators_keep_the_threads_that_their_bits_depend_on(tmp_path: Path) -> None:
+    assert built(tmp_path, kv_dtype="fp8")._threads is None
+    assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize(("cores", "first", "most"), [(3.0, 2, 3), (2.5, 2, 2), (2.5, 0, 3)])
