@@ -52,7 +52,9 @@ async def throughput(one: Up, two: Up, load: Load, record: Record) -> None:
             watch = asyncio.create_task(_watch_rows(fleet, rows))
             found = await closed(fleet, load, f"{name}-{number}", in_flight)
             watch.cancel()
-            record.add(f"{name}_{number}", found | {"rows": " ".join(rows)})
+            traced = [f"{name}-{number}-{i}" for i in range(0, found["requests"], TRACED)]
+            found |= {"rows": " ".join(rows), "steps": await slow_steps(fleet.bus, traced)}
+            record.add(f"{name}_{number}", found)
     rates = {
         name: statistics.mean(record.found[f"{name}_{number}"]["tok_s"] for number in range(ROUNDS))
         for name in cells
