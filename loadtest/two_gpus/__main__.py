@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -35,9 +36,9 @@ SERVED = ("serve", "two", "exact")
 END_S, LAST_S = 3.0, 5.0
 
 
-def run_stage(name: str, out: Path, limit_s: float, device: str, logs: str, shape: dict[str, Any]) -> None:
+def run_stage(name: str, asked: argparse.Namespace, shape: dict[str, Any]) -> None:
     """One stage, in this process."""
-    record = Record(out, limit_s)
+    record = Record(asked.out, asked.limit_s)
     if name not in SERVED:
         from loadtest.gpu import two_gpus
 
@@ -46,16 +47,18 @@ def run_stage(name: str, out: Path, limit_s: float, device: str, logs: str, shap
     from loadtest.gpu.serve import write_model
     from loadtest.two_gpus import executors, served
 
-    run = {"serve": served.ranks, "two": executors.two, "exact": executors.exact}[name]
+    two = functools.partial(executors.two, parts=[part for part in asked.parts.split(",") if part])
+    run: Any = {"serve": served.ranks, "two": two, "exact": executors.exact}[name]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape)
-        asyncio.run(run(folder, record, device, logs))
+        asyncio.run(run(folder, record, asked.device, asked.logs))
 
 
 def start(name: str, out: Path, limit_s: float, asked: argparse.Namespace, gpu: int | None) -> Any:
     """A stage as a process group."""
     command = [sys.executable, "-u", "-m", "loadtest.two_gpus", "--stage", name, "--out", str(out)]
     command += ["--limit-s", f"{limit_s:.0f}", "--device", asked.device, "--logs", asked.logs]
+    command += ["--parts", asked.parts]
     command += ["--shape", str(asked.shape)] if asked.shape else []
     env = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
     return subprocess.Popen(command, env=env, start_new_session=True)
@@ -91,10 +94,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="of the served stages")
     parser.add_argument("--shape", type=Path, help="a config.json in place of that of Llama-3.1-8B")
     parser.add_argument("--logs", default="", help="a folder for what the services say")
+    parser.add_argument("--parts", default="", help="of the stage two, in order; all without")
     asked = parser.parse_args()
     shape = json.loads(asked.shape.read_text()) if asked.shape else LLAMA_8B
     if asked.stage:
-        run_stage(asked.stage, asked.out, asked.limit_s, asked.device, asked.logs, shape)
+        run_stage(asked.stage, asked, shape)
         return
     until_s = time.monotonic() + asked.limit_s
     found: dict[str, Any] = {"machine": machine(), "stages": asked.stages}

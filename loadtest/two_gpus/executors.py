@@ -18,8 +18,10 @@ from loadtest.two_gpus.fleets import Up, up
 from loadtest.two_gpus.load import Answer, Chats, Due, Load, read
 from loadtest.two_gpus.record import Record
 from loadtest.two_gpus.served import closed
+from loadtest.two_gpus.steps import slow_steps
 
 FLAGS = ("--dtype", "bf16", "--max-context", "40960", "--slots", "256", "--kv-blocks", "20480")
+NEEDS_S = {"throughput": 0, "routing": 45, "apart": 45, "move": 30, "more_ways": 60}
 ROUNDS = 2
 GPUS, L1_MIB, ONE_L1_MIB = "0,1", 10_240, 2_048
 SETTLED_S = 40.0  # an executor that has ended is there again
@@ -32,6 +34,7 @@ CHAT_RATE, CHAT_PROMPT, CHAT_ANSWER = 16.0, (50, 400), (200, 600)
 LONG = ((8_000, 1.0), (32_000, 0.2))  # tokens, a second
 WINDOW_S, SETTLE_S, ROLE_S = 18.0, 3.0, 20.0
 LONG_ANSWER = 32
+TRACED = 12  # every so many-th chat's steps are looked at
 PREFILL_1 = "loadtest.policies:prefill_1"
 
 MOVED, MOVED_ANSWER, MOVE_AFTER_S = 32_000, 1_200, 0.5
@@ -45,7 +48,13 @@ async def throughput(one: Up, two: Up, load: Load, record: Record) -> None:
         await closed(fleet, load, f"warm-{fleet.executors}", 128, 1)
     for number in range(ROUNDS):
         for name, (fleet, in_flight) in cells.items():
-            record.add(f"{name}_{number}", await closed(fleet, load, f"{name}-{number}", in_flight))
+            rows = list[str]()
+            watch = asyncio.create_task(_watch_rows(fleet, rows))
+            found = await closed(fleet, load, f"{name}-{number}", in_flight)
+            watch.cancel()
+            traced = [f"{name}-{number}-{i}" for i in range(0, found["requests"], TRACED)]
+            found |= {"rows": " ".join(rows), "steps": await slow_steps(fleet.bus, traced)}
+            record.add(f"{name}_{number}", found)
     rates = {
         name: statistics.mean(record.found[f"{name}_{number}"]["tok_s"] for number in range(ROUNDS))
         for name in cells
@@ -54,6 +63,13 @@ async def throughput(one: Up, two: Up, load: Load, record: Record) -> None:
         **rates, "to_one_64": rates["two_128"] / rates["one_64"],
         "to_one_128": rates["two_128"] / rates["one_128"],
     })  # fmt: skip
+
+
+async def _watch_rows(fleet: Up, seen: list[str]) -> None:
+    """Note how many sequences each executor runs, until cancelled."""
+    while True:
+        executors = (await fleet.scheduler())["executors"].values()
+        seen.append("/".join(str(each["running"]) for each in executors))
 
 
 async def routing(fleet: Up, load: Load, record: Record) -> None:
@@ -76,6 +92,7 @@ async def routing(fleet: Up, load: Load, record: Record) -> None:
         record.add(name.replace("-", "_"), {
             "later_turns": _first(later), "first_turns": _first([a for a in answers if not a.turn]),
             "documents": _first(documents), "errors": sum(bool(a.error) for a in (*answers, *documents)),
+            "said": _said((*answers, *documents)),
             **{key: after["measured"]["tokens"][key] - before["measured"]["tokens"][key]
                for key in ("prefix_hits", "prefilled")},
             "restored": after["measured"]["tiers"]["restored_tokens"]
@@ -117,7 +134,7 @@ async def apart(fleet: Up, load: Load, record: Record, ways: Mapping[str, tuple[
         found = await _beside(fleet, load, name, WINDOW_S, has_documents)
         after = await fleet.scheduler()
         found["roles"] = sorted(each["role"] for each in after["executors"].values())
-        found["moves"] = after["measured"]["tokens"]["moves"] - before["measured"]["tokens"]["moves"]
+        found |= _counted(before, after, "moves", "recomputed")
         record.add(f"roles_{name}", found)
     await fleet.policy("roles=colocated")
     rows = {name: record.found.get(f"roles_{name}") for name in ("together_alone", "together", "apart")}
@@ -180,7 +197,8 @@ async def _beside(fleet: Up, load: Load, name: str, seconds: float, has_document
         **({f"document_{k}": v for k, v in _first(long).items()} if long else {}),
         "documents": len(long), "tokens_s": tokens / took_s, "took_s": took_s,
         "chat_tokens_s_in_window": in_window / (span[1] - span[0]),
-        "errors": len(answers) + len(long) - len(whole),
+        "errors": len(answers) + len(long) - len(whole), "said": _said((*answers, *long)),
+        "steps": await slow_steps(fleet.bus, [answer.name for answer in answers[::TRACED]]),
     }  # fmt: skip
 
 
@@ -209,8 +227,7 @@ async def move(fleet: Up, record: Record) -> None:
         "longest_ms_at_s": [(round(gap, 1), round(at, 2)) for gap, at in gaps[:-4:-1]],
         "calm_gap_ms": 1e3 * calm.longest_gap_s, "calm_ttft_s": calm.parts_s[0] - calm.sent_s,
         "calm_itl_ms": 1e3 * statistics.median(b - a for a, b in itertools.pairwise(calm.parts_s)),
-        "moves": after["measured"]["tokens"]["moves"] - before["measured"]["tokens"]["moves"],
-        "recomputed": after["measured"]["tokens"]["recomputed"] - before["measured"]["tokens"]["recomputed"],
+        **_counted(before, after, "moves", "recomputed"),
         "restored": after["measured"]["tiers"]["restored_tokens"]
                     - before["measured"]["tiers"]["restored_tokens"],
         "links": {k: [facts["down_bytes_per_s"], facts["up_bytes_per_s"]]
@@ -253,7 +270,9 @@ async def killed(fleet: Up, load: Load, record: Record) -> None:
     })  # fmt: skip
 
 
-async def two(folder: str, record: Record, device: str = "cuda", logs: str = "") -> None:
+async def two(
+    folder: str, record: Record, device: str = "cuda", logs: str = "", parts: Sequence[str] = ()
+) -> None:
     """Everything of two executors but what needs answers that do not depend on their batch."""
     load = Load()
     async with up(
@@ -261,17 +280,20 @@ async def two(folder: str, record: Record, device: str = "cuda", logs: str = "")
     ) as fleet:  # fmt: skip
         await load.warm()
         record.add("memory", _memory())
-        async with up(folder, *FLAGS, device=device, gpus="0", l1_mib=ONE_L1_MIB, logs=logs) as one:
-            await record.tried("throughput", throughput(one, fleet, load, record))
-        await record.tried("routing", routing(fleet, load, record))
-        await record.tried("settled", fleet.settled(SETTLED_S))
-        await record.tried("apart", apart(fleet, load, record, WAYS))
-        if record.has(30, "move"):
+        for part in parts or NEEDS_S:
+            if part != "throughput" and not record.has(NEEDS_S[part], part):
+                continue
             await record.tried("settled", fleet.settled(SETTLED_S))
-            await record.tried("move", move(fleet, record))
-        if record.has(60, "more_ways"):
-            await record.tried("settled", fleet.settled(SETTLED_S))
-            await record.tried("more_ways", apart(fleet, load, record, MORE_WAYS))
+            if part == "throughput":
+                async with up(folder, *FLAGS, device=device, gpus="0", l1_mib=ONE_L1_MIB, logs=logs) as one:
+                    await record.tried(part, throughput(one, fleet, load, record))
+            elif part == "routing":
+                await record.tried(part, routing(fleet, load, record))
+            elif part == "move":
+                await record.tried(part, move(fleet, record))
+            else:
+                ways = WAYS if part == "apart" else MORE_WAYS
+                await record.tried(part, apart(fleet, load, record, ways))
 
 
 async def exact(folder: str, record: Record, device: str = "cuda", logs: str = "") -> None:
@@ -286,6 +308,16 @@ async def exact(folder: str, record: Record, device: str = "cuda", logs: str = "
         if record.has(45, "move"):
             await record.tried("settled", fleet.settled(SETTLED_S))
             await record.tried("move", move(fleet, record))
+
+
+def _counted(before: Mapping[str, Any], after: Mapping[str, Any], *names: str) -> dict[str, int]:
+    """By how much counters of tokens have grown."""
+    return {name: after["measured"]["tokens"][name] - before["measured"]["tokens"][name] for name in names}
+
+
+def _said(answers: Sequence[Answer]) -> list[str]:
+    """The first different errors."""
+    return sorted({answer.error for answer in answers if answer.error})[:3]
 
 
 def _times(rng: random.Random, rate: float, seconds: float) -> list[float]:

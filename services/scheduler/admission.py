@@ -131,7 +131,7 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
     if not able:
         state.waiting.park(group)  # accepted for a larger executor that is gone or drains
         return True
-    if first and preemption.preempt_for(state, group, (e for e in executors if _may_join(state, e, group))):
+    if first and preemption.preempt_for(state, group, (e for e in executors if may_join(state, e, group))):
         return True
     if first:
         lookups.refresh(state, group)
@@ -195,7 +195,7 @@ def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
     lowest, count = _others_above(state, first)
     if not count or on_trial(first.request):
         return False
-    free = [e for e in state.executors.values() if _may_join(state, e, first) and not request_on_trial(e)]
+    free = [e for e in state.executors.values() if may_join(state, e, first) and not request_on_trial(e)]
     free.sort(key=lambda e: e.source != first.held_executor)
     own = next((e for e in free if max(headroom.shortfall(state, e, first)) <= 0), None)
     if own is None:
@@ -248,7 +248,7 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
     hello, pool, head = executor.hello, executor.pool, group.sequences[0]
     if executor.awaits_copies or not pool.free_slots:  # the next free blocks are for running sequences
         return None
-    if head.max_length > hello.max_context or not _may_join(state, executor, group):
+    if head.max_length > hello.max_context or not may_join(state, executor, group):
         return None
     hits = prefix_cache.lookup(executor, head)
     tail = prefix_cache.tail_block(executor, head, len(hits))
@@ -270,7 +270,7 @@ def can_start(state: State, executor: Executor, group: SequenceGroup) -> bool:
     return _offer(state, executor, group) is not None
 
 
-def _may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
+def may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """True if the group lacks nothing but room here."""
     if not model_kinds.serves(executor, group.request) or (state.suspects and not _safe(executor, group)):
         return False

@@ -95,7 +95,8 @@ def decide(state: State) -> None:
     if state.tiers.by_host:
         tiered = [executor for executor in state.executors.values() if executor.pool.write_back]
     while tiered and sum([store.copy_dirty(state, executor) for executor in tiered]):
-        admission.admit(state)  # `sum` calls each; some blocks are free now
+        moves.advance(state)  # `sum` calls each; some blocks are free now
+        admission.admit(state)
     for executor in state.executors.values():
         if executor.settled == executor.changes and not tiered:
             continue  # most executors at most events

@@ -15,7 +15,7 @@ within it. Without another executor for them, they stay.
 
 from __future__ import annotations
 
-from services.scheduler import admission
+from services.scheduler import admission, headroom
 from services.scheduler.kv_tiers import store
 from services.scheduler.preemption import requeue, withdraw
 from services.scheduler.recompute_cost import RecomputeCost, backlog_us
@@ -30,6 +30,8 @@ def advance(state: State) -> None:
     """Go on with the moves from all draining executors, and from those that only prefill."""
     if not state.some_leave:
         return  # at most events
+    for executor in state.executors.values():
+        executor.awaited_blocks = 0
     leaving = [e for e in state.executors.values() if e.draining or e.role == PREFILL]
     state.some_leave = bool(leaving)
     for executor in leaving:
@@ -43,15 +45,19 @@ def advance(state: State) -> None:
 
 
 def move_all(state: State, executor: Executor, sequences: list[Sequence], why: str) -> None:
-    """Copy the blocks of these sequences below, in turn, and start each elsewhere once they are there."""
+    """Copy the blocks of these sequences below, higher classes first, and start each elsewhere once they are
+    there. The first one without room waits for it, and the others behind it."""
     room = True
-    for sequence in sequences:
+    for sequence in sorted(sequences, key=lambda s: s.request.level):
         if not store.keep_below(state, executor, sequence):
             if executor.down.pending_jobs >= store.MAX_JOBS:
                 return
-        elif room := room and has_room(state, executor, sequence):
+        elif room and has_room(state, executor, sequence):
             leave(state, executor, sequence, why)
             admission.admit(state)
+        elif room:
+            room = False
+            _await_blocks(state, executor, sequence)
 
 
 def _copy_ahead(state: State, executor: Executor) -> None:
@@ -75,12 +81,31 @@ def has_room(state: State, executor: Executor, sequence: Sequence) -> bool:
     prompts = executor.role != PREFILL  # else those that wait are not for the others
     if any(q is not None and (q.preempted or (prompts and q.groups and q.level < level)) for q in queues):
         return False
-    group = SequenceGroup(sequence.request, [sequence], sequence.seq, resumes=True)
+    group = _alone(sequence)
     return any(
         admission.can_start(state, other, group)
         and backlog_us(other, None, RecomputeCost.of(other)) <= BACKLOG_US
         for other in _others(state, executor)
     )
+
+
+def _await_blocks(state: State, executor: Executor, sequence: Sequence) -> None:
+    """Let the executor that lacks least for the sequence free as many blocks: those of ended sequences, which
+    it keeps until they are needed, are no room. See ../kv_tiers/store.py."""
+    group = _alone(sequence)
+    able = [
+        e
+        for e in _others(state, executor)
+        if admission.may_join(state, e, group) and headroom.fits_alone(e, group)
+    ]
+    if able:
+        goal = max(able, key=lambda e: (e.pool.unreserved_blocks + e.pool.coming_blocks, e.source))
+        goal.awaited_blocks = sum(headroom.reservations(state, goal, group))
+        goal.awaited_blocks += headroom.headroom_blocks(state, goal, group.sequences)
+
+
+def _alone(sequence: Sequence) -> SequenceGroup:
+    return SequenceGroup(sequence.request, [sequence], sequence.seq, resumes=True)
 
 
 def leave(state: State, executor: Executor, sequence: Sequence, why: str) -> None:

@@ -103,6 +103,38 @@ def test_a_decode_without_room_elsewhere_goes_on_where_it_is() -> None:
     assert finished(world).scheduler.state.counters.moves == 0
 
 
+def test_a_decode_gets_the_room_that_ended_sequences_keep_elsewhere() -> None:
+    world = World(Limits(policy=policies.parse("roles=loadtest.policies:prefill_1"), step_tokens=16))
+    world.add_engine("e2", epoch=2, **SIZES | {"blocks": 96})
+    world.add_tier(FakeTier(capacity=400))
+    for number in range(3):
+        world.ask(f"ended{number}", [number + 3] * 90, 12)
+        world.run()
+    world.add_engine("e1", epoch=1, **SIZES)
+    world.tick(10)
+    world.tick(10)
+    assert sorted(roles_of(world)) == [DECODE, PREFILL]
+    kept = world.scheduler.state.executors["e2"].pool
+    assert (kept.unreserved_blocks, kept.dirty_blocks) == (21, 75)
+    world.ask("a", [9] * 120, 8)
+    world.run()
+    assert len(world.readers_of("a")[0].tokens) == 8
+    assert finished(world).scheduler.state.counters.moves == 1
+
+
+def test_a_higher_class_moves_before_one_that_waits_for_room() -> None:
+    world = apart()
+    pool = world.scheduler.state.executors["e2"].pool
+    pool.reserve(190)
+    world.ask("large", [5] * 100, 8, slo_class="standard")
+    world.run()
+    world.ask("small", [6] * 20, 8, slo_class="interactive")
+    world.run()
+    assert [len(world.readers_of(name)[0].tokens) for name in ("large", "small")] == [1, 8]
+    pool.unreserve(190)
+    assert finished(world).scheduler.state.counters.moves == 2
+
+
 @pytest.mark.parametrize("left", ["e1", "e2"])
 def test_one_that_is_left_alone_does_both(left: str) -> None:
     world = apart()
