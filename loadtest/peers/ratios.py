@@ -15,14 +15,14 @@ Row = dict[str, Any]
 
 
 def rows(turns: Sequence[Turn]) -> list[Row]:
-    """One for each point, server and figure: the median and the spread over the rounds, and of the ratio of
-    the first server's figure to this one's, round by round. A figure that is 0 has no ratio."""
+    """One for each point, server and figure: the value of each round, the median and the spread, and those of
+    the ratio of the first server's figure to this one's, round by round. A figure that is 0 has no ratio."""
     peers = list(dict.fromkeys(turn.peer for turn in turns))
     made = []
     for point in turns[0].runs():
         for peer, figure in product(peers, FIGURES):
             first, own = (_values(turns, name, point, figure) for name in (peers[0], peer))
-            row = {"point": point, "peer": peer, "figure": figure, **_spread("value", own)}
+            row = {"point": point, "peer": peer, "figure": figure, "values": own, **_spread("value", own)}
             if all(own):
                 row |= _spread("ratio", [a / b for a, b in zip(first, own, strict=True)])
             made.append(row)
