@@ -29,10 +29,10 @@ from typing import Any
 from loadtest import faults
 from loadtest.fleet import MODEL
 from loadtest.running_up import running_up
-from shared.client import Client, request_all
+from shared.client.client import Client, request_all
+from shared.client.file_client import FileClient, asked
 from shared.clock import SystemClock
 from shared.errors import HeadraceError
-from shared.file_client import FileClient, asked
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 

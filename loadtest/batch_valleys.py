@@ -31,8 +31,8 @@ from loadtest.batch_deaths import ENDED, FLAGS, client_at, submitted, until
 from loadtest.fleet import MODEL, cpu_name
 from loadtest.memory import PAGE_BYTES
 from loadtest.running_up import running_up
-from shared.client import Client, request_all
-from shared.file_client import asked
+from shared.client.client import Client, request_all
+from shared.client.file_client import asked
 from shared.nats import subjects
 
 STEP_S = 0.02  # a long step: what is measured is not the machine

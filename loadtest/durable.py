@@ -28,7 +28,7 @@ from typing import Any
 
 from loadtest import faults
 from loadtest.running_up import running_up
-from shared.client import Client
+from shared.client.client import Client
 from shared.codec import decode
 from shared.errors import HeadraceError, Unavailable
 from shared.messages import Tokenized

@@ -30,7 +30,7 @@ from loadtest.durable import MODEL, messages
 from loadtest.fleet import cpu_name
 from loadtest.http_readers import cpu_us
 from loadtest.running_up import running_up
-from shared.client import Client
+from shared.client.client import Client
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 

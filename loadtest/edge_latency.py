@@ -24,7 +24,7 @@ from typing import Any
 from loadtest.durable import MODEL
 from loadtest.fleet import cpu_name
 from loadtest.running_up import running_up
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import Unavailable
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

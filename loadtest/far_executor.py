@@ -29,7 +29,7 @@ from support.hosts.network import network
 from loadtest.case import Case
 from loadtest.fleet import FLEET, cpu_name, until_ready
 from loadtest.step_overhead import load, sim_env, tap
-from shared.client import Client
+from shared.client.client import Client
 from shared.messages import StepResult
 from shared.nats.bus import NatsBus
 

@@ -30,10 +30,9 @@ from typing import Any
 
 from loadtest.fleet import MODEL, cpu_name
 from loadtest.running_up import running_up
-from shared.client import Client
-from shared.cores import usable_cores
+from shared.client.client import Client
 from shared.nats.bus import NatsBus
-from shared.processes import die_with_parent
+from shared.processes import die_with_parent, usable_cores
 
 CASES = "alone,busy1,busy2,cpus1.0,cpus1.5"
 GROUPS, GROUP = Path("/sys/fs/cgroup"), "headrace-few-cores"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.launcher import nats_server
 from services.launcher.serve import KINDS as ALL_KINDS
-from shared.client import Client
+from shared.client.client import Client
 from shared.processes import die_with_parent
 
 FLEET = "bench"

@@ -23,8 +23,8 @@ from typing import Any
 from loadtest.fleet import MODEL, cpu_name
 from loadtest.peers.server import tree
 from loadtest.running_up import running_up
-from services.executor.arena import SHM
-from shared.client import Client
+from services.executor.engine import SHM
+from shared.client.client import Client
 from shared.nats.bus import NatsBus
 
 GOALS_MB = {"f32": 1400, "packed": 900}

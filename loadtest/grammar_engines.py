@@ -89,18 +89,18 @@ class _Engine:
 
 
 class LlGuidance(_Engine):
-    """As services/executor/sampling/grammar_compiler.py and grammar.py use it."""
+    """As services/executor/sampling/grammar.py and grammar.py use it."""
 
     def __init__(self) -> None:
         super().__init__()
-        from services.executor.sampling.grammar_compiler import _tokenizer
+        from services.executor.sampling.grammar import _tokenizer
 
         texts = self.vocabulary.bytes_with(frozenset())
         self._words = _tokenizer(texts, list(self.vocabulary.eos_ids))
         self._allowed = np.zeros(-(-self.size // 32), np.int32)
 
     def prepared(self, schema: Any) -> str:
-        from services.tokenizer.json_schema import engine_refuses, followed
+        from services.tokenizer.structured_output import engine_refuses, followed
         from shared.answer_formats import grammar
         from shared.errors import BadRequest
 
@@ -147,7 +147,7 @@ class XGrammar(_Engine):
         super().__init__()
         self._library: Any = importlib.import_module("xgrammar")
         kinds = self._library
-        before = importlib.import_module("services.executor.sampling.grammar_compiler")
+        before = importlib.import_module("services.executor.sampling.grammar")
         texts = [
             b"" if before._CONTROL.intersection(text) else text
             for text in self.vocabulary.bytes_with(frozenset())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.running_up import running_up
-from shared.client import Client, request_all
+from shared.client.client import Client, request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 

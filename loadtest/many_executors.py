@@ -27,7 +27,7 @@ from loadtest.durable_cost import SETTLE_S
 from loadtest.fleet import cpu_name
 from loadtest.http_readers import cpu_us
 from loadtest.running_up import running_up
-from shared.client import Client
+from shared.client.client import Client
 from shared.nats.bus import NatsBus
 
 EXECUTORS = (1, 2, 4, 8, 16)

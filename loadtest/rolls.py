@@ -24,7 +24,7 @@ from loadtest import faults
 from loadtest.fleet import MODEL, cpu_name
 from loadtest.leaks import settle
 from loadtest.running_up import running_up
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import HeadraceError
 from shared.nats.bus import NatsBus
 

@@ -29,7 +29,7 @@ from loadtest.leaks import leaks, settle
 from loadtest.memory import MemoryWatch
 from loadtest.running_up import running_up
 from loadtest.storm import Ask, Outcome, Storm, mixed, oracle_key
-from shared.client import Client
+from shared.client.client import Client
 from shared.nats.bus import NatsBus
 
 MODEL = "smollm2-135m-instruct"

@@ -24,7 +24,7 @@ from loadtest.bare_steps import run_bare
 from loadtest.case import PROMPT_TOKENS, Case
 from loadtest.fleet import MODEL, Fleet, cpu_name, until_ready
 from shared import codec
-from shared.client import Client
+from shared.client.client import Client
 from shared.messages import StepResult
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery

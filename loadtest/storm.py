@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.client import Client, NoAnswer
+from shared.client.client import Client, NoAnswer
 from shared.errors import HeadraceError
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

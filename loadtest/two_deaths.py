@@ -29,7 +29,7 @@ from loadtest.fleet import MODEL
 from loadtest.leaks import settle
 from loadtest.running_up import running_up
 from shared import codec
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import HeadraceError
 from shared.messages import Open, Tokens
 from shared.nats.bus import NatsBus

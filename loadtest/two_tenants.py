@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.fleet import MODEL, cpu_name
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import HeadraceError
 from shared.nats.bus import NatsBus
 

@@ -22,7 +22,7 @@ from shared.answer_formats import formats
 from shared.errors import SetupError, did_you_mean
 from shared.nats.access import DEFAULT_NATS_URL as DEFAULT_NATS_URL
 from shared.nats.subjects import MAX_NAME_CHARS
-from shared.unix_socket import PREFIX as UNIX
+from shared.processes import UNIX_PREFIX as UNIX
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"

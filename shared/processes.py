@@ -1,26 +1,42 @@
-"""Helpers of processes: ports, logits processors by name, logs, private files, child processes, memory."""
+"""Helpers of processes: ports, logits processors by name, logs, private files, child processes, memory.
+
+How many cores this process may use, and how long its threads wait for one.
+
+`usable_cores` is the CPU affinity of this process, limited by the CPU quota of its cgroups. A container with
+`--cpus 1.5` sees all cores of its host. With more threads than its quota the kernel stops them for the rest
+of each period, and all threads that wait for them.
+
+A Unix socket that one process serves: a file that is made at the start and removed at the end.
+
+https://man7.org/linux/man-pages/man7/unix.7.html. A killed process leaves its file: nothing listens there,
+and the next start replaces it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import logging
+import math
 import mmap
 import os
 import re
 import signal
 import site
 import socket
+import stat
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
+from urllib.parse import quote
 
 from shared.clock import Clock
-from shared.cores import cgroups
 from shared.errors import SetupError
 
 HTTP = "set `http` to another host:port, or to off"  # of the gateway
@@ -286,3 +302,160 @@ class _JsonLines(logging.Formatter):
         if record.exc_info:
             row["exception"] = self.formatException(record.exc_info)
         return json.dumps(row, ensure_ascii=False)
+
+
+_GROUPS = "sys/fs/cgroup"
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """The number of cores, above 0, for example 1.5. `root` holds /proc and /sys."""
+    return min([float(len(os.sched_getaffinity(0))), *_quotas(root)])
+
+
+def usable_threads(processes: int = 1) -> int:
+    """Threads, at least 1, for each of `processes` processes that compute at the same time."""
+    return max(1, math.ceil(usable_cores()) // processes)
+
+
+def cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
+    """Where files of the cgroups of this process and their parents may be, each with whether it is of the
+    second version. `controller`: cpu or memory."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        fields = line.split(":", 2)
+        if len(fields) != 3:
+            continue
+        _, controllers, path = fields
+        if not controllers:
+            mounted = [root / _GROUPS, root / _GROUPS / "unified"]
+        elif controller in controllers.split(","):
+            mounted = [root / _GROUPS / controllers, root / _GROUPS / controller]
+        else:
+            continue
+        inside = PurePosixPath(path.lstrip("/"))
+        for mount in mounted:
+            yield from ((mount / group, not controllers) for group in (inside, *inside.parents))
+
+
+class CoreWaits:
+    """How much of the time that threads of this process could run they waited for a core, by Linux's
+    scheduler statistics."""
+
+    def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
+        self._tasks = tasks
+        self._before = self._read()
+
+    def share(self) -> float:
+        """The largest share, 0 to 1, of any thread that could run half as long as the busiest one or longer,
+        since the last call. 1 where Linux counts no waits."""
+        before, self._before = self._before, self._read()
+        spent = [
+            (ran + waited - sum(before.get(task, (0, 0))), waited - before.get(task, (0, 0))[1])
+            for task, (ran, waited) in self._before.items()
+        ]
+        most = max((could for could, _ in spent), default=0)
+        return max((waited / could for could, waited in spent if 2 * could >= most > 0), default=1.0)
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        """By thread: how long it ran and how long it waited for a core, ns."""
+        found = {}
+        try:
+            for task in os.listdir(self._tasks):
+                with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                    ran, waited, _ = (self._tasks / task / "schedstat").read_text().split()
+                    found[task] = int(ran), int(waited)
+        except (OSError, ValueError):
+            return {}
+        return found
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """The quotas, in cores, of the cgroups of this process and their parents."""
+    for folder, second in cgroups("cpu", root):
+        try:
+            cores = _v2(folder) if second else _v1(folder)
+        except (OSError, ValueError, ZeroDivisionError):  # no such file, or a path of the host
+            continue
+        if cores > 0:
+            yield cores
+
+
+def _v2(folder: Path) -> float:
+    quota, period = (folder / "cpu.max").read_text().split()
+    return 0.0 if quota == "max" else int(quota) / int(period)
+
+
+def _v1(folder: Path) -> float:
+    quota, period = (int((folder / f"cpu.cfs_{what}_us").read_text()) for what in ("quota", "period"))
+    return quota / period if period > 0 else 0.0
+
+
+UNIX_PREFIX = "unix:"  # of a path in the setting `http`
+
+
+class UnixListener:
+    """A listening socket and its file. The umask sets its rights: usually only this user may connect."""
+
+    def __init__(self, path: str) -> None:
+        """Raises SetupError if another process listens there, or if it is a file of another kind."""
+        self.path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _make_free(path)
+            self.socket.bind(path)
+            self.socket.listen()
+            self._file = _identity(path)
+        except OSError as error:
+            self.socket.close()
+            raise SetupError(
+                f"the gateway cannot listen on {path} ({error.strerror or error}): set `http` to another path"
+            ) from None
+
+    def check(self) -> None:
+        """Raises SetupError if the file was removed or replaced: then no client finds this process."""
+        if _identity(self.path) != self._file:
+            raise SetupError(f"the socket {self.path} was removed or replaced")
+
+    def remove(self) -> None:
+        """Remove the file, unless another process has replaced it."""
+        if _identity(self.path) == self._file:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+
+def unix_url(path: str, *, tls: bool = False) -> str:
+    """The URL of a server on a Unix socket, in the form of requests-unixsocket, aiohttp and others."""
+    return f"http{'s' * tls}+unix://{quote(path, safe='')}"
+
+
+def _identity(path: str) -> tuple[int, int, int] | None:
+    """Differs between a file and a later one at the same path, even with the same inode number; chmod keeps
+    it."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _make_free(path: str) -> None:
+    """Remove a socket on which nothing listens. Raises OSError if there is anything else."""
+    try:
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    if not is_socket:
+        raise OSError(errno.EEXIST, "there is a file that is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a listener with a full queue is one, too
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except BlockingIOError:
+            pass
+    raise OSError(errno.EADDRINUSE, "another process listens there")

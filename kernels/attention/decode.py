@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.ref import FP8
-from kernels.launch import begin, prefetch, ready
+from kernels.gemm.gpu import begin, prefetch, ready
 
 TILE_TOKENS = 64
 _LOG2_E = 1.4426950408889634
@@ -331,7 +331,7 @@ class Tuning:
     per_sm: int = 2
     stages: int = 5
     warps: int = 4
-    chained: bool = False  # see kernels.launch
+    chained: bool = False  # see kernels.gemm.gpu
 
 
 @dataclass(frozen=True, slots=True)

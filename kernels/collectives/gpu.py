@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import begin, ready
+from kernels.gemm.gpu import begin, ready
 
 EMPTY = -(1 << 15)  # an empty cell of 16 bits: -0.0 in both types of float
 _EMPTY_32 = -((1 << 31) - (1 << 15))  # the same pattern twice: a tiny float32, which is sent as zero
@@ -189,13 +189,13 @@ class Norm:
 
     weight: Tensor
     eps: float
-    chained: bool = False  # see kernels.launch
+    chained: bool = False  # see kernels.gemm.gpu
 
 
 def all_reduce_add_rms_norm_(
     x: Tensor, residual: Tensor, norm: Norm, buffers: PeerBuffers, turn: int, out: Tensor | None = None
 ) -> Tensor:
-    """kernels.norm.gpu.add_rms_norm_ of the sum of all ranks' `x`; all ranks call it at once. Afterwards
+    """kernels.elementwise.gpu.add_rms_norm_ of the sum of all ranks' `x`; all ranks call it at once. Afterwards
     `residual` is right only in the rows that a rank owns (`rank` and every `size`-th after it), or in all
     rows of a short sum. `turn` alternates between 0 and 1 over all calls."""
     out = torch.empty_like(residual) if out is None else out

@@ -14,6 +14,15 @@ sum from the start of the inner dimension to its end, in the steps of the matrix
 Layouts may still depend on the number of rows: they change which elements a program computes and how it loads
 its operands, not the order of an element's sum. All layouts of a device have tiles of 64 rows or more if the
 type has matrix instructions, so that they use the same instruction.
+
+Chained launches: a kernel starts while the kernel before it still runs, and waits for its results in
+`ready`.
+
+This is programmatic dependent launch (since CUDA 12.3 and sm_90). `begin` lets the next kernel start once all
+programs of this one have started; `ready` waits for the end of the kernel before and its writes. Before
+`ready` a kernel may use only memory that no kernel of the chain writes: weights, tables, the step's plan.
+Every kernel that calls `begin` must call `ready` on every path; then all earlier kernels have ended, too, not
+only the last.
 """
 
 from __future__ import annotations
@@ -24,9 +33,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.fp8.ref import Fp8Rows
-from kernels.launch import begin, prefetch, ready
+from kernels.quantised.ref import Fp8Rows
 
 _GROUP = 8  # row tiles that share the columns of the weight in the second-level cache
 
@@ -78,7 +87,7 @@ def _matmul(
         dtype: tl.constexpr = out.dtype.element_ty
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, ROWS]), [2, 1, 0]))
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # all rounded as kernels.activation has it
+        silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # all rounded as kernels.elementwise has it
         columns = first // 2 + tl.arange(0, HALF)
         at_out = out + m[:, None] * (WIDTH // 2) + columns[None, :]
         tl.store(at_out, (silu * up).to(dtype), mask=(m < rows)[:, None])
@@ -100,7 +109,7 @@ class MatmulTuning:
     warps: int = 4
     ahead: int = 0
     gated: bool = False  # for a joined gate and up with one split: SwiGLU in the same kernel
-    chained: bool = False  # see kernels.launch
+    chained: bool = False  # see kernels.gemm.gpu
 
 
 def matmul(x: Tensor | Fp8Rows, weight: Tensor | Fp8Rows, tuning: MatmulTuning) -> Tensor:
@@ -208,3 +217,26 @@ def matmul_fixed(x: Tensor, weight: Tensor, bias: Tensor | None, tuning: FixedTu
         EVEN=inner % tuning.step == 0, BIASED=bias is not None, num_warps=tuning.warps,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def begin(CHAINED: tl.constexpr) -> None:
+    """Let the next kernel start."""
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def ready(CHAINED: tl.constexpr) -> None:
+    """Wait for the end of the kernel before."""
+    if CHAINED:
+        gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers: tl.tensor) -> None:
+    """Load the cache lines at `pointers` into the second-level cache, without a wait."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU, in Triton and with torch's grouped product, or that of kernels.int4. See
+"""A mixture of experts on a GPU, in Triton and with torch's grouped product, or that of kernels.quantised. See
 kernels.moe.ref.
 
 Only the device has the number of rows of an expert: buffers have room for every pair, and the kernels read
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.int4 import gpu as int4
-from kernels.int4.gpu import Int4Weight
 from kernels.moe.ref import Permutation
+from kernels.quantised import gpu as int4
+from kernels.quantised.gpu import Int4Weight
 
 _ROUTED = 8  # rows of logits in a program
 _SUB = 64  # pairs counted at once: a tile of pairs by experts

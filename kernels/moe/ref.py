@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activation.ref import swiglu
+from kernels.elementwise.ref import swiglu
 
 
 @dataclass(frozen=True, slots=True)

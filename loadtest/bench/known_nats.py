@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from loadtest.bench.known_http import Answer, Body, usage
-from shared.client import END_HEADER
+from shared.client.client import END_HEADER
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 

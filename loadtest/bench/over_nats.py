@@ -1,4 +1,4 @@
-"""Requests over NATS, by `shared.client`."""
+"""Requests over NATS, by `shared.client.client`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from loadtest.bench import openai_chunks
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.record import Record
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import HeadraceError
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.client import request_all
+from shared.client.client import request_all
 from shared.nats import subjects
 from shared.nats.interface import Bus, NoResponders
 

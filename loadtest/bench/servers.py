@@ -16,7 +16,7 @@ from loadtest.bench.over_nats import NatsTransport
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.server_side import Counts, counts
 from services.launcher.session import connected, find_target, path_for, read
-from shared.client import Client
+from shared.client.client import Client
 from shared.config import load
 from shared.errors import BadRequest, SetupError
 

@@ -33,7 +33,7 @@ from loadtest.bench.pacer import Pacer
 from loadtest.bench.run import Asked, Bench, Point
 from loadtest.bench.shape import Shape
 from services.launcher import nats_server
-from shared.client import Client
+from shared.client.client import Client
 from shared.nats.bus import NatsBus
 
 SHARE, MS = 0.01, 1.0

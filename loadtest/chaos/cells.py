@@ -22,7 +22,7 @@ from loadtest.chaos.clients import Clients, Ended
 from loadtest.leaks import settle
 from loadtest.running_up import running_up
 from loadtest.storm import Ask, mixed, oracle_key
-from shared.client import Client
+from shared.client.client import Client
 from shared.config import Settings
 from shared.nats.bus import NatsBus
 from shared.processes import bind

@@ -19,7 +19,7 @@ import httptools
 
 from loadtest.bench.sse import DONE, Events
 from loadtest.storm import PAUSE_S, Ask, Outcome, send
-from shared.client import Client, NoAnswer
+from shared.client.client import Client, NoAnswer
 from shared.errors import DeadlineExceeded, HeadraceError, Overloaded, Unavailable
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery

@@ -18,7 +18,7 @@ import httptools
 from loadtest.bench.sse import DONE, Events
 from loadtest.fleet import MODEL
 from loadtest.storm import WORDS
-from shared.client import Client, NoAnswer
+from shared.client.client import Client, NoAnswer
 from shared.errors import HeadraceError, from_code
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

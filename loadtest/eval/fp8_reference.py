@@ -15,19 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.fp8 import dequantise, quantise_rows
-from kernels.rope import apply_rope, rope_table
+from kernels.elementwise import apply_rope, rope_table
+from kernels.quantised import dequantise_rows, quantise_rows
 from loadtest.eval.divergence import kl_divergence, log_probs, same_top
 from loadtest.eval.text import TEXT, read_windows, scored
-from services.executor.checkpoint.fp8 import ScaledFp8, part_in_fp8
 from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.kv_cache import _attend, _Rows
+from services.executor.checkpoint.quantised import ScaledFp8, part_in_fp8
 from services.executor.checkpoint.stored import Dense
 from services.executor.checkpoint.weights import Weights, plain_part
-from services.executor.model.description import Attention, Projection, Rope, describe
-from services.executor.model.program import Placed, Step, placed, run, steps_of
-from services.executor.model.reference import REFERENCE, split_heads
-from services.executor.model.shapes import Shapes
+from services.executor.model.description import Attention, Projection, Rope, Shapes, describe
+from services.executor.model.program import REFERENCE, Placed, Step, placed, run, split_heads, steps_of
 from services.executor.parallel.coroutines import run_alone
 from services.executor.parallel.ranks import SOLO
 from shared.vocab.files import ModelFiles
@@ -81,7 +79,7 @@ def _hidden(shapes: Shapes, weights: Weights, tokens: list[int], *, activations:
         def step(values: Any) -> None:
             x = values.x
             if activations and isinstance(weight, ScaledFp8):
-                x = dequantise(quantise_rows(x))
+                x = dequantise_rows(quantise_rows(x))
             values.x = F.linear(x, weight.values, bias)
 
         return step

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.cores import usable_threads
 from shared.errors import SetupError
+from shared.processes import usable_threads
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.norm import rms_norm
-from kernels.rope import apply_rope, rope_table
-from services.executor.model.shapes import Shapes
+from kernels.elementwise import apply_rope, rms_norm, rope_table
+from services.executor.model.description import Shapes
 from services.executor.parallel.step_split import Chunk
 
 BLOCK_TOKENS = 16
@@ -84,7 +83,7 @@ class CudaAttention:
 
     def prepare(self, chunks: tuple[Chunk, ...]) -> Any:
         from kernels.attention.prefill import PrefillTiles, tile_queries
-        from kernels.rope.gpu import RopeInputs
+        from kernels.elementwise.gpu import RopeInputs
         from services.executor.cuda.input_batch import split_dense, tiles_of
 
         device, shapes = self._tables.device, self._shapes
@@ -102,7 +101,7 @@ class CudaAttention:
 
     def __call__(self, layer: int, qkv: Tensor, norms: Norms, prepared: Any) -> Tensor:
         from kernels.attention.prefill import attend_prefill
-        from kernels.rope.gpu import HeadNorms, rope_write
+        from kernels.elementwise.gpu import HeadNorms, rope_write
         from services.executor.cuda.model import _attend_dense
 
         (placed, dense, tiles), shapes = prepared, self._shapes

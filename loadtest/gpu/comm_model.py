@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels.activation
+import kernels.elementwise
 import kernels.moe.ref
-import kernels.norm
 from loadtest.gpu.comm_attention import Attention, CudaAttention, HostAttention, Norms
 from loadtest.gpu.experts import ExpertWeights, Gathered, Group
 from loadtest.gpu.shape import LLAMA_8B, QWEN3_30B_A3B
 from services.executor.checkpoint.config import from_hf
-from services.executor.model.shapes import Shapes
+from services.executor.model.description import Shapes
 from services.executor.parallel.coroutines import ForwardPass
 
 _SPREAD = 0.02
@@ -149,15 +148,19 @@ class Stack:
 
 
 def _host_ops() -> Any:
-    return kernels.norm.rms_norm, kernels.norm.add_rms_norm, kernels.activation.swiglu, kernels.moe.ref
+    return (
+        kernels.elementwise.rms_norm,
+        kernels.elementwise.add_rms_norm,
+        kernels.elementwise.swiglu,
+        kernels.moe.ref,
+    )
 
 
 def _gpu_ops() -> Any:
-    import kernels.activation.gpu
+    import kernels.elementwise.gpu
     import kernels.moe.gpu
-    import kernels.norm.gpu
 
     def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return kernels.norm.gpu.add_rms_norm_(x, residual, weight, eps), residual
+        return kernels.elementwise.gpu.add_rms_norm_(x, residual, weight, eps), residual
 
-    return kernels.norm.gpu.rms_norm, add_norm, kernels.activation.gpu.swiglu, kernels.moe.gpu
+    return kernels.elementwise.gpu.rms_norm, add_norm, kernels.elementwise.gpu.swiglu, kernels.moe.gpu

@@ -22,7 +22,7 @@ import transformers
 
 from services.executor.checkpoint.loader import TorchOptions
 from services.executor.encoder.engine import build
-from shared.cores import usable_threads
+from shared.processes import usable_threads
 
 SIZES: dict[str, tuple[int, int, int, int]] = {  # hidden, layers, heads, intermediate
     "minilm": (384, 6, 12, 1536),

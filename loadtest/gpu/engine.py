@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.fp8 import Fp8Rows
-from kernels.fp8.gpu import quantise_rows, scaled_mm
-from kernels.int4 import gpu as int4
-from kernels.int4.gpu import Int4Weight
+from kernels.quantised import Fp8Rows
+from kernels.quantised import gpu as int4
+from kernels.quantised.gpu import Int4Weight, quantise_rows, scaled_mm
 from loadtest.driver import Driver
 from loadtest.gpu.rig import Built
 from loadtest.gpu.timing import eager_ms

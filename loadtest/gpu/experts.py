@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.moe import Permutation
-from services.executor.model.shapes import ExpertShapes
+from services.executor.model.description import ExpertShapes
 from services.executor.parallel.coroutines import ForwardPass
 
 

@@ -27,7 +27,7 @@ from loadtest.gpu.readers import FIRST_ID, LAST_ID
 from loadtest.gpu.serve import write_model
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.running_up import running_up
-from shared.client import Client, request_all
+from shared.client.client import Client, request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 

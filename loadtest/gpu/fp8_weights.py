@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activation.gpu import swiglu, swiglu_fp8
-from kernels.fp8 import gpu as fp8
-from kernels.fp8 import quantise_rows
+from kernels.elementwise.gpu import add_rms_norm_, rms_norm_fp8, swiglu, swiglu_fp8
 from kernels.gemm.gpu import matmul
-from kernels.norm.gpu import add_rms_norm_, rms_norm_fp8
+from kernels.quantised import gpu as fp8
+from kernels.quantised import quantise_rows
 from loadtest.eval.divergence import kl_divergence, log_probs, same_top
 from loadtest.eval.logits import by_steps
 from loadtest.gpu.deterministic import end

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.int4 import dequantise, quantise_groups
-from kernels.int4 import gpu as int4
 from kernels.moe.gpu import experts_mlp, permute
+from kernels.quantised import dequantise, quantise_groups
+from kernels.quantised import gpu as int4
 from loadtest.gpu.deterministic import end
 from loadtest.gpu.engine import decode, prefill_s
 from loadtest.gpu.rig import llama_8b

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kernels.int4 import Int4Groups, dequantise, pack, quantise_groups
-from kernels.int4 import gpu as int4
+from kernels.quantised import Int4Groups, dequantise, pack, quantise_groups
+from kernels.quantised import gpu as int4
 from loadtest.gpu.deterministic import end
 from loadtest.gpu.engine import decode, prefill
 from loadtest.gpu.exact import kept_and_dequantised

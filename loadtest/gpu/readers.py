@@ -13,7 +13,7 @@ from typing import Any
 
 from loadtest.fleet import MODEL
 from loadtest.real.served import ANSWER_S, Body, Served
-from shared.client import request_all
+from shared.client.client import request_all
 from shared.nats import subjects
 
 PROMPT, ANSWER = 1024, 256

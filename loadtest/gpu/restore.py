@@ -14,7 +14,7 @@ from typing import Any
 
 from loadtest.driver import Driver
 from loadtest.gpu.rig import Built
-from services.executor.arena import Arena
+from services.executor.engine import Arena
 
 BATCH, CONTEXT, STEPS = 64, 1024, 160
 ARENA_BYTES, BLOCKS = 4 << 30, 1024

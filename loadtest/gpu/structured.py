@@ -23,7 +23,7 @@ from loadtest.driver import Driver
 from loadtest.gpu.timing import eager_ms
 from services.executor.engine import Backend
 from services.executor.sampling.grammar import Grammars
-from services.tokenizer.json_schema import followed
+from services.tokenizer.structured_output import followed
 from shared.answer_formats import grammar
 from shared.messages import Sampling
 from shared.vocab.vocabulary import Vocabulary

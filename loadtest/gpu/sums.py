@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.cuda import CUDAGraph
 
 from kernels.collectives.gpu import Norm, all_reduce_add_rms_norm_
-from kernels.norm.gpu import add_rms_norm_
+from kernels.elementwise.gpu import add_rms_norm_
 from loadtest.gpu.timing import eager_ms
 from services.executor.parallel.peer_memory import OneShotAllReduce
 from services.executor.parallel.ranks import DistributedRanks, join, rendezvous

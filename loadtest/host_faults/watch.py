@@ -20,7 +20,7 @@ from loadtest.chaos.cells import COUNTED, MODEL, Answers, Cell, Counts, House, S
 from loadtest.chaos.clients import Clients
 from loadtest.durable import record_of
 from loadtest.storm import Ask, Outcome, mixed, oracle_key, send
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import HeadraceError
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

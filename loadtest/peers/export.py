@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from services.executor.checkpoint.weights import Weights
-    from services.executor.model.shapes import Shapes
+    from services.executor.model.description import Shapes
 
 
 def export(files: ModelFiles, folder: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.fleet import Fleet, until_ready
-from shared.client import Client, request_all
+from shared.client.client import Client, request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 

@@ -12,7 +12,7 @@ from typing import Any
 from loadtest.fleet import MODEL
 from loadtest.real.served import ANSWER_S, Body, Served, env_of, real_env, served
 from loadtest.recompute_overhead.protocol import SEED, Arm, Lengths, Outcome, Point
-from shared.client import request_all
+from shared.client.client import request_all
 from shared.nats import subjects
 
 BLOCK_TOKENS = 8  # so that a pool of a tenth still has some

@@ -17,8 +17,8 @@ from loadtest.simulator.readers import Readers, Record
 from loadtest.simulator.requests import SimRequest, Workload, tokenized
 from loadtest.simulator.tier_side import TierSide, ToTier
 from loadtest.simulator.tiers import Tier
+from services.scheduler import overlap
 from services.scheduler.core import Scheduler
-from services.scheduler.state import late_plans
 from services.scheduler.state.requests import Arrived, Event, PeerReady, PolicySet, Send, Ticked
 from services.scheduler.state.state import Limits
 from shared.messages import (
@@ -172,7 +172,7 @@ class World:
         for command in self.scheduler.handle(event, self.now_us):
             self._carry_out(command)
         self.scheduler.state.step_log.unsent.clear()
-        due_us = late_plans.next_due_us(self.scheduler.state)
+        due_us = overlap.plan_due_us(self.scheduler.state)
         if due_us not in (0, self._due_us):
             self._push(due_us, PLAN_DUE)
         self._due_us = due_us

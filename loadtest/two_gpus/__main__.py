@@ -26,7 +26,7 @@ from typing import Any
 
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.two_gpus.record import Record
-from services.launcher import gpus
+from services.launcher import host_agent
 
 STAGES = {  # the longest time of each, s
     "tp2": 110, "pp2": 90, "tp2_fp8": 90, "tp2_int4": 100, "one": 90, "one_fp8": 90, "one_int4": 90,
@@ -138,7 +138,7 @@ def machine() -> dict[str, Any]:
             said[name] = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
         except (OSError, subprocess.TimeoutExpired):
             said[name] = "unknown"
-    said["seen"] = ",".join(gpus.seen(os.environ))
+    said["seen"] = ",".join(host_agent.seen(os.environ))
     return said
 
 

@@ -17,8 +17,8 @@ from loadtest.fleet import MODEL
 from loadtest.http_readers import cpu_us
 from loadtest.leaks import settle
 from loadtest.running_up import running_up
-from services.launcher.gpus import VISIBLE
-from shared.client import Client, request_all
+from services.launcher.host_agent import VISIBLE
+from shared.client.client import Client, request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from loadtest.gpu.readers import LAST_ID, Read, body_of, some_tokens
 from loadtest.real.served import Body
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import HeadraceError
 from shared.nats.bus import NatsBus
 

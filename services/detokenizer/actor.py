@@ -21,9 +21,8 @@ from functools import partial
 from services.detokenizer import failover
 from services.detokenizer.checkpoint_store import CheckpointStore
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.open_requests import Command, Fault, Finished, Publish, SendTo
 from services.detokenizer.reconnect import TURN_S
-from services.detokenizer.response import ResponseText
+from services.detokenizer.response import Command, Fault, Finished, Publish, ResponseText, SendTo
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import AGE, TOKENS, VOCABULARY, Peer, check_vocabulary, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload

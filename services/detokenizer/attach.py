@@ -16,11 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.detokenizer.open_requests import Command, OpenRequests, Publish, RequestKey
 from services.detokenizer.reconnect import Reconnect
-from services.detokenizer.response import MOVED, Reader, ResponseText
+from services.detokenizer.response import (
+    MOVED_WHY,
+    Command,
+    OpenRequests,
+    Publish,
+    Reader,
+    RequestKey,
+    ResponseText,
+)
+from shared.api import read_json
 from shared.errors import BadRequest, HeadraceError, Moved, Overloaded, PayloadTooLarge
-from shared.json_body import read_json
 from shared.replies import HASH_DIGITS, end_headers, error_reply, text_hash
 
 MAX_BYTES = 65_536  # of a question: 64 choices take 4,000
@@ -103,7 +110,7 @@ class Attachments:
         has, attempt = _place(request, start)
         commands: list[Command] = []
         if request.inbox != inbox:
-            headers = end_headers(Moved(MOVED), request.trace)
+            headers = end_headers(Moved(MOVED_WHY), request.trace)
             commands.append(Publish(request.inbox, request.moved(), request.number, headers))
         self._reconnect.forget(request.number)
         self._table.renumber(key)
@@ -116,7 +123,7 @@ class Attachments:
         has, attempt = _place(request, start)
         commands: list[Command] = []
         if (before := request.reader) is not None and before.inbox != inbox:
-            error = Moved(MOVED)
+            error = Moved(MOVED_WHY)
             data = before.frames.error(error, request.trace)
             commands.append(Publish(before.inbox, data, before.number, end_headers(error, request.trace)))
         reader = Reader(request.opened, inbox, self._table.next_number())

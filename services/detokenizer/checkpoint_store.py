@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from services.detokenizer.checkpoints import TURN_S
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.open_requests import Command
+from services.detokenizer.response import Command
 from shared.actor.mailbox import Mailbox
 from shared.checkpoints import unpack
 from shared.errors import BadRequest, PayloadTooLarge, WireError

@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.detokenizer.failover import resumption
-from services.detokenizer.open_requests import OpenRequests
-from services.detokenizer.response import ResponseText
+from services.detokenizer.response import OpenRequests, ResponseText
 from shared import checkpoints
 from shared.messages import Tokenized, Tokens, floats, ints
 from shared.nats import subjects

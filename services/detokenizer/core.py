@@ -15,18 +15,19 @@ from services.detokenizer.attach import Attachments
 from services.detokenizer.backups import Backups
 from services.detokenizer.checkpoints import Checkpoints
 from services.detokenizer.failover import Failover
-from services.detokenizer.open_requests import (
+from services.detokenizer.reconnect import Reconnect
+from services.detokenizer.response import (
     Command,
     Fault,
     Finished,
     OpenRequests,
     Publish,
+    Reader,
     RequestKey,
+    ResponseText,
     SendTo,
     detached,
 )
-from services.detokenizer.reconnect import Reconnect
-from services.detokenizer.response import Reader, ResponseText
 from services.detokenizer.text import ScoreReader, TokenGap
 from shared.errors import NO_VECTOR, Cancelled, HeadraceError, Unavailable, from_code
 from shared.messages import (

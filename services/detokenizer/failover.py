@@ -18,8 +18,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from services.detokenizer.open_requests import Command, OpenRequests, RequestKey, SendTo, detached
-from services.detokenizer.response import ResponseText
+from services.detokenizer.response import Command, OpenRequests, RequestKey, ResponseText, SendTo, detached
 from shared.errors import Cancelled, DuplicateRequest, HeadraceError, Unavailable, from_code
 from shared.kv_blocks import rendezvous
 from shared.messages import ATTEMPTS, MOVED, Accepted, Cancel, Detached, Open, Rejected, Tokenized, ints

@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.detokenizer.open_requests import Publish
-from services.detokenizer.response import ResponseText
+from services.detokenizer.response import Publish, ResponseText
 from shared.replies import end_headers
 
 TURN_S = 0.25  # far above the round trip of a 503

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.answer_formats.formats import chosen, markers_of
-from shared.answer_formats.parser import AnswerParser
-from shared.answer_formats.reasoning import can_reason, reasoning_tokens
+from shared.answer_formats.parser import AnswerParser, can_reason, reasoning_tokens
 from shared.errors import EngineError
 from shared.messages import Open, Tokens
 from shared.vocab.vocabulary import Vocabulary

@@ -47,7 +47,7 @@ from shared.messages import (
     StepResult,
 )
 from shared.telemetry.readings import Attributes, MetricPoint, Metrics
-from shared.vocab import gguf
+from shared.vocab import files
 from shared.vocab.files import resolve, served_names
 
 log = logging.getLogger("headrace.executor")
@@ -119,7 +119,7 @@ class ExecutorActor(Actor):
         self._device = DeviceThread(self._build_backend, mailbox.clock, on_result)
         self._device.start(on_loop(mailbox, on_built))
         self._backend = await built
-        gguf.forget()  # the last reader was the engine
+        files.forget_header()  # the last reader was the engine
         computing = lambda: self._device.since_us > 0  # noqa: E731
         self._arenas = ArenaTransfers(self._backend, mailbox, self._host_id, self._send_hello, computing)
 

@@ -19,24 +19,22 @@ from collections.abc import Collection, Iterator, Sequence
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.gateway.access_log import AccessLog
 from services.gateway.app import Endpoints, Keys, build_app
 from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
-from services.gateway.fleet import Fleet
+from services.gateway.exchange import AccessLog
 from services.gateway.native_call import Health, TenantConnections
-from services.gateway.page import Page
+from services.gateway.page import Fleet, Page
 from services.gateway.visitors import Visitors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import STAMP, Aliases
-from shared.client import Client
+from shared.client.client import Client
 from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, drain_over
 from shared.nats import access
-from shared.processes import bind, http_url
+from shared.processes import UnixListener, bind, http_url, unix_url
 from shared.telemetry.readings import Metrics
-from shared.unix_socket import UnixListener, url_of
 
 log = logging.getLogger("headrace.gateway")
 
@@ -305,7 +303,7 @@ class HttpServer:
             self.address: tuple[str, int] = bound.getsockname()[:2]
             self.url = http_url(*self.address, tls=secure)
         else:
-            self.address, self.url = ("", 0), url_of(unix.path, tls=secure)
+            self.address, self.url = ("", 0), unix_url(unix.path, tls=secure)
         config = uvicorn.Config(
             app,
             http=Connection,

@@ -39,8 +39,7 @@ from shared.api import (
     whole_numbers,
 )
 from shared.errors import BadRequest, HeadraceError
-from shared.openai.call import Call, thinking
-from shared.openai.error_shape import CONTEXT_LENGTH, status_of
+from shared.openai.call import CONTEXT_LENGTH, Call, error_status, thinking
 from shared.openai.whole_answer import answer
 
 _ERRORS = {
@@ -560,7 +559,7 @@ def _event(type: str, **fields: Any) -> str:
 
 def error_body(error: HeadraceError, request_id: str = "") -> Body:
     """Anthropic's error object: https://docs.claude.com/en/api/errors."""
-    status = status_of(error)
+    status = error_status(error)
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     fields = {"type": kind, "message": _worded(error.message)}
     return {"type": "error", "error": fields, "request_id": request_id}

@@ -30,21 +30,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import anthropic, ollama
 from services.gateway import exchange as exchanges
-from services.gateway.access_log import AccessLog, line_of
 from services.gateway.batches import BatchApi
 from services.gateway.durable.endpoints import PREFIXES, Durable, prefers_async
 from services.gateway.durable.store import Pause, Store
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
 from services.gateway.exchange import (
+    AccessLog,
     Exchange,
     ExchangeCounters,
+    access_line,
     answer,
     credential,
     exchange_of,
     given_id,
     refusal,
 )
-from services.gateway.fleet import Fleet
 from services.gateway.native_call import (
     HEADROOM_BYTES,
     Health,
@@ -57,10 +57,10 @@ from services.gateway.native_call import (
 )
 from services.gateway.openai_response import BODY_SEND, EMBEDDINGS, OPENAI, Api, EventStream
 from services.gateway.openapi import document
-from services.gateway.page import Page
+from services.gateway.page import Fleet, Page
 from services.gateway.responses.events import RESPONSES, ResponseEvents
 from services.gateway.visitors import Visitors
-from shared.client import Client
+from shared.client.client import Client
 from shared.clock import Clock, SystemClock
 from shared.config import WatchedFile
 from shared.errors import (
@@ -496,7 +496,7 @@ class ExchangeMiddleware:
         endpoints.counters.end(exchange)
         endpoints.page.end(exchange)
         if endpoints.access_log is not None:
-            endpoints.access_log.write(line_of(exchange), exchange.body)
+            endpoints.access_log.write(access_line(exchange), exchange.body)
         if isinstance(exchange.error, Unavailable):
             why = MET_503 if endpoints.keys.demanded else exchange.error.message  # /health needs no key
             endpoints.health.doubt(why, exchange.model)

@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from services.gateway.errors import HeadTooLarge, SlowRequest, UnknownCoding
 from services.gateway.native_call import BODY_TIMEOUT_S
 from shared.errors import BadRequest, HeadraceError, Overloaded
-from shared.openai.error_shape import body_of, status_of
+from shared.openai.call import error_body, error_status
 from shared.replies import to_json
 
 MAX_HEAD_BYTES = 32_768
@@ -248,7 +248,7 @@ class Connection(HttpToolsProtocol):
         """Send the error, if any, and close the sending direction."""
         self.owes_from(REST)
         if self._refusal is not None:
-            status, body = HTTPStatus(status_of(self._refusal)), to_json(body_of(self._refusal))
+            status, body = HTTPStatus(error_status(self._refusal)), to_json(error_body(self._refusal))
             head = (
                 f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Errors of HTTP requests, and the headers of an error. Their body: shared/openai/error_shape.py. Pure.
+"""Errors of HTTP requests, and the headers of an error. Their body: shared/openai/call.py. Pure.
 
 Client libraries retry 408, 409, 429 and 5xx by themselves, after `retry-after-ms`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from shared.errors import HeadraceError
-from shared.openai.error_shape import status_of
+from shared.openai.call import error_status
 
 DEFAULT_RETRY_MS = 1_000
 
@@ -83,7 +83,7 @@ class Unprocessable(HeadraceError):
 
 def headers_of(error: HeadraceError) -> dict[str, str]:
     """The headers for authentication and for retries."""
-    status = status_of(error)
+    status = error_status(error)
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
     if status not in (429, 503):

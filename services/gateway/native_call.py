@@ -25,9 +25,9 @@ from starlette.types import Receive
 from services.gateway.errors import SlowRequest, Unprocessable, WrongMediaType
 from services.gateway.visitors import from_browser
 from shared.actor.membership import Peers, missing, starts_cold
-from shared.client import Client, probe
+from shared.api import read_json
+from shared.client.client import Client, probe
 from shared.errors import BadRequest, Cancelled, HeadraceError, PayloadTooLarge, Unavailable, UnknownModel
-from shared.json_body import read_json
 from shared.nats import subjects
 from shared.nats.interface import Bus, BusFault, NoResponders
 from shared.openai.call import Body, Call

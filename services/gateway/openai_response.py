@@ -32,12 +32,11 @@ from services.gateway.connection import chunk_writer
 from services.gateway.exchange import Exchange, ExchangeCounters, refusal
 from services.gateway.native_call import PROMPT, unless_gone
 from shared.api import NO_EFFECT
-from shared.client import ACCEPTED_S, QUIET
+from shared.client.client import ACCEPTED_S, QUIET
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
-from shared.openai.call import Call, read_call, read_vectors_call
-from shared.openai.error_shape import body_of
+from shared.openai.call import Call, error_body, read_call, read_vectors_call
 from shared.openai.whole_answer import answer, stop_reason, total, vectors
 
 Body = dict[str, Any]
@@ -267,7 +266,7 @@ class EventStream(Response):
     is a response of its own, a later error ends the stream with a chunk of its own. After `ping_s` without a
     chunk a ping is sent, since proxies and clients end a connection that is silent. A disconnect cancels the
     request. A slow client delays no other: its frames wait in the native client, which ends the request if
-    they are too many (shared/client.py: UnreadFrames); the kernel ends a connection that reads nothing.
+    they are too many (shared/client/client.py: UnreadFrames); the kernel ends a connection that reads nothing.
     """
 
     def __init__(
@@ -344,7 +343,7 @@ class Api:
 
     answer: Callable[[Call, Sequence[Body], Sequence[str]], Body] = answer
     chunks: Callable[[Call, Sequence[str]], Chunks] = ChunkBuilder
-    error: Callable[[HeadraceError, str], Body] = body_of
+    error: Callable[[HeadraceError, str], Body] = error_body
     read: Callable[[Body], Body] = dict  # raises BadRequest
     at_once: Callable[[Body, int], Body | None] = lambda fields, created: None  # an answer without the model
     to_call: Callable[..., Call] = read_call

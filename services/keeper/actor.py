@@ -38,18 +38,17 @@ from services.keeper.core import (
     Stored,
     Tick,
 )
-from services.keeper.file_verbs import FileVerbs
-from services.keeper.forwarder import Forwarder, serve
+from services.keeper.forwarding import Forwarder, serve_forwarded
 from services.keeper.queues import MAX_QUEUED, TenantQueues
 from services.keeper.records import CANCELLED, Body, Hook, Work, to_json, work_of
-from services.keeper.verbs import RECORD_ROOM, REPLIES, Verbs, reply_subject
-from services.keeper.webhook_shell import Webhooks
+from services.keeper.verbs import RECORD_ROOM, REPLIES, FileVerbs, Verbs, reply_subject
+from services.keeper.webhooks import Webhooks
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import missing, starts_cold
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import STAMP, Aliases
 from shared.api import RUN_HEADER
-from shared.client import error_of
+from shared.client.client import error_of
 from shared.config import Settings
 from shared.errors import (
     BadRequest,
@@ -150,7 +149,7 @@ class KeeperActor(Actor):
         ]
         offered: dict[str, Verb] = {}
         if self._here is None:
-            offered[subjects.FORWARD_ALL] = serve(self._verbs)
+            offered[subjects.FORWARD_ALL] = serve_forwarded(self._verbs)
         if self._here != frozenset():  # an edge without a model has none for batches: the centre answers
             offered |= {subjects.FILES_ALL: self._files.answer, subjects.BATCHES_ALL: batches.answer}
         for subject, verb in offered.items():

@@ -35,7 +35,7 @@ from services.keeper.core import (
 )
 from services.keeper.records import Body, to_json
 from shared.api import MAX_TIMEOUT_S
-from shared.chunks import DamagedFile
+from shared.client.chunks import DamagedFile
 from shared.errors import (
     EngineError,
     HeadraceError,

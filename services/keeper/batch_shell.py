@@ -43,11 +43,10 @@ from services.keeper.batch_core import (
     error_entry,
 )
 from services.keeper.core import Ack, Key, Nak, Progress, age_at_first
-from services.keeper.file_verbs import KEPT_S, file_object
 from services.keeper.records import BATCH, Body, Hook, to_json
-from services.keeper.verbs import reply_subject
+from services.keeper.verbs import FILE_KEPT_S, file_object, reply_subject
 from shared.aliases import Aliases
-from shared.chunks import lines_of
+from shared.client.chunks import lines_of
 from shared.clock import Clock
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable, UnknownRequest
 from shared.nats import subjects
@@ -363,7 +362,7 @@ class Batches:
 
     async def _file(self, held: _Held, what: str, pieces: AsyncGenerator[bytes]) -> str:
         core, now_us = held.core, self._clock.wall_us()
-        kept_s = int(core.batch.get("_output_kept_s", KEPT_S))
+        kept_s = int(core.batch.get("_output_kept_s", FILE_KEPT_S))
         meta = file_object(new_id("file-", now_us), f"{core.id}_{what}.jsonl", "batch_output", now_us, kept_s)
         async with contextlib.aclosing(pieces):
             await self._store.write(held.tenant, meta, pieces, kept_s)
@@ -372,7 +371,7 @@ class Batches:
     async def _end(self, held: _Held, batch: Body) -> EndStored:
         try:
             subject = subjects.batch_part(held.tenant, held.core.id, "end")
-            await self._streams.create(subject, to_json(batch), KEPT_S)
+            await self._streams.create(subject, to_json(batch), FILE_KEPT_S)
         except Taken:
             stored = await self._streams.last(subjects.RECORD_STREAM, subject)
             return EndStored(new=stored == to_json(batch))  # by an earlier try whose answer was lost

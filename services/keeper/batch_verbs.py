@@ -13,10 +13,9 @@ from typing import Any
 
 from services.keeper.batch_core import CANCELLING, VALIDATING
 from services.keeper.batch_shell import STATE_KEPT_S, WEBHOOK
-from services.keeper.file_verbs import KEPT_S, MIN_KEPT_S, fields_of, listing, page_of
 from services.keeper.queues import TenantQueues
 from services.keeper.records import Body, to_json
-from services.keeper.verbs import reply_subject
+from services.keeper.verbs import FILE_KEPT_S, MIN_KEPT_S, fields_of, listing, page_of, reply_subject
 from shared.clock import Clock
 from shared.errors import BadRequest
 from shared.nats import subjects
@@ -76,7 +75,7 @@ class BatchVerbs:
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": asked.get("metadata"),
         }
-        kept_s = asked.get("output_expires_after", {}).get("seconds", KEPT_S)
+        kept_s = asked.get("output_expires_after", {}).get("seconds", FILE_KEPT_S)
         hook = {WEBHOOK: self._webhook(asked["webhook"])} if "webhook" in asked else {}
         data = to_json({**job, "_output_kept_s": kept_s, **hook})
         await self._queues.before(tenant)
@@ -156,9 +155,9 @@ def _checked(asked: Body) -> int:
         if not isinstance(value, str) or len(name) > MAX_NAME or len(value) > MAX_VALUE:
             why = f"`metadata`: names of {MAX_NAME} and texts of {MAX_VALUE} characters are expected"
             raise BadRequest(why, param="metadata")
-    expires = asked.get("output_expires_after", {"seconds": KEPT_S})
+    expires = asked.get("output_expires_after", {"seconds": FILE_KEPT_S})
     kept_s = expires.get("seconds") if isinstance(expires, dict) else None
-    if type(kept_s) is not int or not MIN_KEPT_S <= kept_s <= KEPT_S:
-        why = f"`output_expires_after`: `seconds` from {MIN_KEPT_S} to {KEPT_S} are expected"
+    if type(kept_s) is not int or not MIN_KEPT_S <= kept_s <= FILE_KEPT_S:
+        why = f"`output_expires_after`: `seconds` from {MIN_KEPT_S} to {FILE_KEPT_S} are expected"
         raise BadRequest(why, param="output_expires_after")
     return window_s

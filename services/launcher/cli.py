@@ -406,7 +406,7 @@ def _up(given: argparse.Namespace) -> int:
 
 
 def _run_model(given: argparse.Namespace) -> None:
-    from services.launcher.commands.run import run
+    from services.launcher.commands.chat import run
 
     run(_load(given), given.prompt, _conversation(given))
 
@@ -444,7 +444,7 @@ def _conversation(given: argparse.Namespace) -> Conversation:
 
 
 def _request(given: argparse.Namespace) -> None:
-    from services.launcher.commands.request import read_body, request
+    from services.launcher.commands.submit import read_body, request
     from services.launcher.session import find_target
 
     body = read_body(given.body, given.file)
@@ -473,8 +473,7 @@ def _batch(given: argparse.Namespace) -> int:
 
 
 def _submit(given: argparse.Namespace) -> None:
-    from services.launcher.commands.request import read_body
-    from services.launcher.commands.submit import submit
+    from services.launcher.commands.submit import read_body, submit
     from services.launcher.session import find_target
     from shared.errors import BadRequest
 
@@ -544,7 +543,7 @@ def _top(given: argparse.Namespace) -> None:
 
 
 def _kv(given: argparse.Namespace) -> None:
-    from services.launcher.commands.status import kv
+    from services.launcher.commands.kv import kv
 
     _run(kv(*_find_fleet(given), as_json=given.json))
 
@@ -556,7 +555,7 @@ def _usage(given: argparse.Namespace) -> None:
 
 
 def _policy(given: argparse.Namespace) -> int:
-    from services.launcher.commands.policy import policy
+    from services.launcher.commands.record import policy
 
     change = (given.change or "") if given.action else None
     return _run(policy(*_find_fleet(given), change, given.of_model))
@@ -602,7 +601,7 @@ def _replay(given: argparse.Namespace) -> int:
 
 
 def _shadow(given: argparse.Namespace) -> None:
-    from services.launcher.commands.shadow import shadow
+    from services.launcher.commands.record import shadow
     from services.launcher.session import find_target
 
     compared = _load_test_module("simulator").shadow(given.other)

@@ -5,31 +5,52 @@
 
 An engine that cannot sleep, one of several ranks, is unloaded instead, and loaded again. A model that an
 operator has unloaded stays so until it is loaded by name.
+
+`headrace up --join URL` adds the executors and the kv_offload of this machine to a fleet of other hosts.
+
+Before a service starts, the heartbeats of the fleet show whether the fleet can use them: `checked` raises
+SetupError with the reason if not. The executors compare the digest of weights, dtype, KV format and
+deterministic mode with that of the fleet (`Joined.digests`) before they load the model.
+
+`MemoryRule` decides which models of a machine are awake while they share its memory. Pure.
+
+    asleep, requests wait ──fits──▶ Wake
+                          ──does not fit, and its work beats that of awake models──▶ Sleep them, then Wake
+
+Work is what waits and runs, in tokens, times the priority of its class. A model stays awake for at least
+LEAST_AWAKE_US, and a request that has waited for MOST_WAIT_US beats any work: so two busy models take turns
+of 30 to 60 s, and neither starves. `host_agent.py` calls it once a second.
+
+Divides the GPUs of this machine among the executors of `up`.
+
+An executor takes the first GPUs that it sees, as many as it has ranks. So several executors that see all GPUs
+would share the first ones and leave the others idle.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from services.launcher.shared_memory import (
-    ASLEEP,
-    CHANGING,
-    LOADED,
-    UNLOADED,
-    MemoryRule,
-    ModelNow,
-    Sleep,
-    Wake,
-)
-from services.launcher.supervisor import ExecutorProcesses
+from services.launcher.console import print_line
+from services.launcher.supervisor import ExecutorProcesses, ServiceSpec
 from shared import codec
 from shared.actor import membership
-from shared.actor.membership import Peers
+from shared.actor.membership import MIXED, Peers
 from shared.clock import Clock
-from shared.errors import BadRequest, HeadraceError, Unavailable, UnknownModel, WireError, error_body
+from shared.config import Settings
+from shared.errors import (
+    BadRequest,
+    HeadraceError,
+    SetupError,
+    Unavailable,
+    UnknownModel,
+    WireError,
+    error_body,
+)
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
@@ -229,3 +250,202 @@ class HostAgent:
         else:
             answer = {"state": state}
         self.bus.publish(delivery.reply, to_json({"host": self.host_id, "model": name, **answer}))
+
+
+JOINING_KINDS = ("executor", "kv_offload")  # the services of a host that joins
+FLEET_ANSWER_S = 3.0  # a fleet answers at once; this covers slow links, and schedulers that start again
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The fleet before this host has joined. `digests`: of the executors that serve each model; empty if none
+    serves it, or if the fleet accepts all."""
+
+    digests: Mapping[str, str]
+    others: frozenset[str]  # its actors, kind.id
+
+    def welcomed(self, peers: Peers, model: str, host_id: str) -> int:
+        """The number of executors of this host that a scheduler has welcomed."""
+        ready = [f"executor.{actor}" for actor in peers.ready("executor", model)]
+        beats = [_beat(peers, source) for source in ready if source not in self.others]
+        return sum(beat.host_id == host_id and bool(beat.scheduler) for beat in beats)
+
+
+def fleet_answers(peers: Peers, models: Sequence[str]) -> bool:
+    """True once a scheduler of each model has sent a heartbeat, and an executor if the scheduler has one."""
+    heard = {*models} <= {*peers.models("scheduler")}
+    return heard and all(peers.ready("executor", each) for each in models if peers.model_digest(each))
+
+
+def checked_fleet(peers: Peers, settings: Settings, models: Sequence[str], url: str) -> Joined:
+    """The fleet that this host may join, from the heartbeats of its actors. `url` without password. Raises
+    SetupError if no fleet answers, or if it has other models or another block size, or another machine with
+    this name."""
+    sources = peers.sources()
+    if not sources:
+        raise SetupError(
+            f"no service of fleet {settings.fleet!r} answers at {url} within {FLEET_ANSWER_S:g} s: does "
+            "`headrace up` or `headrace serve` run there with the same --fleet?"
+        )
+    served = peers.models("scheduler")
+    for model in models:
+        if model not in served:
+            has = f"serves {', '.join(served)}" if served else "has no scheduler yet"
+            raise SetupError(f"fleet {settings.fleet!r} {has}, not {model}: choose --model or --model-name")
+        _check_blocks(peers, model, settings.block_tokens)
+    beats = [_beat(peers, source) for source in sources]
+    _check_name(beats, settings.host_id)
+    if not settings.l2 and any("l2" in beat.tiers for beat in beats):
+        print_line("the other hosts share KV blocks in an L2; this host has no L2: see --l2")
+    return Joined({model: _digest(peers, model) for model in models}, frozenset(sources))
+
+
+def _check_blocks(peers: Peers, model: str, block_tokens: int) -> None:
+    theirs = peers.max_load("executor", "block_tokens", model)
+    if theirs not in (0, block_tokens):  # 0: no executor, or one of an older version
+        raise SetupError(
+            f"the KV blocks of {model} have {theirs} tokens in this fleet, and {block_tokens} here: "
+            f"start with --block-tokens {theirs}"
+        )
+
+
+def _check_name(beats: Sequence[Heartbeat], host_id: str) -> None:
+    """Raise SetupError if another machine has the name of this one: its executors would be sent to the L1 of
+    this one, which they cannot map. On the same machine the segment of L1 is in /dev/shm."""
+    for beat in beats:
+        if beat.host_id == host_id and beat.arena and not (SHM / beat.arena).exists():
+            raise SetupError(
+                f"another machine of the fleet is called {host_id!r}, too: give this one a name of its own "
+                "with --host-id"
+            )
+
+
+def _digest(peers: Peers, model: str) -> str:
+    return "" if peers.max_load("scheduler", MIXED, model) else peers.model_digest(model)
+
+
+def _beat(peers: Peers, source: str) -> Heartbeat:
+    peer = peers.get(source)
+    assert peer is not None, source
+    return peer.heartbeat
+
+
+LEAST_AWAKE_US = 30_000_000  # five times the longest wake: 0.1 to 6 s, on a GPU or a CPU
+MOST_WAIT_US = 60_000_000
+SWAP_US = 60_000_000  # for others to fall asleep: a drain of 10 s, then copies; after it the swap is dropped
+
+LOADED, ASLEEP, UNLOADED, CHANGING = "loaded", "asleep", "unloaded", "changing"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNow:
+    """A model of this machine. `changing`: it falls asleep, wakes or loads, and counts as awake."""
+
+    name: str
+    state: str
+    need_mib: int  # awake
+    work: int = 0
+    waits_us: int = 0  # its oldest waiting request
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Put a model to sleep."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Wake a model, or load it."""
+
+    model: str
+
+
+class MemoryRule:
+    """The awake models of one machine and the swap that is under way."""
+
+    def __init__(self, budget_mib: int) -> None:
+        self._budget_mib = budget_mib
+        self._since_us: dict[str, int] = {}  # when each loaded model was first seen awake
+        self._next, self._until_us = "", 0  # the model that memory is freed for
+
+    def why_not(self, name: str, need_mib: int) -> str:
+        """Why a model can never be awake here; empty if it can."""
+        if need_mib <= self._budget_mib:
+            return ""
+        have, need = self._budget_mib / 1024, need_mib / 1024
+        return f"{name} needs {need:.1f} GiB awake, and the models here share {have:.1f} (awake_gib)"
+
+    def turn(self, models: Sequence[ModelNow], now_us: int) -> Sleep | Wake | None:
+        """What to do now. The next states of the models show whether it was done."""
+        awake = [model for model in models if model.state == LOADED]
+        self._since_us = {model.name: self._since_us.get(model.name, now_us) for model in awake}
+        used_mib = sum(model.need_mib for model in models if model.state in (LOADED, CHANGING))
+        if any(model.state == CHANGING for model in models):
+            return None  # one change at a time: its memory is neither free nor taken
+        if used_mib > self._budget_mib and len(awake) > 1:  # one that was restarted, or all at the start
+            return Sleep(min(awake, key=lambda model: (model.work, -model.need_mib, model.name)).name)
+        waiting = [m for m in models if m.state in (ASLEEP, UNLOADED) and m.work and not self._too_large(m)]
+        if now_us >= self._until_us or self._next not in {model.name for model in waiting}:
+            self._next = ""
+        for model in sorted(waiting, key=lambda m: (m.name != self._next, not _is_due(m), -m.work, m.name)):
+            if used_mib + model.need_mib <= self._budget_mib:
+                self._next = ""
+                return Wake(model.name)
+            if victims := self._victims(model, awake, used_mib, now_us):
+                if not self._next:
+                    self._next, self._until_us = model.name, now_us + SWAP_US
+                return Sleep(victims[0].name)
+            if self._next:
+                return None
+        return None
+
+    def _victims(
+        self, model: ModelNow, awake: Sequence[ModelNow], used_mib: int, now_us: int
+    ) -> list[ModelNow]:
+        """The models that must sleep for this one, those with the least work; none if they are too few."""
+        victims: list[ModelNow] = []
+        for other in sorted(awake, key=lambda m: (m.work, m.name)):
+            rested = now_us - self._since_us[other.name] >= LEAST_AWAKE_US
+            if rested and (other.work < model.work or _is_due(model) or self._next == model.name):
+                victims.append(other)
+                used_mib -= other.need_mib
+            if used_mib + model.need_mib <= self._budget_mib:
+                return victims
+        return []
+
+    def _too_large(self, model: ModelNow) -> bool:
+        return bool(self.why_not(model.name, model.need_mib))
+
+
+def _is_due(model: ModelNow) -> bool:
+    return model.waits_us >= MOST_WAIT_US
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def seen(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them."""
+    if (named := environment.get(VISIBLE)) is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    files = [each for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdecimal()]
+    return [str(index) for index in range(len(files))]
+
+
+def placed(specs: Sequence[ServiceSpec], ranks: int, gpus: Sequence[str]) -> list[ServiceSpec]:
+    """The services; of several executors each one sees `ranks` of these GPUs. Executors for which no GPUs are
+    left share those of the first ones."""
+    groups = len(gpus) // ranks
+    executors = [spec.name for spec in specs if spec.kind == "executor"]
+    if groups < 2 or len(executors) < 2:
+        return list(specs)
+    firsts = {name: at % groups * ranks for at, name in enumerate(executors)}
+    return [
+        replace(spec, env={**spec.env, VISIBLE: ",".join(gpus[first : first + ranks])})
+        if (first := firsts.get(spec.name)) is not None
+        else spec
+        for spec in specs
+    ]

@@ -25,29 +25,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from services.keeper.webhooks import read_hosts
-from services.launcher import (
-    background,
-    console,
-    durable,
-    gpus,
-    joining,
-    leaf,
-    nats_server,
-    own_folder,
-    session,
-)
+from services.launcher import background, console, host_agent, leaf, nats_server, own_folder, session
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
-from services.launcher.commands.status import ScrapeTargets
 from services.launcher.console import ServiceLines, print_line
 from services.launcher.heartbeats import HANGS_S, SilenceTimers, Watch, ticks_of
-from services.launcher.host_agent import HostAgent
-from services.launcher.joining import Joined
+from services.launcher.host_agent import HostAgent, Joined, MemoryRule
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.own_folder import OwnFolder
 from services.launcher.serve import KINDS
 from services.launcher.session import RunState
-from services.launcher.shared_memory import MemoryRule
 from services.launcher.supervisor import (
     BACKOFF_FIRST_S,
     BACKOFF_LAST_S,
@@ -62,16 +49,15 @@ from services.launcher.supervisor import (
 from shared import codec
 from shared.actor.membership import Peers, missing
 from shared.actor.runtime import FORCED
-from shared.client import PROBE, Client, probe, request_all
+from shared.client.client import PROBE, Client, probe, request_all
 from shared.clock import SystemClock, end_task
 from shared.config import Settings, WatchedFile
-from shared.cores import usable_cores
 from shared.errors import BadRequest, HeadraceError, SetupError, WireError
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery
-from shared.processes import bind, http_url, with_import_path
-from shared.unix_socket import UnixListener, url_of
+from shared.processes import UnixListener, bind, http_url, unix_url, usable_cores, with_import_path
+from shared.telemetry.metrics import ScrapeTargets
 from shared.vocab.files import resolve, size_bytes
 
 if TYPE_CHECKING:
@@ -109,7 +95,7 @@ def up(
     """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
     `users`, a folder made by `headrace auth`, each service has its own credentials, and HTTP requires an API
     key. `more` names models to serve in addition to that of the settings. Edges connect at `leaves`,
-    HOST:PORT. With `join`, a URL, it adds executors and a kv_offload to the fleet there (see joining.py).
+    HOST:PORT. With `join`, a URL, it adds executors and a kv_offload to the fleet there (see host_agent.py).
     `schedulers`: of each model.
     With `until_idle` it ends by itself (see background.py). Unless it `must_be_durable`, it runs without
     durable requests where their folder cannot be had, or with a server of others."""
@@ -203,8 +189,10 @@ async def _look(url: str, settings: Settings, models: Sequence[str]) -> Joined:
     """Whether the fleet at `url` takes executors of these settings. Raises SetupError if not."""
     async with session.connected(url, CONNECT_S) as bus:
         readiness = Readiness(bus, settings.fleet)
-        peers = await readiness.until(lambda peers: joining.answers(peers, models), joining.ANSWER_S)
-        return joining.checked(peers, settings, models, access.shown(url))
+        peers = await readiness.until(
+            lambda peers: host_agent.fleet_answers(peers, models), host_agent.FLEET_ANSWER_S
+        )
+        return host_agent.checked_fleet(peers, settings, models, access.shown(url))
 
 
 def _durable_limits(settings: Settings, *, must_be_durable: bool) -> ServerLimits | None:
@@ -213,7 +201,7 @@ def _durable_limits(settings: Settings, *, must_be_durable: bool) -> ServerLimit
         return None
     runs = session.read(session.path_for(settings)) is not None  # and holds the folder for as long
     try:
-        return durable.limits_of(settings.fleet, 0.0 if runs else durable.HELD_S)
+        return nats_server.durable_limits(settings.fleet, 0.0 if runs else nats_server.HELD_S)
     except SetupError as error:
         if must_be_durable:
             raise
@@ -379,7 +367,7 @@ class _Up:
             "executor": s.executors,
             "detokenizer": s.detokenizers,
         }
-        kinds = KINDS if self._joined is None else joining.KINDS
+        kinds = KINDS if self._joined is None else host_agent.JOINING_KINDS
         specs = service_specs({kind: counts.get(kind, 1) for kind in SHARED if kind in kinds})
         of_model = {kind: counts.get(kind, 1) for kind in kinds if kind not in SHARED}
         for name, model in self._models.items():
@@ -391,7 +379,7 @@ class _Up:
         specs.sort(key=lambda spec: KINDS.index(spec.kind))
         device, ranks = s.device_and_ranks
         if device != "cpu" and s.backend != "sim":
-            specs = gpus.placed(specs, ranks, gpus.seen(os.environ))
+            specs = host_agent.placed(specs, ranks, host_agent.seen(os.environ))
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
         env = with_import_path({**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"})
@@ -469,7 +457,7 @@ class _Up:
             if (address := self._settings.http_address) is not None:
                 port, tls = await readiness.gateway_port(print_line), bool(self._settings.http_tls_cert)
                 if isinstance(address, str):
-                    self._http = url_of(address, tls=tls)
+                    self._http = unix_url(address, tls=tls)
                     self._curl = (
                         f"curl --unix-socket {shlex.quote(address)} http{'s' * tls}://localhost/v1/models"
                     )
@@ -643,7 +631,7 @@ async def keep_running(server: NatsServer, report: Callable[[str], None]) -> Non
 async def watch_server(server: NatsServer, report: Callable[[str], None]) -> None:
     """Kill `server` when it hangs, or has space again after its disk was full, until cancelled;
     `keep_running` starts it again."""
-    silences, disk = SilenceTimers(), durable.FullDisk(server.limits.store, report)
+    silences, disk = SilenceTimers(), nats_server.FullDisk(server.limits.store, report)
     while True:
         await asyncio.sleep(LOOK_S)
         pid = server.process.pid

@@ -9,16 +9,16 @@ import asyncio
 import logging
 from collections import deque
 
-from services.scheduler import model_kinds, policy_change
-from services.scheduler.arrival import CLIENT
+from services.scheduler import core, load_shedding, overlap
 from services.scheduler.core import Scheduler
 from services.scheduler.fleet import sleep
-from services.scheduler.fleet.division import Division, Drain
+from services.scheduler.fleet.roles import Division, Drain
 from services.scheduler.kv_tiers import store
-from services.scheduler.reports import scale, status
+from services.scheduler.lifecycle import CLIENT
+from services.scheduler.reports import status
 from services.scheduler.reports.event_log import Recorder, attach
-from services.scheduler.state import late_plans, policies, requests
-from services.scheduler.state.quotas import Quota, read_quotas
+from services.scheduler.state import policies, requests
+from services.scheduler.state.counters import StepSpan, step_spans, step_trace
 from services.scheduler.state.requests import (
     Arrived,
     DrainRequested,
@@ -35,7 +35,7 @@ from services.scheduler.state.requests import (
     TierReady,
 )
 from services.scheduler.state.state import Limits, State
-from services.scheduler.state.step_log import StepSpan, step_spans, step_trace
+from services.scheduler.state.waiting_queue import Quota, read_quotas
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer, detection_us
 from shared.actor.runtime import Actor, HeartbeatPayload
@@ -140,7 +140,7 @@ class SchedulerActor(Actor):
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         state = self._core.state
-        digest = model_kinds.expected(state, self._model)
+        digest = load_shedding.expected_kind(state, self._model)
         load, counts = status.load(state), status.counts(state)
         return HeartbeatPayload(model=self._model, load=load, counts=counts, model_digest=digest)
 
@@ -148,11 +148,11 @@ class SchedulerActor(Actor):
     def metrics(self) -> Metrics:
         state, model = self._core.state, self._model
         usage = status.usage_points(state, model)
-        return [*status.metric_points(state), *usage, *scale.points(state, model)]
+        return [*status.metric_points(state), *usage, *status.scale_points(state, model)]
 
     def status(self) -> dict[str, object]:
         state = self._core.state
-        return {"model": self._model, "scale_wanted": scale.wanted(state), **status.status(state)}
+        return {"model": self._model, "scale_wanted": status.executors_wanted(state), **status.status(state)}
 
     async def drain(self) -> None:
         self._handle(DrainRequested())
@@ -177,7 +177,7 @@ class SchedulerActor(Actor):
             self._mailbox.send(command.to, command.message, command.trace)
         if unsent := self._core.state.step_log.unsent:
             send_spans(unsent, self._mailbox.tracer)
-        self._set_timer(late_plans.next_due_us(self._core.state))
+        self._set_timer(overlap.plan_due_us(self._core.state))
         if self._core.idle:
             self._idle.set()
             return
@@ -237,7 +237,7 @@ class SchedulerActor(Actor):
         before = self._core.state.limits.policy
         try:
             text = delivery.data.decode("utf-8", "replace")
-            after = policy_change.asked_for(text, before, self._first_policy)
+            after = core.asked_policy(text, before, self._first_policy)
         except SetupError as error:
             answer = error_body(error)
         else:

@@ -13,6 +13,17 @@ request on trial is to blame and the others are not (core.py). So a poisonous re
 MOST_DEATHS, and no other request fails with it. An executor on a busy machine may be silent for so long that
 it counts as dead: if it comes back, its requests are acquitted. A single silence during a trial does not fail
 the request.
+
+Predicts what it costs to start a group on an executor: the input of the routing policies.
+
+    ttft_us   the rest of the steps in flight
+              + the steps that compute its prompt and those already there, beside the decodes; part of its
+              prompt comes from the prefix cache, or from a tier if that is faster
+              + one loop between scheduler and executor
+    harm_us   the time that its prompt adds to the steps of the rows that decode there, summed over the rows
+    tbt_pm    how much of the time between tokens that these rows should keep their steps take, per mille
+
+Every term is learned from the executor's own steps and copies, so executors may differ in speed.
 """
 
 from __future__ import annotations
@@ -20,25 +31,17 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from services.scheduler import (
-    arrival,
-    finish,
-    headroom,
-    model_kinds,
-    preemption,
-    prefix_cache,
-    recompute_cost,
-    routing_forecast,
-)
-from services.scheduler.headroom import headroom_blocks, headroom_bound
+from services.scheduler import lifecycle, load_shedding, overlap, preemption, prefix_cache
 from services.scheduler.kv_tiers import load, lookups
 from services.scheduler.load_shedding import RETRY_AFTER_MS
+from services.scheduler.preemption import RecomputeCost, headroom_blocks, headroom_bound
 from services.scheduler.state.policies import RoutingOption
 from services.scheduler.state.requests import CLASS_NAMES, Phase, Request, Sequence
 from services.scheduler.state.state import DECODE, PREFILL, Executor, State
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.errors import Unavailable
 from shared.messages import SlotOpen
+from shared.step_model import NO_ROWS, StepShape
 
 OVERTAKEN, OVERTAKEN_US = 8, 5_000_000  # times, and time: after both no other group goes first
 MAX_TOGETHER = 32  # groups after the first that are given room: each arrival looks at all of them
@@ -122,11 +125,13 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
         held.awaits_lookup = True
         held.sources.add(offer.executor.source)
         return False
-    if why := model_kinds.stranded(state, group.request):
-        finish.fail(state, group.request, Unavailable.code, why, RETRY_AFTER_MS)
+    if why := load_shedding.stranded(state, group.request):
+        lifecycle.fail(state, group.request, Unavailable.code, why, RETRY_AFTER_MS)
         return True
 
-    fitting = [e for e in executors if model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)]
+    fitting = [
+        e for e in executors if load_shedding.serves(e, group.request) and preemption.fits_alone(e, group)
+    ]
     able = [e for e in fitting if not e.role or _suits(state, e, group)]
     if not able:
         state.waiting.park(group)  # accepted for a larger executor that is gone or drains
@@ -165,7 +170,7 @@ def _least_short(state: State, able: list[Executor], group: SequenceGroup) -> st
 
 
 def _shortfall(state: State, executor: Executor, group: SequenceGroup) -> int:
-    return sum(max(lack, 0) for lack in headroom.shortfall(state, executor, group))
+    return sum(max(lack, 0) for lack in preemption.shortfall(state, executor, group))
 
 
 def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> None:
@@ -177,7 +182,7 @@ def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> No
 
     def fits(group: SequenceGroup) -> bool:
         one = group.first_choice()
-        return any(model_kinds.serves(e, group.request) and headroom.fits_alone(e, one) for e in there)
+        return any(load_shedding.serves(e, group.request) and preemption.fits_alone(e, one) for e in there)
 
     for group in state.waiting.candidates_after(model, first, fits) if there else ():
         if group.queue is not None:
@@ -197,7 +202,7 @@ def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
         return False
     free = [e for e in state.executors.values() if may_join(state, e, first) and not request_on_trial(e)]
     free.sort(key=lambda e: e.source != first.held_executor)
-    own = next((e for e in free if max(headroom.shortfall(state, e, first)) <= 0), None)
+    own = next((e for e in free if max(preemption.shortfall(state, e, first)) <= 0), None)
     if own is None:
         return False
     model = first.request.tokenized.model
@@ -213,7 +218,7 @@ def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
     for group in others:
         if state.counters.preemptions - preempted >= MAX_VICTIMS:
             break  # the next event goes on
-        able = [e for e in free if model_kinds.serves(e, group.request) and headroom.fits_alone(e, group)]
+        able = [e for e in free if load_shedding.serves(e, group.request) and preemption.fits_alone(e, group)]
         if on_trial(group.request) or not preemption.preempt_for_next(state, group, earlier, able):
             free = [e for e in free if e not in able]
     return state.counters.preemptions > preempted and not all(e.in_flight for e in free)
@@ -253,7 +258,7 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
     hits = prefix_cache.lookup(executor, head)
     tail = prefix_cache.tail_block(executor, head, len(hits))
     present = hits if tail is None else [*hits, tail]
-    reservations = headroom.reservations(state, executor, group)[: len(pool.free_slots)]
+    reservations = preemption.reservations(state, executor, group)[: len(pool.free_slots)]
     reservations[0] = max(reservations[0] - len(present), 0)
     room = pool.unreserved_blocks - pool.free_taken_by(present)
     if room < sum(reservations) + headroom_bound(state, executor, head):
@@ -272,7 +277,7 @@ def can_start(state: State, executor: Executor, group: SequenceGroup) -> bool:
 
 def may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """True if the group lacks nothing but room here."""
-    if not model_kinds.serves(executor, group.request) or (state.suspects and not _safe(executor, group)):
+    if not load_shedding.serves(executor, group.request) or (state.suspects and not _safe(executor, group)):
         return False
     if executor.role and not _suits(state, executor, group):
         return False
@@ -291,7 +296,7 @@ def _suits(state: State, executor: Executor, group: SequenceGroup) -> bool:
             return True
     others = (e for e in state.executors.values() if e.role == other and e is not executor)
     return executor.role == other or not any(
-        model_kinds.serves(e, group.request) and headroom.fits_alone(e, group) for e in others
+        load_shedding.serves(e, group.request) and preemption.fits_alone(e, group) for e in others
     )
 
 
@@ -335,14 +340,14 @@ def _route(state: State, offers: list[Offer], group: SequenceGroup) -> Offer:
         return offers[0]
     options, forecasts = [], state.limits.policy.forecasts
     for offer in offers:
-        executor, held_blocks, forecast = offer.executor, len(offer.hits), (0, 0, 0)
+        executor, held_blocks, costs = offer.executor, len(offer.hits), (0, 0, 0)
         if forecasts:
             below = load.predicted(state, executor, group, held_blocks)
-            forecast = routing_forecast.forecast(state, executor, group, held_blocks, below)
+            costs = forecast(state, executor, group, held_blocks, below)
         held = held_blocks * executor.hello.block_tokens
         empty = executor.pool.free_blocks - executor.pool.cached_blocks
         running = len(executor.running)
-        options.append(RoutingOption(executor.source, held, offer.room_blocks, running, empty, *forecast))
+        options.append(RoutingOption(executor.source, held, offer.room_blocks, running, empty, *costs))
     return offers[options.index(state.limits.policy.function("routing")(options))]
 
 
@@ -357,7 +362,7 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
         state.waiting.remove(group)
     if request.model_digest != executor.hello.model_digest:
         request.model_digest = executor.hello.model_digest
-        arrival.send_to_shard(state, request)
+        lifecycle.send_to_shard(state, request)
     for sequence, blocks in zip(group.sequences, offer.reservations, strict=True):
         executor.pool.reserve(blocks)
         executor.generation += 1
@@ -377,7 +382,7 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
         _record(state, offer, group, sequence)
         state.send(executor.source, _slot_open(sequence), sequence.request.trace)
     load.begin(state, executor, parent, group)
-    recompute_cost.on_resume(state, executor, parent, group)
+    preemption.on_resume(state, executor, parent, group)
 
 
 def _take_hits(state: State, offer: Offer, group: SequenceGroup) -> None:
@@ -434,3 +439,40 @@ def _slot_open(sequence: Sequence) -> SlotOpen:
         min_tokens=tokenized.min_tokens,
         pooling=tokenized.pooling,
     )
+
+
+def forecast(
+    state: State, executor: Executor, group: SequenceGroup, held_blocks: int, load: tuple[int, int]
+) -> tuple[int, int, int]:
+    """`ttft_us`, `harm_us` and `tbt_pm` of a group of whose prompt the executor holds so many blocks; zeros
+    while its cost model has seen too little. `load`: how many more blocks a tier holds, and the time to load
+    them."""
+    costs = RecomputeCost.of(executor)
+    if not costs.known:
+        return 0, 0, 0
+    step_tokens = min(executor.hello.max_step_tokens, state.limits.step_tokens)
+    length, held = len(group.sequences[0].tokens), held_blocks * executor.hello.block_tokens
+    before = _before(executor)
+    _, before_us = costs.steps_us(before, step_tokens)
+    us, added_us = costs.steps_us(before.with_chunk(held, max(length - held, 1)), step_tokens)
+    in_flight_us = overlap.in_flight_us(state, executor)
+    ready_us = in_flight_us + us
+    blocks, load_us = load
+    if blocks:
+        loaded = held + blocks * executor.hello.block_tokens
+        rest = NO_ROWS.with_chunk(loaded, max(length - loaded, 1))
+        us, rest_added_us = costs.steps_us(before.with_chunk(loaded, rest.tokens), step_tokens)
+        later_us = max(in_flight_us + us, load_us + costs.steps_us(rest, step_tokens)[0])
+        if later_us < ready_us:
+            ready_us, added_us = later_us, rest_added_us
+    harm_us = max(added_us - before_us, 0) * costs.base.rows
+    tbt_us, _ = state.limits.strictest(executor.running_by_class)
+    return ready_us + executor.cost_model.loop_us, harm_us, costs.base_us * 1_000 // tbt_us
+
+
+def _before(executor: Executor) -> StepShape:
+    """The prompts that are already there, as if they had one length."""
+    sums = executor.row_sums()
+    tokens, prompts = sums.backlog_tokens, sums.backlog_prompts
+    half = tokens // prompts // 2 if prompts else 0
+    return StepShape(prompts, tokens, tokens, tokens * half)

@@ -10,13 +10,12 @@ from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
 from typing import NamedTuple
 
-from services.scheduler import finish, headroom, recompute_cost
+from services.scheduler import lifecycle, overlap, preemption
 from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.preemption import requeue, withdraw
-from services.scheduler.state import late_plans
+from services.scheduler.state.counters import StepRecord
 from services.scheduler.state.requests import MAX_IDS, Sequence, add_scores
 from services.scheduler.state.state import Executor, InFlight, State
-from services.scheduler.state.step_log import StepRecord
 from shared.messages import ROW_REFUSED, GrammarFailed, GrammarReady, Ints, StepResult, Tokens, ints
 
 
@@ -58,7 +57,7 @@ def grammar_ended(state: State, source: str, news: GrammarReady | GrammarFailed)
         if (sequence.slot, sequence.generation) == (news.slot, news.generation):
             sequence.compiles_grammar = False
             if isinstance(news, GrammarFailed):
-                finish.fail(state, sequence.request, 400, news.message)
+                lifecycle.fail(state, sequence.request, 400, news.message)
             return
 
 
@@ -175,12 +174,12 @@ def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> 
         if not sequence.live:
             continue  # another choice of its request has failed, and the request with it
         if reason in ("stop", "length"):
-            finish.finish(state, sequence, sequence.generated, reason)
+            lifecycle.finish(state, sequence, sequence.generated, reason)
         else:
             refused = reason.startswith(ROW_REFUSED)
             why = reason.removeprefix(ROW_REFUSED) if refused else f"{executor.source}: {reason}"
             tables = [(state.executors.get(s.executor), s.table) for s in sequence.request.sequences]
-            finish.fail(state, sequence.request, 400 if refused else 500, why)
+            lifecycle.fail(state, sequence.request, 400 if refused else 500, why)
             for there, table in tables:
                 if there is not None and not refused:  # the KV may be NaN: no other sequence may use it
                     for block in table:
@@ -220,19 +219,19 @@ def _note(state: State, executor: Executor, flight: InFlight, result: StepResult
 def _learn(state: State, executor: Executor, flight: InFlight, result: StepResult) -> None:
     """Update the cost model. `took_us` is the device's time. The loop is the time from plan to result without
     it and without the wait for earlier steps."""
-    headroom.on_step(executor)
+    preemption.lower_headroom(executor)
     took_us, lived_us = result.forward_us + result.sample_us, result.end_wall_us - result.start_wall_us
     executor.pace.note(flight.step, len(flight.rows), took_us, state.now_us, busy=bool(executor.running))
     if result.error or lived_us <= 0:
         return  # the engine does not measure
     costs, pace = executor.cost_model, executor.pace
-    recompute_cost.on_step(state, executor, flight, took_us)
-    late_plans.learn(executor, flight, result)
+    preemption.pay_debt(state, executor, flight, took_us)
+    overlap.learn_lead(executor, flight, result)
     costs.observe(flight.shape, took_us)
     costs.observe_loop(max(0, state.now_us - flight.planned_us - result.queued_us - lived_us))
     if result.host_us:
         costs.observe_host(sum(s.host_fed for s, _ in flight.rows), result.host_us)
-    chunk_us = took_us - recompute_cost.without_chunks_us(executor, flight) if flight.chunks else 0
+    chunk_us = took_us - preemption.without_chunks_us(executor, flight) if flight.chunks else 0
     pace.note_step(took_us, flight.predicted_us, max(chunk_us, 0))
     state.counters.add_step(took_us, flight.predicted_us)
 
@@ -243,7 +242,7 @@ def _fail_step(state: State, executor: Executor, flight: InFlight, result: StepR
     named = {sequence for sequence, _ in (*flight.rows, *flight.chunks)}
     for sequence in [s for s in executor.running if s in named and s.opened_after < result.step]:
         message = f"step {result.step} of {executor.source} failed: {result.error}"
-        finish.fail(state, sequence.request, 500, message)
+        lifecycle.fail(state, sequence.request, 500, message)
     for sequence in list(executor.running):
         sequence.record_decision(
             state.now_us, "requeue", "a step of its executor failed", tokens=len(sequence.tokens)

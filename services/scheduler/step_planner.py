@@ -18,11 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.scheduler import headroom, overlap, preemption, prefix_cache
+from services.scheduler import overlap, preemption, prefix_cache
 from services.scheduler.kv_tiers import store
 from services.scheduler.kv_tiers.lookups import executor_of
 from services.scheduler.overlap import MIN_SEEN, balance
-from services.scheduler.state import late_plans
 from services.scheduler.state.cost_model import chunk_tokens
 from services.scheduler.state.policies import BatchingView, StepShare
 from services.scheduler.state.requests import ChunkRecord, Sequence
@@ -71,7 +70,12 @@ def plan_next(state: State, executor: Executor) -> bool:
     executor.awaits_copies = short_rows > 0 and worth_waiting(state, executor, short_rows)
     if executor.awaits_copies or copies_end_soon(state, executor, short_rows):
         return False
-    if mode == "run_ahead" and not short_rows and executor.in_flight and late_plans.can_wait(state, executor):
+    if (
+        mode == "run_ahead"
+        and not short_rows
+        and executor.in_flight
+        and overlap.plan_can_wait(state, executor)
+    ):
         return False
     if mode != "two_batch":
         planned = _plan_step(state, executor, mode, None)
@@ -311,7 +315,7 @@ def _send(state: State, executor: Executor, columns: StepColumns) -> None:
         executor.cost_model.predict_us(shape) if executor.cost_model.seen >= overlap.MIN_SEEN else 0
     )
     flight = InFlight(executor.step, columns.sampled, state.now_us, plan, shape, predicted_us, columns.chunks)
-    flight.lead_us, executor.due_us = late_plans.lead_us(state, executor), 0
+    flight.lead_us, executor.due_us = overlap.plan_lead_us(state, executor), 0
     if not executor.in_flight:
         executor.pace.planned(state.now_us)
     executor.in_flight.append(flight)
@@ -449,7 +453,7 @@ def room_comes_soon(state: State, executor: Executor) -> bool:
         return True
     if state.now_us - executor.held_us < HELD_LOOPS * loop_us:
         return False
-    if max(headroom.shortfall(state, executor, group)) > 0:
+    if max(preemption.shortfall(state, executor, group)) > 0:
         return False
     executor.held_step, executor.held_us = executor.step, state.now_us
     return True

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from services.tokenizer.standby import key_of
+from services.tokenizer.intake import key_of
 from shared.actor.mailbox import Mailbox
 from shared.aliases import HEADER, MAX_ALIASES, Alias, Aliases, read_targets
 from shared.api import REQUEST_ID

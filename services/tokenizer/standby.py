@@ -15,41 +15,17 @@ tokenizer that detects its own stop treats arrivals as copies for SILENT_US, to 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from shared.messages import ATTEMPTS, Claims, longs
-from shared.nats.interface import Delivery
+from services.tokenizer.intake import MAX_COPIES, MAX_COPY_BYTES, PendingRequest
+from shared.messages import Claims, longs
 
 TURN_US = 250_000
 SILENT_US = 1_000_000  # silence of an owner before a takeover: far above a turn of a busy machine
 UNOWNED_US = 5_000_000  # wait for a claim: the owner may have the request unread in a burst
 STOPPED_US = 1_000_000  # between two turns: this process was stopped, and others may have taken over
 DONE_US = 30_000_000  # done keys are kept: longer than a hung process lives
-MAX_COPIES, MAX_COPY_BYTES = 8_192, 64 * 1024 * 1024  # then the oldest are dropped: they are likely done
-HASHED_BYTES = 16_384  # of a body
-
-
-@dataclass(slots=True)
-class PendingRequest:
-    """A request as it arrived, and its owner."""
-
-    delivery: Delivery
-    key: int
-    received_us: int
-    received_wall_us: int
-    request_id: str = ""  # drawn by the owner, for a request without one
-    owner: str = ""  # `tokenizer.id`; empty: not claimed
-    owners: int = 0  # number of owners so far
-    since_us: int = 0  # silence counts from here
-    unsure: str = ""  # the alias that it was sent to: if that has changed, another model may have it
-
-    @property
-    def attempt(self) -> int:
-        """The first attempt number of the next owner."""
-        return 1 + ATTEMPTS * self.owners
 
 
 class Claim(NamedTuple):
@@ -58,13 +34,6 @@ class Claim(NamedTuple):
     owner: str
     request_id: str
     claimed_us: int
-
-
-def key_of(delivery: Delivery) -> int:
-    """The key of a request: a hash of its subject, its inbox, its size and the start of its body."""
-    head = f"{delivery.subject} {delivery.reply} {len(delivery.data)} ".encode()
-    digest = hashlib.blake2b(head + delivery.data[:HASHED_BYTES], digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 class Standby:

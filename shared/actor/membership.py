@@ -1,6 +1,6 @@
 """`Peers` tracks from heartbeats which actors live. Pure: time is an argument.
 
-A request needs a ready service of each kind in NEEDED; a real request is the proof (shared.client.probe).
+A request needs a ready service of each kind in NEEDED; a real request is the proof (shared.client.client.probe).
 kv_offload is not needed: without it evicted blocks are recomputed.
 """
 

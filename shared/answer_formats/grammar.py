@@ -84,7 +84,7 @@ def literal(text: str) -> str:
 
 
 def json_rules(name: str, schema: Any) -> Rules:
-    """JSON that is valid under a schema, as json_schema.py prepares it."""
+    """JSON that is valid under a schema, as structured_output.py prepares it."""
     options = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
     schema = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
     return {name: f"%json {json.dumps({**options, **schema}, ensure_ascii=False)}"}

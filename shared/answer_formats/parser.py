@@ -7,17 +7,36 @@ The parts of any split of an answer join to the same result. Only these characte
 marker, white space before one, the head of a call up to its name (MAX_HEAD), and calls or arguments that have
 no value before their end (MAX_HELD). Text that does not parse as a call is content, with its markers. The
 text after the head of a call is its arguments, as the model wrote them. White space around parts is dropped.
+
+Counts the tokens of an answer that are reasoning. Pure.
+
+The parser (parser.py) finds the reasoning in the text. A token with any byte of it counts, so the count is
+exact but for the token at each border, which may have other text, too. Markers, and white space beside them,
+are no reasoning.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from shared.answer_formats.arguments import Argument
-from shared.answer_formats.formats import NAME, Braces, Channels, Format, Json, Keyed, Named, Python, Xml
+from shared.answer_formats.formats import (
+    NAME,
+    Braces,
+    Channels,
+    Format,
+    Json,
+    Keyed,
+    Named,
+    Python,
+    Xml,
+    chosen,
+)
 from shared.answer_formats.notations import (
     Calls,
     JsonScanner,
@@ -400,3 +419,49 @@ class AnswerParser:
             held.append(found)
         text = "".join(held)
         return None if self._all(braces_call(text, notation.quote)) else text + found
+
+
+_ERRORS = "surrogateescape"  # bytes that are no text stay what they are
+_END = "<|end|>"  # of a message of harmony
+
+
+def reasoning_tokens(answer_format: str, ids: Sequence[int], table: Sequence[bytes]) -> int | None:
+    """The tokens of `ids` that are reasoning; None if answers of this format have none. `table`: the bytes of
+    each token."""
+    form, thinking = chosen(answer_format)
+    if form is None or not can_reason(form):
+        return None
+    tokens = [table[i] if i < len(table) else b"" for i in ids]
+    data, ends = b"".join(tokens), [*accumulate(map(len, tokens))]
+    at = count = past = 0  # byte, tokens, the token after those that were counted
+    for text in _reasoning(form, data.decode("utf-8", _ERRORS), thinking=thinking):
+        part = text.strip().encode("utf-8", _ERRORS)
+        if part and (start := data.find(part, at)) >= 0:
+            at = start + len(part)
+            first, past = max(bisect_right(ends, start), past), bisect_left(ends, at) + 1
+            count += past - first
+    return count
+
+
+def _reasoning(form: Format, text: str, *, thinking: bool) -> Iterator[str]:
+    """The pieces of reasoning. The rest of the answer is not parsed: only harmony reasons again."""
+    if form.think is not None and not thinking and not text.lstrip().startswith(form.think[0]):
+        return
+    parser = AnswerParser(form, thinking=thinking, tools={})
+    end = form.think[1] if form.think is not None else _END
+    *pieces, last = text.split(end)
+    for piece in (*(piece + end for piece in pieces), last, ""):
+        for part in parser.feed(piece, last=not piece):
+            if part.kind == REASONING:
+                yield part.text
+            elif not _channels(form):
+                return
+
+
+def can_reason(form: Format) -> bool:
+    """Whether answers of this format may have reasoning."""
+    return form.think is not None or _channels(form)
+
+
+def _channels(form: Format) -> bool:
+    return isinstance(form.notations[0], Channels)

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
 from typing import Any
 
-from shared.chunks import Content, read_chunks, send_chunks
+from shared.client.chunks import Content, read_chunks, send_chunks
 from shared.errors import HeadraceError, Unavailable, UnknownRequest
 from shared.nats import subjects
 from shared.nats.jetstream import JetStream, StreamFull, Taken

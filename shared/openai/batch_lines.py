@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.api import read_json
 from shared.errors import BadRequest, HeadraceError
-from shared.json_body import read_json
-from shared.openai.call import Call, read_call
-from shared.openai.error_shape import body_of, status_of
+from shared.openai.call import Call, error_body, error_status, read_call
 from shared.openai.responses.output import whole as response
 from shared.openai.responses.request import PATH, read
 from shared.openai.whole_answer import answer
@@ -107,7 +106,7 @@ def answered(call: Call, natives: Sequence[Body], custom_id: str) -> Body:
 
 def refused(error: HeadraceError, request_id: str, custom_id: str) -> Body:
     """The output line of a request that ended with an error."""
-    return _output(custom_id, status_of(error), request_id, body_of(error, request_id))
+    return _output(custom_id, error_status(error), request_id, error_body(error, request_id))
 
 
 def _output(custom_id: str, status: int, request_id: str, body: Body) -> Body:

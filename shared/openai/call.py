@@ -3,6 +3,13 @@
 Fields have the same names in both and pass unchanged: the tokenizer validates them. Differences: a completion
 may have several prompts, each of which becomes a request; `stream_options` is only for streams, which end
 with usage only on request.
+
+The shape of an error of the OpenAI API: status and body. Pure.
+
+    native 408 (a time limit passed)     504, since the client was not the slow one
+    others                               the same code
+
+Programs test `error.code` (`model_not_found`, `overloaded`, …); it is null for invalid fields.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from hashlib import sha256
 from typing import Any
 
 from shared.api import REQUEST_ID
-from shared.errors import BadRequest
+from shared.errors import BadRequest, HeadraceError
 from shared.nats.subjects import MAX_NAME_CHARS
 from shared.openai.answer_parts import Functions, functions_of
 
@@ -165,3 +172,34 @@ def drawn_at(request_id: str) -> int | None:
     """When an id of `timed_id` was drawn, seconds; None for any other id."""
     found = re.fullmatch(_TIMED, request_id)
     return int(found[1], 16) if found else None
+
+
+CONTEXT_LENGTH = "context_length_exceeded"
+_TIMEOUTS = {408: 504}
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def error_status(error: HeadraceError) -> int:
+    """The HTTP status."""
+    return int(getattr(error, "status", 0)) or _TIMEOUTS.get(error.code, error.code)
+
+
+def error_body(error: HeadraceError, request_id: str = "") -> dict[str, Any]:
+    """The OpenAI error object, with the request's id as a further field."""
+    status = error_status(error)
+    fields: dict[str, Any] = {
+        "message": error.message,
+        "type": _TYPES.get(status, _INVALID if status < 500 else _SERVER),
+        "param": error.param,
+        "code": _word(error),
+    }
+    if request_id:
+        fields["request_id"] = request_id
+    return {"error": fields}
+
+
+def _word(error: HeadraceError) -> str | None:
+    if isinstance(error, BadRequest):
+        return CONTEXT_LENGTH if error.message.startswith(CONTEXT_LENGTH) else None
+    return error.type

@@ -15,12 +15,12 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import SimpleNamespace
 
 from shared.processes import bind, http_url
-from shared.telemetry.otel import PROMETHEUS_PORT, prometheus_address
+from shared.telemetry.otel import PROMETHEUS_HOST, PROMETHEUS_PORT, prometheus_address
 from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -182,3 +182,39 @@ def _response(
         f"{extra}Connection: close\r\n\r\n"
     )
     return head.encode() + (b"" if bare else body)
+
+
+class ScrapeTargets:
+    """The address at which Prometheus reads each service: one port each, from the standard port upwards, or
+    free ports if that is 0. None if `env` does not ask for Prometheus.
+
+    A port stays reserved until the run ends, so that a restarted service keeps it: the system gives outgoing
+    connections ports of the same range.
+    """
+
+    def __init__(self, env: Mapping[str, str], names: Sequence[str]) -> None:
+        """Raises SetupError if a port is taken."""
+        self.addresses: dict[str, tuple[str, int]] = {}
+        self._held: list[socket.socket] = []
+        if (address := prometheus_address(env)) is None:
+            return
+        host, first = address
+        for i, name in enumerate(names):
+            held = reserve(host, first + i if first else 0, listen=False)
+            self._held.append(held)
+            self.addresses[name] = (host, held.getsockname()[1])
+
+    def variables(self, name: str) -> dict[str, str]:
+        """The environment variables with the address of this service."""
+        if (address := self.addresses.get(name)) is None:
+            return {}
+        return {PROMETHEUS_HOST: address[0], PROMETHEUS_PORT: str(address[1])}
+
+    def shown(self) -> str:
+        """All addresses in one line."""
+        return ", ".join(f"{name} {http_url(*page)}{PATH}" for name, page in self.addresses.items())
+
+    def close(self) -> None:
+        """Release all ports."""
+        for held in self._held:
+            held.close()

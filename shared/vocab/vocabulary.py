@@ -29,9 +29,14 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 
 from shared.errors import SetupError
-from shared.vocab.files import ModelFiles, json_object, unreadable
-from shared.vocab.gguf import read_metadata
-from shared.vocab.vector_settings import VectorSettings, vector_settings
+from shared.vocab.files import (
+    ModelFiles,
+    VectorSettings,
+    json_object,
+    read_metadata,
+    unreadable,
+    vector_settings,
+)
 
 _FILLS = re.compile(r"\[PAD\d+\]")  # of llama.cpp's converter
 _LOOKS_CONTROL = re.compile(r"<[|｜].+[|｜]>")

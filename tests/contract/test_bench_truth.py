@@ -28,7 +28,7 @@ from loadtest.bench.pacer import Pacer
 from loadtest.bench.run import Asked, Bench, Point, Run
 from loadtest.bench.shape import Shape
 from loadtest.bench.truth import truth_of
-from shared.client import Client
+from shared.client.client import Client
 
 TOKENS = 6
 GOALS = {"ttft": 150.0, "tpot": 30.0}  # what every third request of SLOW misses

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shared import client as client_module
-from shared.client import Client, UnreadFrames, request_all
+from shared.client import client as client_module
+from shared.client.client import Client, UnreadFrames, request_all
 from shared.errors import (
     BadRequest,
     DeadlineExceeded,

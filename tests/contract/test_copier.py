@@ -13,8 +13,7 @@ from support.executor.plan_maker import PlanMaker, Row
 from support.executor.tiny_models import save_tiny
 from support.shm import ABSENT, Segment, segment
 
-from services.executor.arena import Arena
-from services.executor.engine import Backend
+from services.executor.engine import Arena, Backend
 from services.executor.kv_transfer import copiers
 from services.executor.sim.engine import SIGNATURE_BYTES
 from shared.messages import Sampling

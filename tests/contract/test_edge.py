@@ -16,7 +16,7 @@ import pytest
 from support.self_signed import self_signed
 from support.slow_link import SlowLink
 
-from services.keeper import forward_core
+from services.keeper import forwarding
 from services.keeper.actor import KeeperActor
 from services.launcher import leaf
 from services.launcher import nats_server as servers
@@ -24,7 +24,7 @@ from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.runtime import Runtime
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import (
     BadRequest,
     EngineError,
@@ -376,7 +376,7 @@ async def test_more_than_wait_in_memory_leave_the_window_to_local_work(
     pair: Pair, sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     centre, edge = sides
-    monkeypatch.setattr(forward_core, "MOST_HERE", 2)
+    monkeypatch.setattr(forwarding, "MOST_HERE", 2)
     pair.link.cut()
     for number in range(6):
         await edge.submit(f"r{number}")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shared import client as client_module
-from shared import follow
-from shared.client import Client
+from shared.client import client as client_module
+from shared.client import follow
+from shared.client.client import Client
 from shared.errors import (
     BadRequest,
     EngineError,

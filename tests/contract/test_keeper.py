@@ -20,7 +20,7 @@ from shared.actor.membership import NEEDED
 from shared.actor.runtime import Runtime
 from shared.api import run_of
 from shared.checkpoints import body_hash
-from shared.client import Client
+from shared.client.client import Client
 from shared.clock import SystemClock
 from shared.errors import (
     BadRequest,

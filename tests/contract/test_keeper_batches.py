@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from services.keeper.actor import KeeperActor
-from services.keeper.file_verbs import UPLOAD_S, FileVerbs
+from services.keeper.verbs import UPLOAD_S, FileVerbs
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.runtime import Runtime
 from shared.aliases import Alias
-from shared.chunks import CHUNK_BYTES
-from shared.client import Client
+from shared.client.chunks import CHUNK_BYTES
+from shared.client.client import Client
+from shared.client.file_client import FileClient, asked
 from shared.clock import SystemClock
 from shared.errors import BadRequest, HeadraceError, Overloaded, PayloadTooLarge, Unavailable
-from shared.file_client import FileClient, asked
 from shared.nats import object_store, subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery

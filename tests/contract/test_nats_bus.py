@@ -17,7 +17,7 @@ from nats import errors as nats_errors
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import PayloadTooLarge, SetupError, Unavailable, error_body
 from shared.nats import bus as nats_bus
 from shared.nats import subjects

@@ -13,7 +13,7 @@ import pytest
 
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
-from shared.chunks import CHUNK_BYTES, lines_of
+from shared.client.chunks import CHUNK_BYTES, lines_of
 from shared.errors import EngineError
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

@@ -20,7 +20,7 @@ from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from services.launcher.nats_server import NatsServer, ServerLimits
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import SetupError, Unavailable
 from shared.nats import access, subjects
 from shared.nats.access import SERVICES

@@ -14,17 +14,16 @@ import pytest
 from openai import OpenAI
 from support.self_signed import self_signed
 
-from services.keeper import queues, webhook_shell
+from services.keeper import queues, webhooks
 from services.keeper.actor import KeeperActor
-from services.keeper.webhook_shell import TRIES_OF_HOST, Webhooks, post
-from services.keeper.webhooks import Target, target_of
+from services.keeper.webhooks import TRIES_OF_HOST, Target, Webhooks, post, target_of
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer, ServerLimits
 from shared.actor.runtime import Runtime
-from shared.client import Client
+from shared.client.client import Client
+from shared.client.file_client import FileClient, asked
 from shared.clock import SystemClock
 from shared.errors import BadRequest, SetupError, Unavailable
-from shared.file_client import FileClient, asked
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
@@ -152,7 +151,7 @@ def server() -> Iterator[NatsServer]:
 @pytest.fixture
 async def world(server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr("services.keeper.webhooks.FIRST_DELAY_US", 10_000)
-    monkeypatch.setattr(webhook_shell, "LOOK_S", 0.05)
+    monkeypatch.setattr(webhooks, "LOOK_S", 0.05)
     monkeypatch.setitem(queues._CONFIG, "ack_wait", 1_000_000_000)
     world = World(server, tmp_path)
     await world.open()
@@ -251,7 +250,7 @@ async def test_a_keeper_dies_after_the_record(
 async def test_an_event_that_cannot_be_stored_keeps_its_request_in_the_queue(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhook_shell, "AGAIN_US", 10_000)
+    monkeypatch.setattr(webhooks, "AGAIN_US", 10_000)
     store, failures = Webhooks._store, [Unavailable("full"), Unavailable("full")]
 
     async def flaky(self: Webhooks, hook: Any) -> None:
@@ -302,7 +301,7 @@ async def test_a_keeper_dies_between_the_event_and_the_ack(
             lost.append(reply)
 
     monkeypatch.setattr(Webhooks, "land", without_ack)
-    monkeypatch.setattr(webhook_shell, "TRY_S", 60)
+    monkeypatch.setattr(webhooks, "TRY_S", 60)
     world.receiver.statuses = [None]
     await world.keeper()
     await world.submit()
@@ -314,8 +313,8 @@ async def test_a_keeper_dies_between_the_event_and_the_ack(
 async def test_a_host_that_hangs_holds_up_no_other_and_no_request(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhook_shell, "TRY_S", 60)
-    monkeypatch.setitem(webhook_shell.CONSUMER, "ack_wait", 3_600_000_000_000)
+    monkeypatch.setattr(webhooks, "TRY_S", 60)
+    monkeypatch.setitem(webhooks.CONSUMER, "ack_wait", 3_600_000_000_000)
     keeper = await world.keeper()
     count = 3 * TRIES_OF_HOST
     world.receiver.statuses = [None] * count
@@ -359,9 +358,9 @@ async def test_a_host_that_is_down_with_more_events_than_a_consumer_waits_for_ho
 
     tried = list[str]()
     monkeypatch.setattr(Puller, "pull", noted)
-    monkeypatch.setattr(webhook_shell, "post", refused)
+    monkeypatch.setattr(webhooks, "post", refused)
     streams, key = JetStream(world.bus), target_of(world.receiver.origin).key
-    await streams.make_stream(subjects.HOOK_STREAM, webhook_shell.STREAM)
+    await streams.make_stream(subjects.HOOK_STREAM, webhooks.STREAM)
     earlier = {"ack_policy": "explicit", "ack_wait": 30_000_000_000, "max_deliver": -1}
     earlier["filter_subject"] = f"headrace.store.hook.{key}.*"
     await streams.make_consumer(subjects.HOOK_STREAM, key, earlier)
@@ -391,13 +390,13 @@ async def test_a_receiver_that_is_down_fills_no_stream_for_others(
 ) -> None:
     """The oldest of its own events go, of the tenant that has most of them, and they are counted."""
     monkeypatch.setattr("services.keeper.webhooks.FIRST_DELAY_US", 3_600_000_000)
-    monkeypatch.setitem(webhook_shell.STREAM, "max_bytes", 200_000)
-    monkeypatch.setattr(webhook_shell, "AGAIN_US", 50_000)
+    monkeypatch.setitem(webhooks.STREAM, "max_bytes", 200_000)
+    monkeypatch.setattr(webhooks, "AGAIN_US", 50_000)
 
     async def refused(target: Target, *more: Any) -> int:
         return 503 if target.origin == world.receiver.origin else await post(target, *more)
 
-    monkeypatch.setattr(webhook_shell, "post", refused)
+    monkeypatch.setattr(webhooks, "post", refused)
     keeper, long = await world.keeper(), "/" + "x" * 1_500
     acme = replace(world.client, tenant="acme")
     body = {"prompt": "Hi", "webhook": f"{world.receiver.origin}/"}
@@ -424,7 +423,7 @@ async def test_shares_of_the_stream_are_of_those_whose_events_wait(
 ) -> None:
     """Not of those whose events were delivered; and whichever keeper stored the events that wait."""
     monkeypatch.setattr("services.keeper.webhooks.FIRST_DELAY_US", 3_600_000_000)
-    monkeypatch.setitem(webhook_shell.STREAM, "max_bytes", 200_000)
+    monkeypatch.setitem(webhooks.STREAM, "max_bytes", 200_000)
     down = "http://127.0.0.1:1"
     world.hosts.write_text(f"{world.other.origin} {SECRET}\n{down} {SECRET}\n")
     keeper, body = await world.keeper(), {"prompt": "Hi", "webhook": f"{world.other.origin}/"}
@@ -508,7 +507,7 @@ async def test_one_try_has_a_time_limit_and_reads_a_line(monkeypatch: pytest.Mon
     for wrong in (ValueError, EOFError, EOFError, ValueError):
         with pytest.raises(wrong):
             await sent()
-    monkeypatch.setattr(webhook_shell, "TRY_S", 0.05)
+    monkeypatch.setattr(webhooks, "TRY_S", 0.05)
     with pytest.raises(TimeoutError):
         await sent()
     assert len(receiver.got) == 7
@@ -517,15 +516,15 @@ async def test_one_try_has_a_time_limit_and_reads_a_line(monkeypatch: pytest.Mon
 async def test_a_certificate_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate, key, receiver = tmp_path / "c.pem", tmp_path / "k.pem", Receiver()
     self_signed(certificate, key)
-    context = webhook_shell.ssl.create_default_context(webhook_shell.ssl.Purpose.CLIENT_AUTH)
+    context = webhooks.ssl.create_default_context(webhooks.ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
     listener = await asyncio.start_server(receiver._serve, "127.0.0.1", ssl=context)
     target = target_of(f"https://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
-    webhook_shell._tls.cache_clear()
+    webhooks._tls.cache_clear()
     with pytest.raises(OSError, match="certificate verify failed"):
         await post(target, {"webhook-signature": "v1,x"}, b"{}")
-    webhook_shell._tls.cache_clear()
+    webhooks._tls.cache_clear()
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     assert await post(target, {"webhook-signature": "v1,x"}, b"{}") == 204
-    webhook_shell._tls.cache_clear()
+    webhooks._tls.cache_clear()
     listener.close()

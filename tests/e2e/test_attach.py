@@ -22,7 +22,7 @@ from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from services.launcher.nats_server import NatsServer, ServerLimits
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import Moved, UnknownRequest
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

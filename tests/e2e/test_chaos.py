@@ -20,7 +20,7 @@ from support.running_up import Up, running_up
 from loadtest import faults
 from loadtest.leaks import settle
 from loadtest.storm import Ask, Outcome, Storm, mixed
-from shared.client import Client
+from shared.client.client import Client
 from shared.nats.bus import NatsBus
 
 MODEL = "smollm2-135m-instruct"

@@ -38,7 +38,7 @@ from loadtest.durable import (
 )
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import DuplicateRequest, UnknownModel
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

@@ -15,7 +15,7 @@ from support.running_up import StartUp
 
 from loadtest.durable import MODEL, all_records, simulated, submit_all
 from services.launcher.nats_server import NatsServer
-from shared.client import Client, NoAnswer
+from shared.client.client import Client, NoAnswer
 from shared.errors import Unavailable
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

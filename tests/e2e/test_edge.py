@@ -18,7 +18,7 @@ from support.running_up import BY_DEFAULT_DURABLE, StartUp, Up, end, starter
 
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
-from shared.client import Client, NoAnswer
+from shared.client.client import Client, NoAnswer
 from shared.errors import HeadraceError, Unavailable
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

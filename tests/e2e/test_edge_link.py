@@ -19,7 +19,7 @@ from support.hosts.network import network
 
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
-from shared.client import Client, request_all
+from shared.client.client import Client, request_all
 from shared.errors import Unavailable
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

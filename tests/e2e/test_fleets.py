@@ -22,7 +22,7 @@ from support.text_models import write_bpe_gguf
 
 from loadtest import faults
 from loadtest.storm import Storm, mixed
-from shared.client import Client, request_all
+from shared.client.client import Client, request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 

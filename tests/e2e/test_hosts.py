@@ -25,7 +25,7 @@ from support.small_llama import BLOCK_BYTES, write_small_llama
 
 from loadtest import faults
 from loadtest.leaks import settle
-from shared.client import request_all
+from shared.client.client import request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 

@@ -11,7 +11,7 @@ from support.hosts.fleet import HostFleet, host_fleet
 from support.hosts.network import Host, network
 
 from loadtest.storm import Storm, mixed, oracle_key
-from shared.client import Client, request_all
+from shared.client.client import Client, request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 

@@ -23,7 +23,7 @@ from loadtest import faults
 from loadtest.leaks import settle
 from services.kv_offload.peers import nixl
 from shared import codec
-from shared.client import request_all
+from shared.client.client import request_all
 from shared.messages import PeerFound
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

@@ -22,7 +22,7 @@ from support.source_tree import ROOT
 from loadtest import faults
 from services.launcher.nats_server import NatsServer
 from shared.config import Settings
-from shared.unix_socket import url_of
+from shared.processes import unix_url
 
 SLOW = {"HEADRACE_SIM": "step=20000,token=20"}
 
@@ -82,7 +82,7 @@ def test_gateways_share_a_port_one_that_dies_takes_nobody_else_along_and_a_hang_
 def test_a_socket_is_served_replaced_and_removed(start_up: StartUp, tmp_path: Path) -> None:
     path = tmp_path / "h.sock"
     up = start_up(HEADRACE_HTTP=f"unix:{path}")
-    assert up.http_url == f"{url_of(str(path))}/v1"
+    assert up.http_url == f"{unix_url(str(path))}/v1"
     (curl,) = (line.partition("with curl:")[2] for line in up.printed if "with curl:" in line)
     *command, url = shlex.split(curl)
     assert command == ["curl", "--unix-socket", str(path)]
@@ -90,7 +90,7 @@ def test_a_socket_is_served_replaced_and_removed(start_up: StartUp, tmp_path: Pa
     http = httpx.Client(transport=transport, timeout=120)
     assert len(http.get(url).json()["data"]) == 1
     status = up.run("status").stdout
-    assert url_of(str(path)) in status
+    assert unix_url(str(path)) in status
     assert "The page:" not in status
     other = up.run("up", "--backend", "sim", "--http", f"unix:{path}")
     assert (other.returncode, "another process listens there" in other.stderr) == (1, True)

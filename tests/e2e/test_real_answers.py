@@ -21,7 +21,7 @@ from support.token_tap import Tap
 
 from loadtest import faults
 from loadtest.leaks import settle
-from shared.client import Client
+from shared.client.client import Client
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 from shared.vocab.files import ModelFiles

@@ -20,7 +20,7 @@ from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from shared.actor.runtime import Runtime
-from shared.client import Client
+from shared.client.client import Client
 from shared.config import load
 from shared.errors import Moved, SetupError
 from shared.nats import access, subjects

@@ -26,7 +26,7 @@ from services.tokenizer import aliases, queries
 from services.tokenizer.actor import TokenizerActor
 from shared.actor.runtime import Actor, Runtime
 from shared.aliases import Alias
-from shared.client import error_of
+from shared.client.client import error_of
 from shared.clock import SystemClock
 from shared.config import load
 from shared.errors import BadRequest, HeadraceError, SetupError, Unavailable, UnknownModel

@@ -28,7 +28,7 @@ from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
 from tokenizers import Tokenizer, processors
 
-from shared.client import Client, probe
+from shared.client.client import Client, probe
 from shared.errors import BadRequest
 from shared.nats import subjects
 

@@ -20,7 +20,7 @@ from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, gateway_status, healthy, remove_gateway
 
-from shared import client as client_module
+from shared.client import client as client_module
 from shared.nats import subjects
 
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]

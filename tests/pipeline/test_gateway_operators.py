@@ -20,9 +20,8 @@ from support.pipeline.five_actors import Pipeline
 from support.pipeline.gateway_side import MODEL, add_gateway, healthy, remove_gateway
 from support.self_signed import self_signed
 
-from services.gateway.access_log import AccessLog, line_of
 from services.gateway.actor import build, read_certificate
-from services.gateway.exchange import Exchange
+from services.gateway.exchange import AccessLog, Exchange, access_line
 from shared.config import Settings, load
 from shared.errors import SetupError
 
@@ -161,7 +160,7 @@ async def test_a_full_disk_costs_lines_and_says_so_once(caplog: pytest.LogCaptur
     access_log = AccessLog("/dev/full")
     with caplog.at_level(logging.INFO, "headrace.gateway"):
         for _ in range(3):
-            access_log.write(line_of(exchange))
+            access_log.write(access_line(exchange))
     assert [record.getMessage() for record in caplog.records] == [
         "access_log: /dev/full cannot be written: [Errno 28] No space left on device"
     ]

@@ -17,7 +17,7 @@ from support.pipeline.bad_network import Hang, LossyBroker
 from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
 
-from shared.client import Client
+from shared.client.client import Client
 from shared.nats.interface import BusFault, Delivery
 from shared.replies import to_json
 

@@ -113,7 +113,7 @@ async def test_cancel_ends_a_stream_with_499(pipeline: Pipeline) -> None:
 
 
 async def test_a_client_that_goes_away_frees_its_blocks(pipeline: Pipeline, connect: Connect) -> None:
-    from shared.client import Client
+    from shared.client.client import Client
 
     bus = await connect()
     leaving = await Client.open(bus)

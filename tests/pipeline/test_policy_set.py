@@ -9,8 +9,7 @@ import pytest
 from support.pipeline.five_actors import Connect, Pipeline
 
 from loadtest.simulator.command import shadow
-from services.launcher.commands.policy import policy
-from services.launcher.commands.shadow import follow
+from services.launcher.commands.record import follow, policy
 from services.launcher.nats_server import NatsServer
 from services.launcher.session import Target
 from services.scheduler.state import policies

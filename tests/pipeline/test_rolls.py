@@ -18,10 +18,10 @@ from support.pipeline.five_actors import Pipeline
 from support.small_llama import VOCAB, write_small_llama
 
 from services.scheduler.actor import SchedulerActor
+from services.scheduler.core import change_policy as set_policy
 from services.scheduler.fleet import roles
-from services.scheduler.policy_change import apply as set_policy
 from services.scheduler.state.state import PREFILL, State
-from shared.client import Client
+from shared.client.client import Client
 
 MODEL = "smollm2-135m-instruct"
 PATIENT_S = 240  # a guard against hanging

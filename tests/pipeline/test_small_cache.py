@@ -10,7 +10,7 @@ from support.memory_bus import MemoryBroker
 from support.pipeline.five_actors import Pipeline
 
 from services.launcher.up import Readiness
-from shared.client import probe
+from shared.client.client import probe
 from shared.errors import BadRequest, SetupError
 from shared.nats import subjects
 

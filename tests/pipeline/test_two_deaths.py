@@ -16,7 +16,7 @@ from support.pipeline.bad_network import Hang
 from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
 
-from shared.client import Client
+from shared.client.client import Client
 from shared.nats import subjects
 from shared.nats.interface import Delivery
 

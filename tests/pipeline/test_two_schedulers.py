@@ -12,8 +12,8 @@ from support.memory_bus import MemoryBroker, MemoryBus
 from support.pipeline.five_actors import Pipeline
 
 from services.scheduler.actor import SchedulerActor
-from services.scheduler.fleet import division
-from services.scheduler.fleet.division import Division, Give
+from services.scheduler.fleet import roles
+from services.scheduler.fleet.roles import Division, Give
 from services.tokenizer.actor import TokenizerActor
 from shared.actor.membership import Peers
 
@@ -139,7 +139,7 @@ async def test_an_executor_moves_in_the_middle_of_long_answers(
     expected = texts(await chats(pipeline, tokens=200))
     await pipeline.runtimes.pop("scheduler-2").finish(30)
     await divided(pipeline, 2)
-    monkeypatch.setattr(division, "DRAIN_US", 0)
+    monkeypatch.setattr(roles, "DRAIN_US", 0)
     moved, turn = [], Division.turn
 
     def watched(self: Division, me: str, model: str, peers: Peers, running: Any, now_us: int) -> Any:

@@ -25,7 +25,7 @@ from services.keeper.actor import KeeperActor
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import ServerLimits
 from shared.actor.runtime import Actor
-from shared.client import gather
+from shared.client.client import gather
 from shared.errors import Cancelled
 from shared.nats import access, subjects
 from shared.nats.bus import NatsBus

@@ -19,7 +19,7 @@ from support.text_models import served
 
 from services.tokenizer.prepare import ServedModel
 from services.tokenizer.standby import SILENT_US, TURN_US, UNOWNED_US
-from shared.client import Client
+from shared.client.client import Client
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 

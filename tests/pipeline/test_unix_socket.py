@@ -18,7 +18,7 @@ from services.gateway.actor import GatewayActor, build
 from shared.actor.runtime import Runtime
 from shared.config import load
 from shared.errors import SetupError
-from shared.unix_socket import url_of
+from shared.processes import unix_url
 
 
 @pytest_asyncio.fixture
@@ -50,7 +50,7 @@ async def test_requests_streams_and_states(pipeline: Pipeline, tmp_path: Path) -
     path = tmp_path / "http.sock"
     await add_at(pipeline, path)
     await healthy(pipeline)
-    assert gateway_status(pipeline)["url"] == url_of(str(path))
+    assert gateway_status(pipeline)["url"] == unix_url(str(path))
     async with http_at(path) as http:
         assert (await http.get("/health")).json() == {"status": "ok"}
         assert (await http.get("/ready")).status_code == 200

@@ -23,17 +23,17 @@ from support.executor import paged_engine
 from support.pipeline.virtual_fleet import VirtualFleet
 from support.text_models import served
 
-from services.scheduler import arrival, load_shedding
-from services.scheduler.state import block_pool, requests, state, step_log
+from services.scheduler import lifecycle, load_shedding
+from services.scheduler.state import block_pool, counters, requests, state
 from services.tokenizer import prepare
 from shared.actor import mailbox
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import HeadraceError
 
 SAMPLES = 40
 FULL_EARLY = (
-    (requests, "MAX_ENDED"), (step_log, "MAX_KEPT"), (block_pool, "MOST_LOST"), (mailbox, "HISTORY"),
-    (state, "MAX_DROPPED"), (state, "MAX_MOVED"), (prepare, "MAX_CANCELS"), (arrival, "MAX_TOMBSTONES"),
+    (requests, "MAX_ENDED"), (counters, "MAX_KEPT"), (block_pool, "MOST_LOST"), (mailbox, "HISTORY"),
+    (state, "MAX_DROPPED"), (state, "MAX_MOVED"), (prepare, "MAX_CANCELS"), (lifecycle, "MAX_TOMBSTONES"),
     (load_shedding, "MAX_REFUSED"),
 )  # fmt: skip
 DYING = (("executor", "h"), ("detokenizer", "h"), ("kv_offload", "other"))

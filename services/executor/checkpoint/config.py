@@ -1,25 +1,128 @@
 """Reads the shapes of a model (one dataclass) from GGUF metadata or from a Hugging Face config.json.
 
-The supported kinds are in families.py. Unknown keys are refused by name (known_keys.py), so a model that
+The supported kinds are in config.py. Unknown keys are refused by name (config.py), so a model that
 loads is computed as its authors intended.
+
+How a checkpoint scales its rotations, read as numbers of Shapes: a divisor of each frequency, and a gain.
+
+    default, linear, llama3    divisors alone
+    yarn                       (arXiv:2309.00071) fast pairs stay, slow ones are divided by `factor`, pairs
+                               between are interpolated; a gain
+    longrope                   (arXiv:2402.13753) two lists of divisors, for contexts up to the original one
+                               and for longer ones; a gain
+
+A partial rotation gives the rest of a head infinite divisors. config.py has the keys of each form.
+
+Checks the keys of a checkpoint's configuration; config.py calls it.
+
+A key that is not listed here may change what the model computes, so the model is refused with that key's
+name. The listed keys of config.json and of GGUF metadata are read by config.py, or harmless at any value
+(training, generation, bookkeeping), or harmless at one value. A key with the value null is ignored.
+
+The families of models: what distinguishes the checkpoints of each from Llama's. Engines do not know them.
+
+A family that computes nothing new is one entry here. What it computes is in model/description.py, and an
+entry's `options` are fields of Shapes. Keys that every family has are in config.py.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.executor.checkpoint.families import FAMILIES, Family
-from services.executor.checkpoint.known_keys import check_gguf, check_hf
-from services.executor.checkpoint.rope import gguf_rope, hf_rope, rope_fields
+from kernels.sampling.ref import PARAMETERS
+from services.executor.checkpoint.quantised import scheme_of, shown
 from services.executor.engine import LAST_TOKEN
-from services.executor.model.shapes import ExpertShapes, Shapes
+from services.executor.model.description import ExpertShapes, Shapes
 from shared.errors import SetupError
-from shared.vocab.files import unreadable
-from shared.vocab.gguf import read_metadata
-from shared.vocab.vector_settings import vector_settings
+from shared.vocab.files import read_metadata, unreadable, vector_settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """The tensors of a router, of the experts, and of an expert's gate, up and down; the key of config.json
+    with the width of an expert's MLP."""
+
+    router: str
+    experts: str
+    matrices: tuple[str, str, str]
+    width: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`defaults`: what transformers assumes for absent keys of config.json, where it is not what Llama has.
+    `reads`: keys, read or harmless, that this family has and some others do not. `options`: fields of Shapes.
+    `tensors`: names in a layer that Llama does not have, by part; or by weight, whose parts are then one
+    tensor."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    reads: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    experts: ExpertNames | None = None
+    window_switch: bool = False  # a sliding window needs use_sliding_window
+    in_gguf: bool = False
+    interleaved: bool = False  # GGUF files have q and k for a rotation of neighbours
+
+
+_BIAS = frozenset(("attention_bias",))
+_SPARSE = frozenset(("num_experts", "num_local_experts", "num_experts_per_tok"))
+_QWEN: Mapping[str, Any] = {"max_position_embeddings": 32_768, "sliding_window": 4096}
+_QWEN_DENSE: Mapping[str, Any] = {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(reads=_BIAS, in_gguf=True, interleaved=True),
+    "mistral": Family(
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        in_gguf=True,
+        interleaved=True,
+    ),
+    "mixtral": Family(
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6, "norm_topk_prob": True,
+        },
+        reads=_SPARSE,
+        experts=ExpertNames(
+            router="block_sparse_moe.gate", experts="block_sparse_moe.experts", matrices=("w1", "w3", "w2"),
+            width="intermediate_size",
+        ),
+    ),
+    "phi3": Family(
+        defaults={
+            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        },
+        reads=frozenset((
+            "original_max_position_embeddings", "partial_rotary_factor", "auto_map",  # of its first code
+        )),
+        tensors={"qkv": "self_attn.qkv_proj.weight", "gate_up": "mlp.gate_up_proj.weight"},
+    ),
+    "qwen2": Family(
+        defaults=_QWEN_DENSE, options={"qkv_bias": True}, window_switch=True, in_gguf=True,
+    ),
+    "qwen3": Family(
+        defaults={**_QWEN_DENSE, "head_dim": 128}, reads=_BIAS, options={"qk_norm": True},
+        window_switch=True, in_gguf=True,
+    ),
+    "qwen3_moe": Family(
+        defaults={**_QWEN, "num_key_value_heads": 4},
+        reads=_SPARSE | _BIAS | {
+            "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
+        },
+        options={"qk_norm": True},
+        experts=ExpertNames(
+            router="mlp.gate", experts="mlp.experts", matrices=("gate_proj", "up_proj", "down_proj"),
+            width="moe_intermediate_size",
+        ),
+        window_switch=True,
+    ),
+}  # fmt: skip
+
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
 SUPPORTED = tuple(FAMILIES)
@@ -200,3 +303,283 @@ def _of_all_layers(metadata: Mapping[str, Any], kind: str) -> dict[str, Any]:
                 raise refuse(f"{key} with layers of different sizes, {numbers!r:.60},", IN_GGUF)
             found[key] = numbers[0]
     return found
+
+
+_PARTIAL, _ORIGINAL = "partial_rotary_factor", "original_max_position_embeddings"
+_GGUF = {  # by llama.cpp's name of a rope.scaling key
+    "type": "rope_type", "factor": "factor", "original_context_length": _ORIGINAL,
+    "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
+}  # fmt: skip
+
+
+def rope_fields(rope: Mapping[str, Any], theta: float, head_dim: int, context: int) -> dict[str, Any]:
+    """The fields of Shapes that the rope settings of a config.json decide, beside theta. `context`: its
+    max_position_embeddings. Raises SetupError, with the name, for an absent or an impossible field."""
+    kind, dim = rope_type(rope), int(head_dim * _positive(rope, _PARTIAL, 1.0))
+    if dim != head_dim and (dim % 2 or not 0 < dim < head_dim):
+        raise _wrong(_PARTIAL, rope[_PARTIAL], f"an even part of {head_dim} numbers")
+
+    def of_head(divisors: tuple[float, ...]) -> tuple[float, ...]:
+        """The divisors of theta^(-2i/head_dim), from those of theta^(-2i/dim)."""
+        moved = (each * theta ** (2 * i / dim - 2 * i / head_dim) for i, each in enumerate(divisors))
+        return (*moved, *[math.inf] * (head_dim // 2 - dim // 2))
+
+    fields: dict[str, Any] = {"max_context": context}
+    if kind == "default":
+        return fields if dim == head_dim else {**fields, "rope_factors": of_head((1.0,) * (dim // 2))}
+    if kind == "linear":
+        return {**fields, "rope_factors": of_head((_positive(rope, "factor"),) * (dim // 2))}
+    original = _positive(rope, _ORIGINAL)
+    factor = _positive(rope, "factor", context / original if kind == "longrope" else None)
+    if kind == "llama3":
+        return {**fields, "rope_factors": of_head(_llama3(rope, theta, dim, factor, original))}
+    if kind == "yarn":
+        gain = _yarn_gain(rope, factor)
+        factors = _yarn(rope, theta, dim, factor, original)
+        fields["max_context"] = max(context, int(original * factor))
+    else:
+        gain = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        short, factors = (_list(rope, key, dim // 2) for key in ("short_factor", "long_factor"))
+        fields["short_rope"] = (int(original), of_head(short))
+    fields["rope_gain"] = _positive(rope, "attention_factor", gain)
+    return {**fields, "rope_factors": of_head(factors)}
+
+
+def hf_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope settings of a config.json, with two that may stand beside them: a partial rotation, if they
+    have none, and the original context, which counts first (as in transformers)."""
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if _PARTIAL in config:
+        given.setdefault(_PARTIAL, config[_PARTIAL])
+    if _ORIGINAL in config:
+        given[_ORIGINAL] = config[_ORIGINAL]
+    return given
+
+
+def gguf_rope(metadata: Mapping[str, Any], kind: str, context: int) -> dict[str, Any]:
+    """The rope settings of a GGUF file as a config.json has them. As in llama.cpp a factor without a type is
+    linear, and a type without a factor changes nothing. Raises SetupError for an unsupported type."""
+    given = {own: metadata.get(f"{kind}.rope.scaling.{name}") for name, own in _GGUF.items()}
+    given["rope_type"] = given["rope_type"] or "linear"
+    if given["rope_type"] not in ("none", "linear", "yarn"):
+        raise SetupError(f"rope scaling {given['rope_type']!r} in a GGUF file is not supported; use another")
+    if given["rope_type"] == "none" or given["factor"] in (None, 0.0, 1.0):
+        return {}
+    return {**given, _ORIGINAL: given[_ORIGINAL] or context}
+
+
+def _llama3(
+    rope: Mapping[str, Any], theta: float, head_dim: int, factor: float, original: float
+) -> tuple[float, ...]:
+    """Llama 3.1: short waves stay, long waves slow down by `factor`, waves between are interpolated."""
+    low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
+    lengths = (2 * math.pi / theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    return tuple(_between((original / each - low) / (high - low), factor) for each in lengths)
+
+
+def _yarn(
+    rope: Mapping[str, Any], theta: float, head_dim: int, factor: float, original: float
+) -> tuple[float, ...]:
+    def pair(turns: float) -> float:
+        """The pair that turns so often in the original context."""
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(_positive(rope, "beta_fast", 32.0)), pair(_positive(rope, "beta_slow", 1.0))
+    truncate = rope.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise _wrong("truncate", truncate, "true or false")
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low > high:
+        raise SetupError(
+            f"beta_fast, beta_slow and {_ORIGINAL} of the rope settings leave no pair to interpolate; fetch "
+            "the model again"
+        )
+    width = high - low or 0.001  # as transformers
+    return tuple(_between(1 - (i - low) / width, factor) for i in range(head_dim // 2))
+
+
+def _yarn_gain(rope: Mapping[str, Any], factor: float) -> float:
+    slope = 0.1 * math.log(max(factor, 1.0))
+    if not rope.get("mscale") or not rope.get("mscale_all_dim"):
+        return slope + 1
+    return (_positive(rope, "mscale") * slope + 1) / (_positive(rope, "mscale_all_dim") * slope + 1)
+
+
+def _between(kept: float, factor: float) -> float:
+    """The divisor of a frequency of which `kept`, cut to 0 … 1, stays and the rest is divided by `factor`."""
+    kept = min(max(kept, 0.0), 1.0)
+    return 1.0 / ((1.0 - kept) / factor + kept)
+
+
+def _positive(rope: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A positive number; without it `default`, which None requires."""
+    value = default if rope.get(key) is None else rope[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise _wrong(key, value, "a positive number")
+    return float(value)
+
+
+def _list(rope: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+    given = rope.get(key)
+    if not isinstance(given, list) or len(given) != count:
+        raise _wrong(key, given, f"a list of {count} positive numbers")
+    return tuple(_positive({key: each}, key) for each in given)
+
+
+def _wrong(key: str, value: object, what: str) -> SetupError:
+    return SetupError(
+        f"{key} of the rope settings is {shown(value)}, and must be {what}; fetch the model again"
+    )
+
+
+_READ = frozenset((
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
+    "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+))  # fmt: skip
+HARMLESS = frozenset((
+    # names and versions
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "transformers.js_config",
+    "tokenizer_class", "is_llama_config", "unsloth_fixed", "unsloth_version", "finetuning_task",
+    # storage, and settings of other programs
+    "dtype", "torch_dtype", "use_cache", "use_bfloat16", "torchscript", "return_dict", "output_attentions",
+    "output_hidden_states", "output_router_logits", "chunk_size_feed_forward", "pretraining_tp",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+    "_experts_implementation", "use_flash_attention_2", "gradient_checkpointing", "is_decoder",
+    "max_sequence_length", "model_max_length", "tokenizer_model_max_length", "tokenizer_padding_side",
+    # training
+    "initializer_range", "attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop",
+    "classifier_dropout", "router_aux_loss_coef", "router_jitter_noise", "neftune_noise_alpha",
+    # unused heads; their tensors are refused by name
+    "num_labels", "id2label", "label2id", "problem_type", "task_specific_params", "tf_legacy_loss",
+    # generation: read elsewhere, or set by requests
+    *(each.field for each in PARAMETERS),
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id",
+    "mask_token_id", "decoder_start_token_id", "prefix", "max_length", "min_length", "max_new_tokens",
+    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "typical_p",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "return_dict_in_generate", "output_scores", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+    "begin_suppress_tokens",
+))  # fmt: skip
+_ONE_VALUE: Mapping[str, object] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+}
+_ROPE = frozenset(("type", "rope_type", "rope_theta", "partial_rotary_factor", "factor",
+                   "original_max_position_embeddings"))  # fmt: skip
+_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+_ROPE_OF_TYPE = {
+    "llama3": frozenset(("low_freq_factor", "high_freq_factor")),
+    "longrope": frozenset(("attention_factor", "long_factor", "short_factor")),
+    "yarn": frozenset((
+        "attention_factor", "beta_fast", "beta_slow", "finetuned", "mscale", "mscale_all_dim", "truncate",
+    )),
+}  # fmt: skip
+
+_GGUF_NAMESPACES = ("general.", "tokenizer.", "quantize.", "mradermacher.")
+_GGUF_READ = frozenset((
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "pooling_type",
+))  # fmt: skip
+_GGUF_ONE_VALUE: Mapping[str, object] = {
+    "attention.causal": True,
+    "rope.scaling.attn_factor": 1.0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "tensor_data_layout": "Meta AI original pth",
+}
+
+
+def check_hf(config: Mapping[str, Any], kind: str, family: Family) -> None:
+    """Raises SetupError for the first key of a config.json that may change what a model of this kind
+    computes."""
+    given = {key: value for key, value in config.items() if value is not None}
+    scheme_of(given)
+    for key in ("compression_config", "quantization"):
+        if key in given:
+            raise SetupError(
+                f"{key} in config.json ({shown(given[key])}): folders quantised so are not supported; use "
+                "the unquantised model or a GGUF file of it"
+            )
+    if str(given.get("hidden_act", "silu")) != "silu":
+        raise SetupError(f"activation {given['hidden_act']!r} is not supported; use a model with 'silu'")
+    plain = kind.replace("_", "")
+    for name in given.get("architectures", ()):
+        if str(name).lower() not in (f"{plain}forcausallm", f"{plain}model"):  # the second: for vectors
+            raise SetupError(
+                f"config.json has model_type {kind!r}, but architectures {shown(name)}, which is not "
+                "supported; use a model that generates text in the plain architecture"
+            )
+    rope = {**given.get("rope_scaling", {}), **given.get("rope_parameters", {})}
+    if "partial_rotary_factor" not in family.reads:
+        _only(rope, "partial_rotary_factor", 1.0, "config.json")
+    known_rope = _ROPE | _ROPE_OF_TYPE.get(rope_type(rope), frozenset())
+    for key in sorted(rope.keys() - known_rope):
+        if rope[key] is not None:
+            raise _unknown(f"{key} of the rope settings", rope[key], "config.json")
+    known = _READ | family.reads | HARMLESS
+    known |= {"architectures", "quantization_config"}
+    for key, value in given.items():
+        if key in _ONE_VALUE and key not in family.reads:
+            _only(given, key, _ONE_VALUE[key], "config.json")
+        elif key not in known:
+            raise _unknown(key, value, "config.json")
+
+
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """How rotation frequencies are scaled. Raises SetupError for an unsupported type."""
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    kind = "longrope" if kind == "su" else kind  # its first name
+    if kind not in _SCALINGS:
+        raise SetupError(
+            f"rope scaling {kind!r} is not supported; supported are {', '.join(_SCALINGS)}. Some models "
+            "are meant to work without it up to their original context: see the model's page"
+        )
+    return kind
+
+
+def check_gguf(metadata: Mapping[str, Any], kind: str) -> None:
+    """Raises SetupError for the first metadata key that may change what a model of this architecture
+    computes."""
+    for key, value in metadata.items():
+        name = key.removeprefix(f"{kind}.")
+        if key.startswith((*_GGUF_NAMESPACES, "split.")):
+            continue
+        if name == key or name not in _GGUF_READ | _GGUF_ONE_VALUE.keys():
+            raise _unknown(key, value, "the GGUF file")
+        if name in _GGUF_ONE_VALUE:
+            _only(metadata, key, _GGUF_ONE_VALUE[name], "the GGUF file")
+
+
+def _only(given: Mapping[str, Any], key: str, value: object, where: str) -> None:
+    if given.get(key) is not None and given[key] != value:
+        raise SetupError(
+            f"{key} = {shown(given[key])} in {where} is not supported, only {value!r}; use another model"
+        )
+
+
+def _unknown(key: str, value: object, where: str) -> SetupError:
+    how = "delete it from config.json"
+    if where != "config.json":
+        how = f"write a copy without it: gguf-new-metadata --remove-metadata {key} OLD NEW"
+    return SetupError(
+        f"{key} = {shown(value)} in {where} is not known here and may change what the model computes: "
+        f"not supported; if its authors document that the key changes nothing, {how}"
+    )

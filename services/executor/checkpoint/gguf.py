@@ -23,25 +23,30 @@ from gguf.constants import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.checkpoint.config import from_gguf
-from services.executor.checkpoint.families import FAMILIES
-from services.executor.checkpoint.gguf_values import FAST, dequantize
-from services.executor.checkpoint.model_files import FileMatrix, OpenFile, RowsInFile
-from services.executor.checkpoint.partition import ShardOf, whole_model
-from services.executor.checkpoint.stored import Cut, Dense, Stored
+from services.executor.checkpoint.config import FAMILIES, from_gguf
+from services.executor.checkpoint.stored import (
+    FAST,
+    Cut,
+    Dense,
+    FileMatrix,
+    OpenFile,
+    RowsInFile,
+    Stored,
+    dequantize,
+)
 from services.executor.checkpoint.weights import (
     LoadPart,
+    ShardOf,
     StoredTensor,
     Weights,
     assemble,
     check_tensors,
     plain_part,
+    whole_model,
 )
-from services.executor.model.description import Part, describe
-from services.executor.model.shapes import Shapes
+from services.executor.model.description import Part, Shapes, describe
 from shared.errors import SetupError
-from shared.vocab.files import unreadable
-from shared.vocab.gguf import read_header
+from shared.vocab.files import read_header, unreadable
 
 _MODEL = {"embedding": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
 _LAYER = {

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from kernels.cpu_jit.block_microkernel import Format
 from kernels.cpu_jit.block_weights import FORMATS, Blocks
-from kernels.int4 import Int4Groups, pack
-from services.executor.checkpoint.gguf_values import FAST, dequantize
+from kernels.quantised import Int4Groups, pack
 from services.executor.checkpoint.int4 import ScaledInt4, products_read
-from services.executor.checkpoint.model_files import FileMatrix, RowsInFile
-from services.executor.checkpoint.stored import Cut, Dense, Stored
+from services.executor.checkpoint.stored import FAST, Cut, Dense, FileMatrix, RowsInFile, Stored, dequantize
 from services.executor.model.description import Part
 from shared.errors import SetupError
 

@@ -2,7 +2,7 @@
 `mxfp4-pack-quantized`); those of a GGUF file (gguf_blocks.py) are in memory so, too, also in 8 bits.
 
     in a file    `InInt4`: numbers, scales and zero points in the layout of its authors
-    in memory    `ScaledInt4`: kernels.int4.Int4Groups, which products take on a GPU (`--dtype int4`), and in
+    in memory    `ScaledInt4`: kernels.quantised.Int4Groups, which products take on a GPU (`--dtype int4`), and in
                  blocks of 32 columns on a CPU (`--dtype packed`)
 
 The projections of attention, of MLPs and of experts are in 4 bits; embedding, norms, biases, router and head
@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kernels.int4 import Int4Groups, dequantise, pack, quantise_groups, unpack, widen_e2m1
-from kernels.int4.ref import IN_WORD, MIDDLE
+from kernels.quantised import Int4Groups, dequantise, pack, quantise_groups, unpack, widen_e2m1
+from kernels.quantised.ref import IN_WORD, MIDDLE
 from services.executor.checkpoint.stored import Cut, Dense, Stored, in_memory
 from services.executor.model.description import EXPERTS, HEADS, KV_HEADS, WIDTH, Part
 from shared.errors import SetupError

@@ -18,14 +18,20 @@ import torch
 from torch import Tensor
 
 from kernels.attention import FP8, FP8_MAX, copy_blocks
-from kernels.rope import apply_rope, rope_table
-from services.executor.checkpoint.partition import WHOLE, Stage
+from kernels.elementwise import apply_rope, rope_table
 from services.executor.checkpoint.stored import Dense
-from services.executor.checkpoint.weights import Weights
-from services.executor.model.description import Attention, Rope, describe
-from services.executor.model.program import Placed, Step, Values, placed, run, steps_of
-from services.executor.model.reference import REFERENCE, split_heads
-from services.executor.model.shapes import Shapes
+from services.executor.checkpoint.weights import WHOLE, Stage, Weights
+from services.executor.model.description import Attention, Rope, Shapes, describe
+from services.executor.model.program import (
+    REFERENCE,
+    Placed,
+    Step,
+    Values,
+    placed,
+    run,
+    split_heads,
+    steps_of,
+)
 from services.executor.parallel.coroutines import run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from shared.errors import SetupError

@@ -21,7 +21,6 @@ import torch
 import kernels.cpu_jit
 from kernels.attention import FP8
 from services.executor.checkpoint.config import pooling_of, read_shapes
-from services.executor.checkpoint.fp8 import LEAST_CAPABILITY, part_in_fp8
 from services.executor.checkpoint.gguf import load_gguf, stored_gguf, type_of_blocks
 from services.executor.checkpoint.int4 import LEAST_CAPABILITY as LEAST_FOR_INT4
 from services.executor.checkpoint.int4 import Int4Format, dummy_in_int4, part_in_blocks, part_in_int4, takes
@@ -34,26 +33,29 @@ from services.executor.checkpoint.kv_cache import (
     kv_format,
     size_bytes,
 )
-from services.executor.checkpoint.model_files import FileStates, check_unchanged, states_of
-from services.executor.checkpoint.partition import WHOLE, Stage, shard, stage_shard
-from services.executor.checkpoint.quantised import scheme_in, stored_in
+from services.executor.checkpoint.quantised import LEAST_CAPABILITY, part_in_fp8, scheme_in, stored_in
+from services.executor.checkpoint.stored import FileStates, check_unchanged, states_of
 from services.executor.checkpoint.weights import (
+    WHOLE,
+    Stage,
     StoredTensor,
     Weights,
     load_dummy,
     load_hf,
     plain_part,
+    shard,
+    stage_shard,
     stored_hf,
 )
 from services.executor.engine import BackendInfo, ReportGrammar, ignore_grammar_news
-from services.executor.model.shapes import Shapes
+from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.sampling.grammar import Grammars
 from services.executor.sampling.logits_processors import MakeProcessor
-from services.executor.sampling.slot_tokens import STOP_IDS
-from shared.cores import usable_threads
+from services.executor.sampling.sampler import STOP_IDS
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
+from shared.processes import usable_threads
 from shared.vocab.files import ModelFiles
 from shared.vocab.files import size_bytes as file_bytes
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary

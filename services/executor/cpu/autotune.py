@@ -39,7 +39,7 @@ from services.executor.checkpoint.loader import PACKED, device_of
 from services.executor.checkpoint.stored import Dense, Stored
 from services.executor.cpu.linear import Products
 from shared.config import Settings
-from shared.cores import usable_cores
+from shared.processes import usable_cores
 
 log = logging.getLogger("headrace.executor")
 

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from services.executor.checkpoint.kv_cache import KvCache
 from services.executor.cpu.linear import ROW_TILE
-from services.executor.sampling.sampler import row_errors
-from services.executor.sampling.slot_tokens import NO_TOKEN, STOP_IDS, SlotTokens, append_sampled
+from services.executor.sampling.sampler import NO_TOKEN, STOP_IDS, SlotTokens, append_sampled, row_errors
 from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan, ints
 

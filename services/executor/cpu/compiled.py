@@ -1,6 +1,6 @@
 """Runs a layer's operators, or all layers in one call, in kernels compiled for this CPU. Needs Numba.
 
-cpu/model.py uses it only where Numba is installed and the kernels fit the cache."""
+cpu/engine.py uses it only where Numba is installed and the kernels fit the cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The operations of a model on a CPU: products, attention, experts, and the operators between them.
 
-cpu/model.py runs them. The operators are torch's here, compiled in cpu/compiled.py."""
+cpu/engine.py runs them. The operators are torch's here, compiled in cpu/compiled.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activation import swiglu, swiglu_by_row
 from kernels.attention import attend_decode, attend_prefill, write_kv
+from kernels.elementwise import add_rms_norm, apply_rope, swiglu, swiglu_by_row
 from kernels.moe import route
-from kernels.norm import add_rms_norm
-from kernels.rope import apply_rope
 from services.executor.checkpoint.stored import Dense
 from services.executor.cpu.batch import Batch, MakeSequences
 from services.executor.cpu.linear import ROW_TILE, Linear, Products
@@ -29,8 +27,7 @@ from services.executor.model.description import (
     Projection,
     Rope,
 )
-from services.executor.model.program import Placed, Table, Values
-from services.executor.model.reference import REFERENCE
+from services.executor.model.program import REFERENCE, Placed, Table, Values
 
 
 @dataclass(slots=True)

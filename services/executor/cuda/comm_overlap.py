@@ -23,7 +23,7 @@ import torch.distributed as distributed
 from torch import Tensor
 from torch.cuda import Event, Stream
 
-from kernels.inputs.gpu import record_timestamp
+from kernels.elementwise.gpu import record_timestamp
 from services.executor.checkpoint.loader import Loaded
 from services.executor.engine import COMM, COMPUTE, MAX_SEGMENTS, Segment
 from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_interleaved

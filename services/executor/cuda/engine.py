@@ -3,12 +3,29 @@
     forward: device-state updates, forward graph, sample graph, copy of the ids ──▶ returns at once
     sample:  waits for the ids                                         (the next step is queued already)
 
-A row with a grammar has a mask, which the kernel reads: see late_sampling.py.
+A row with a grammar has a mask, which the kernel reads: see engine.py.
 
 A step that has a row with penalties, bias, processors or log probabilities is sampled outside the graph, all
 its rows: torch does what the kernel does not take, the kernel chooses, and the next step waits. With several
 GPUs this holds for grammars, too: only one of them has the masks.
 services/executor/actor.py builds it for one rank, group/ for several.
+
+`DeviceStorage` takes the memory of tensors off the device and puts it back; the CUDA engine sleeps by it.
+
+    leave      weights ──▶ pinned host memory; KV cache: dropped; the freed memory goes back to the driver
+    come_back  the other way; the KV cache is zeros
+
+Every tensor and view stays the same object: only the memory of its storage goes. The driver may give the
+same addresses again, and CUDA graphs with these stay valid; `come_back` returns whether it did.
+
+LateSampling queues the sampling of steps with grammars once their masks are made, beside their forward.
+
+    device:  forward n-1, sample n-1 ──▶ forward n ────────────────────────▶ sample n ──▶ forward n+1
+    host:           tokens n-1 are known ──▶ masks n ──▶ queue sample n ──▶ queue forward n+1
+
+A mask depends on the token before, so sampling cannot be queued with its forward. All later work of the
+device comes after it: the thread that samples a step calls `answer`, and the thread that queues forwards and
+changes slots calls `flush` before either. The first of the two makes the masks. The CUDA engine owns it.
 """
 
 from __future__ import annotations
@@ -16,15 +33,16 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from kernels.attention import FP8
 from kernels.attention.decode import decode_work
@@ -32,7 +50,6 @@ from kernels.sampling.gpu import TAKEN, Choices, choose, scratch
 from kernels.sampling.ref import INVALID
 from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.cuda.comm_overlap import two_streams
-from services.executor.cuda.device_storage import DeviceStorage
 from services.executor.cuda.graph_runner import GraphRunner
 from services.executor.cuda.input_batch import CudaSlots, arrange
 from services.executor.cuda.kernel_configs import (
@@ -43,7 +60,6 @@ from services.executor.cuda.kernel_configs import (
     row_by_row,
     with_tma,
 )
-from services.executor.cuda.late_sampling import LateSampling
 from services.executor.cuda.model import CudaModel
 from services.executor.engine import (
     BackendInfo,
@@ -57,12 +73,11 @@ from services.executor.engine import (
     warm_up_steps,
 )
 from services.executor.kv_transfer.copiers import CudaCopier
-from services.executor.model.shapes import Shapes
+from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import CUT_TOKENS, LEAST, split, two_stream_tokens
-from services.executor.sampling.host_sampling import HostRows
-from services.executor.sampling.sampler import Sampler, row_errors
-from services.executor.sampling.slot_tokens import append_sampled, end_slots, take
+from services.executor.sampling.grammar import HostRows
+from services.executor.sampling.sampler import Sampler, append_sampled, end_slots, row_errors, take
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
@@ -466,3 +481,123 @@ class CompileWatch:
         kernel = f"{src.name}[num_warps={metadata.get('num_warps')}]({types})"
         self.kernels.append(kernel)
         log.warning("compiled under a request, the warm-up missed it: %s", kernel)
+
+
+@dataclass(slots=True)
+class _Storage:
+    """The memory of one or several tensors; `host` has its bytes while it is away, if they are kept."""
+
+    device: UntypedStorage
+    kept: bool
+    bytes: int
+    address: int
+    host: Tensor | None = None
+
+
+class DeviceStorage:
+    """The memory of `kept` tensors, whose contents come back, and of `dropped` ones, which come back as
+    zeros. For one thread."""
+
+    def __init__(self, kept: Iterable[Tensor], dropped: Iterable[Tensor]) -> None:
+        found: dict[int, _Storage] = {}
+        for keep, tensors in ((True, kept), (False, dropped)):
+            for storage in (tensor.untyped_storage() for tensor in tensors):
+                address = storage.data_ptr()
+                found.setdefault(address, _Storage(storage, keep, storage.nbytes(), address))
+        self._storages = [found[address] for address in sorted(found)]
+
+    def leave(self) -> None:
+        """Free the memory. Pinned memory is kept from one sleep to the next: to pin takes longer than to
+        copy."""
+        for each in self._storages:
+            if each.kept:
+                on_gpu = each.device.device.type == "cuda"
+                if each.host is None:
+                    each.host = torch.empty(each.bytes, dtype=torch.uint8, pin_memory=on_gpu)
+                each.host.copy_(_bytes(each.device), non_blocking=True)
+        _wait()
+        for each in self._storages:
+            each.device.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def come_back(self) -> bool:
+        """Take the memory again, and return whether all of it has its old addresses. Raises torch's error if
+        there is too little."""
+        for each in self._storages:
+            each.device.resize_(each.bytes)
+        for each in self._storages:
+            view = _bytes(each.device)
+            if each.host is None:
+                view.zero_()
+            else:
+                view.copy_(each.host, non_blocking=True)
+        _wait()
+        moved = [each for each in self._storages if each.device.data_ptr() != each.address]
+        for each in moved:
+            each.address = each.device.data_ptr()
+        return not moved
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class LateSampling:
+    """The steps of one engine that have an `answer`."""
+
+    def __init__(self, queue: Callable[[Pending], Masked]) -> None:
+        """`queue` makes the masks of a step and queues its sampling."""
+        self._queue = queue
+        self._late: Pending | None = None
+        self._queued: Pending | None = None  # the last one that was late
+        self._one = threading.Lock()  # held while masks are made
+        self._recording = threading.Lock()
+
+    def put(self, pending: Pending) -> None:
+        """Take over a step whose forward is queued. `flush` comes before the next forward."""
+        self._late = pending
+
+    def flush(self, of: Pending | None = None) -> None:
+        """Queue the sampling of the step that waits for masks, if there is one, and if it is `of` or that is
+        None. An error becomes that step's."""
+        with self._one:
+            pending = self._late
+            if pending is None or pending.late is None or (of is not None and pending is not of):
+                return
+            self._late, before = None, self._queued
+            try:
+                if before is not None and before.late is not None and not before.late.recorded.is_set():
+                    self._record(before)
+                masked = self._queue(pending)
+            except Exception as error:  # noqa: BLE001 - `answer` raises it
+                pending.late.masked.set_exception(error)
+                return
+            self._queued = pending
+            pending.late.masked.set_result(masked)
+
+    def answer(self, pending: Pending) -> tuple[list[int], list[int], Masked]:
+        """Wait for a step's ids and append them to its slots' tokens. Returns the columns `ids` and `done`,
+        and what the masks took. Raises the error of `queue`."""
+        if pending.late is None:
+            return *self._record(pending), (0, {})
+        self.flush(pending)
+        masked = pending.late.masked.result()
+        ids, done = self._record(pending)
+        pending.late.recorded.set()
+        return ids, done, masked
+
+    def _record(self, pending: Pending) -> tuple[list[int], list[int]]:
+        answer, ready = pending.answer, pending.forwarded
+        assert answer is not None
+        assert ready is not None
+        ready.synchronize()
+        ids, done = answer[:, : len(pending.plan.sample_rows)].tolist()
+        with self._recording:  # a second time it changes nothing
+            append_sampled(pending.tokens, ids, pending.positions)
+        return ids, done

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.cuda import CUDAGraph, Event
 
-from kernels.inputs.gpu import move
+from kernels.elementwise.gpu import move
 from kernels.sampling.gpu import choose, scratch
 from services.executor.checkpoint.loader import Loaded
 from services.executor.cuda.comm_overlap import (

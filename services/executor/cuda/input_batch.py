@@ -26,15 +26,14 @@ from torch.cuda import Event
 
 from kernels.attention.decode import DecodeRows
 from kernels.attention.prefill import PrefillSplit, PrefillTiles, PrefillTuning, parts_room, tile_queries
-from kernels.inputs.gpu import FROM_DEVICE, Resolved, SlotState, move, resolve, scatter
+from kernels.elementwise.gpu import FROM_DEVICE, Resolved, SlotState, move, resolve, scatter
 from kernels.sampling.gpu import Choices, mask_room
 from kernels.sampling.ref import PARAMETERS
 from services.executor.checkpoint.loader import Loaded
 from services.executor.cuda.kernel_configs import DeviceTuning
 from services.executor.cuda.model import ForwardStep
 from services.executor.parallel.step_split import Chunk
-from services.executor.sampling.sampler import seed_key, slot_row
-from services.executor.sampling.slot_tokens import NO_TOKEN, STOP_IDS, SlotTokens
+from services.executor.sampling.sampler import NO_TOKEN, STOP_IDS, SlotTokens, seed_key, slot_row
 from shared.errors import EngineError
 from shared.messages import Ints, SlotOpen, StepPlan
 

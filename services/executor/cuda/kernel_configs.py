@@ -27,7 +27,7 @@ _Products = Mapping[tuple[int, int], _ByRows]
 @dataclass(frozen=True, slots=True)
 class Layouts:
     """The layouts of a step. `chained`: a kernel starts before the one before has ended, see
-    kernels.launch."""
+    kernels.gemm.gpu."""
 
     decode: DecodeTuning = field(default_factory=DecodeTuning)
     decode_fp8: DecodeTuning | None = None  # over KV in fp8; None: as over bf16

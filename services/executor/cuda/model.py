@@ -1,4 +1,4 @@
-"""CudaModel is the forward pass of the Llama family on a GPU: services.executor.cpu.model in fused kernels.
+"""CudaModel is the forward pass of the Llama family on a GPU: services.executor.cpu.engine in fused kernels.
 
     residual = embedding[ids]
     for each layer:  qkv │ rotate, write KV │ attention │ out │ add, norm │ gate, up │ swiglu │ down │ add …
@@ -22,29 +22,35 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.activation.gpu import swiglu, swiglu_fp8
 from kernels.attention.decode import DecodeRows, DecodeWork, attend_decode, plan_decode
 from kernels.attention.decode import Tuning as DecodeTuning
 from kernels.attention.prefill import PrefillTiles, attend_prefill
 from kernels.collectives.gpu import Norm, PeerBuffers, all_gather, all_reduce_add_rms_norm_
-from kernels.fp8 import Fp8Rows
-from kernels.fp8.gpu import quantise_rows, scaled_mm
+from kernels.elementwise import rope_table
+from kernels.elementwise.gpu import (
+    HeadNorms,
+    Resolved,
+    RopeInputs,
+    add_rms_norm_,
+    rms_norm,
+    rms_norm_fp8,
+    rope_write,
+    swiglu,
+    swiglu_fp8,
+)
 from kernels.gemm.gpu import layout_of, matmul, matmul_fixed
-from kernels.inputs.gpu import Resolved
-from kernels.int4 import gpu as int4
-from kernels.int4.gpu import Int4Weight
 from kernels.moe.gpu import combine, dispatch, experts_mlp, permute, route
-from kernels.norm.gpu import add_rms_norm_, rms_norm, rms_norm_fp8
-from kernels.rope import rope_table
-from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
-from services.executor.checkpoint.fp8 import ScaledFp8
+from kernels.quantised import Fp8Rows
+from kernels.quantised import gpu as int4
+from kernels.quantised.gpu import Int4Weight, quantise_rows, scaled_mm
 from services.executor.checkpoint.int4 import ScaledInt4
 from services.executor.checkpoint.loader import Loaded
-from services.executor.checkpoint.partition import gathered_logits
+from services.executor.checkpoint.quantised import ScaledFp8
 from services.executor.checkpoint.stored import Stored
+from services.executor.checkpoint.weights import gathered_logits
 from services.executor.cuda.kernel_configs import DeviceTuning, Layouts
 from services.executor.model import description as d
-from services.executor.model.shapes import Shapes
+from services.executor.model.description import Shapes
 from services.executor.parallel.coroutines import AllReduces, Collective, ForwardPass, run_alone
 from services.executor.parallel.peer_memory import PeerMemory
 from services.executor.parallel.ranks import DistributedRanks, Ranks, if_mapped
@@ -244,7 +250,7 @@ class _ResidualAdd:
     def add(
         self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None, fp8: bool = False
     ) -> Generator[Collective, None, Any]:
-        """See kernels.norm; `fp8`: as fp8 rows where a kernel can. `turn` alternates between 0 and 1; the
+        """See kernels.elementwise; `fp8`: as fp8 rows where a kernel can. `turn` alternates between 0 and 1; the
         last call of a pass has 1."""
         buffers, residual, eps, chained = self._buffers, self._residual, self._eps, self._chained
         if buffers is not None:

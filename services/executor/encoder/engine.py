@@ -13,18 +13,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from services.executor.arena import Arena, ArenaError
 from services.executor.checkpoint.config import pooling_of
 from services.executor.checkpoint.loader import TorchOptions, device_of, sampled_digest, vocab_digests
-from services.executor.checkpoint.model_files import check_unchanged, states_of
+from services.executor.checkpoint.stored import check_unchanged, states_of
 from services.executor.checkpoint.weights import stored_hf
 from services.executor.encoder.model import Encoder
-from services.executor.engine import WARM_ROWS, BackendInfo, Pending, StepOutput, YieldDevice, no_yield
+from services.executor.engine import (
+    WARM_ROWS,
+    Arena,
+    ArenaError,
+    BackendInfo,
+    Pending,
+    StepOutput,
+    YieldDevice,
+    no_yield,
+)
 from services.executor.sampling.sampler import vectors_of
-from shared.cores import usable_threads
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
 from shared.messages import SlotOpen, StepPlan, ints
+from shared.processes import usable_threads
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
 _NOT_FINITE = "the model computed a vector that is not finite"

@@ -27,16 +27,14 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.executor.checkpoint.config import MOST_LAYERS
-from services.executor.checkpoint.known_keys import HARMLESS
+from services.executor.checkpoint.config import HARMLESS, MOST_LAYERS
 from services.executor.checkpoint.stored import Dense, in_memory
 from services.executor.checkpoint.weights import PLAIN, check_tensors, weight_files
 from services.executor.cpu.layers import TorchOperators, table
 from services.executor.cpu.linear import Products
 from services.executor.engine import LAST_TOKEN
 from services.executor.model.description import Add, Layer, Part, Projection, Weight, weights_of
-from services.executor.model.program import Placed, Table, steps_of
-from services.executor.model.reference import REFERENCE
+from services.executor.model.program import REFERENCE, Placed, Table, steps_of
 from shared.errors import SetupError
 from shared.vocab.files import unreadable
 

@@ -33,9 +33,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import NoReturn, Protocol
 
-from services.executor.arena import Arena
 from services.executor.checkpoint.loader import TorchOptions, device_of
 from services.executor.engine import (
+    Arena,
     Backend,
     BackendInfo,
     Copier,

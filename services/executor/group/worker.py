@@ -21,6 +21,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from services.executor.checkpoint.loader import device_of
+from services.executor.device_thread import MAX_PENDING, HostThread
 from services.executor.engine import Pending
 from services.executor.group.driver import (
     AttachArena,
@@ -40,7 +41,6 @@ from services.executor.group.driver import (
     SetSampled,
     rank_builder,
 )
-from services.executor.host_thread import MAX_PENDING, HostThread
 from services.executor.kv_transfer.worker import RECENT_US, REST
 from services.executor.parallel.ranks import Ranks, join
 from services.executor.sampling.logits_processors import load_processors

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.cuda import Event
 
-from services.executor.arena import Arena, ArenaError
 from services.executor.checkpoint.kv_cache import KvCache
-from services.executor.engine import YieldDevice, no_yield
+from services.executor.engine import Arena, ArenaError, YieldDevice, no_yield
 from shared.errors import EngineError
 
 log = logging.getLogger("headrace.executor")

@@ -21,8 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec
 
-from services.executor.arena import Arena
-from services.executor.engine import Backend, Copier, YieldDevice, copy_error
+from services.executor.engine import Arena, Backend, Copier, YieldDevice, copy_error
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.clock import Clock

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.arena import Arena
-from services.executor.engine import BackendInfo, Pending, StepOutput, YieldDevice, no_yield
+from services.executor.engine import Arena, BackendInfo, Pending, StepOutput, YieldDevice, no_yield
 from services.executor.sampling.logits_processors import HostRow, MakeProcessor, ProcessorPipelines, Wait
 from shared.codec import MAX_STAGES
 from shared.errors import SetupError

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.errors import Gone, NoKeeper, StoreAway
-from shared.client import Client, error_of
+from shared.client.client import Client, error_of
 from shared.clock import SystemClock
 from shared.errors import BadRequest, HeadraceError, Unavailable, UnknownModel, UnknownRequest
 from shared.nats import subjects

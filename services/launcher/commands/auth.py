@@ -13,7 +13,18 @@
 Each user has its own folder, which can be handed over without the others. A second run keeps every password,
 adds missing files and updates the server's files; `--force` makes new passwords for every user. The server's
 files hold passwords only as bcrypt hashes. With `--accounts` each tenant has an account of the server instead
-of a user with permissions (services/launcher/accounts.py).
+of a user with permissions (services/launcher/commands/auth.py).
+
+An account of the nats-server for each tenant, as configuration.
+
+    account acme ──stream export: generate.acme.*, cancel.acme.*, …──▶ account headrace-services
+                 ◀──stream export: _INBOX.acme.>, done.acme.*──────── (all services and the operator)
+
+Requests are stream exports, too, not service exports: across those the server replaces the reply subject,
+forgets the replacement after a silence, and never reports that the reader has gone. A message of a stream
+export keeps its reply subject. So the services answer in the tenant's part of the inboxes, and the server's
+503 comes at once when the client has gone. The account imports that part twice: under its own name, and as
+`_INBOX.>` for clients with the usual inboxes (`shared.nats.access.mapped`).
 """
 
 from __future__ import annotations
@@ -27,15 +38,86 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from services.launcher import accounts
-from services.launcher.accounts import Limits
 from services.launcher.leaf import PORT
 from services.launcher.nats_server import ServerLimits, quoted
 from shared.errors import SetupError
 from shared.nats import access
 from shared.nats.access import Permissions
 from shared.nats.subjects import DEFAULT_TENANT, token, untoken
+
+SERVICES_ACCOUNT = access.user_of("services")  # the account of the services; no tenant has such a name
+LIMIT_NAMES = ("connections", "subscriptions", "payload", "jetstream")
+MOST, MOST_BYTES = 2**31 - 1, 2**50  # nats-server cuts larger numbers down to 32 bits
+_SIZE = re.compile(r"(\d{1,9})(|KB|MB|GB)")
+_BYTES = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+
+Limits = Mapping[str, int]  # by a name of LIMITS; `payload` and `jetstream` in bytes
+
+
+def read_limits(text: str) -> Limits:
+    """The limits of an account: `connections=20,payload=1MB`. Raises SetupError."""
+    limits = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = part.partition("=")
+        size = _SIZE.fullmatch(value)
+        number = int(size[1]) * _BYTES[size[2]] if size is not None else 0
+        if name not in LIMIT_NAMES or not 0 < number <= (MOST_BYTES if name == "jetstream" else MOST):
+            raise SetupError(
+                f"{part!r:.80} is no limit of an account: write NAME=NUMBER, with a name of "
+                f"{', '.join(LIMIT_NAMES)}; a number may end with KB, MB or GB"
+            )
+        limits[name] = number
+    return limits
+
+
+def accounts_block(services: Iterable[str], tenants: Mapping[str, tuple[str, Limits]]) -> str:
+    """The block `accounts` of a server's configuration. `services`: the entries of the users of all services;
+    `tenants`: the entry and the limits of each tenant, by its name."""
+    exports, imports = [], []
+    accounts = []
+    for tenant, (user, limits) in sorted(tenants.items()):
+        name, may = token(tenant), access.of_tenant(tenant)
+        exports += [_export(subject, name) for subject in may.subscribe]
+        imports += [_import(subject, name) for subject in may.publish]
+        usual = {"to": f"{access.INBOX}.>"}
+        own = [_import(subject, SERVICES_ACCOUNT) for subject in may.subscribe]
+        own += [_import(f"{access.INBOX}.{name}.{access.MAPPED}.>", SERVICES_ACCOUNT) | usual]
+        asks = [_export(subject, SERVICES_ACCOUNT) for subject in may.publish]
+        accounts.append(_account(name, [user], _lines(limits), asks, own))
+    return "\n".join(
+        [
+            "accounts {",
+            _account(SERVICES_ACCOUNT, services, ["jetstream: enabled"], exports, imports),
+            *accounts,
+            "}",
+        ]
+    )
+
+
+def _account(name: str, users: Iterable[str], lines: list[str], exports: Any, imports: Any) -> str:
+    both = (("exports", exports), ("imports", imports))
+    crossing = [line for kind, entries in both for line in (f"{kind}: [", *map(json.dumps, entries), "]")]
+    return "\n".join([f"  {json.dumps(name)}: {{", *lines, "users: [", *users, "]", *crossing, "  }"])
+
+
+def _lines(limits: Limits) -> list[str]:
+    most = {f"max_{name}": number for name, number in limits.items() if name != "jetstream"}
+    files = {"max_mem": 0, "max_file": limits.get("jetstream", 0)}
+    return [
+        *([f"limits: {json.dumps(most)}"] if most else []),
+        f"jetstream: {json.dumps(files) if files['max_file'] else 'disabled'}",
+    ]
+
+
+def _export(subject: str, reader: str) -> dict[str, Any]:
+    return {"stream": subject, "accounts": [reader]}
+
+
+def _import(subject: str, account: str) -> dict[str, Any]:
+    return {"stream": {"account": account, "subject": subject}}
+
 
 FILE = "headrace.toml"
 TENANTS = "tenants"
@@ -52,7 +134,7 @@ BCRYPT_ROUNDS = 4
 ANSWER_WITHIN = "1m"
 MOVE = (
     "tenants get accounts: stop the services and the nats-server, rename the folder `jetstream/$G` of its "
-    f"files to `jetstream/{accounts.SERVICES}`, or stored requests are not found, and start all of them"
+    f"files to `jetstream/{SERVICES_ACCOUNT}`, or stored requests are not found, and start all of them"
 )
 HEAD = "# made by `headrace auth`: "
 
@@ -97,7 +179,7 @@ def generate(folder: Path, plan: Plan, report: Report) -> None:
     for name in ("nats.conf", "users.conf"):
         if (server / name).exists() and not (server / name).read_text().startswith(HEAD):
             raise SetupError(f"{server / name} was not made by `headrace auth`: choose another folder")
-    accounts.limits_of(plan.limits)
+    read_limits(plan.limits)
     users, has_accounts = {}, plan.accounts or bool(account_of(folder))
     for subfolder, (user, allowed) in _wanted(folder, plan).items():
         url = access.with_accounts(plan.url, on=has_accounts and subfolder in access.SERVICES)
@@ -164,7 +246,7 @@ def authorization(folder: Path, fleet: str) -> str:
 
 def account_of(folder: Path | None) -> str:
     """The account of the services at the nats-server of `folder`; empty where tenants have no accounts."""
-    return accounts.SERVICES if folder is not None and (folder / "nats" / ACCOUNTS).exists() else ""
+    return SERVICES_ACCOUNT if folder is not None and (folder / "nats" / ACCOUNTS).exists() else ""
 
 
 def keys_of(folder: Path) -> Path:
@@ -258,7 +340,7 @@ def _by_tenant(folder: Path, path: Path, plan: Plan, new: str, default: str) -> 
 def _limits(path: Path) -> Mapping[str, Limits]:
     """The limits of each account in the file at `path`. Raises SetupError."""
     lines = (line.partition(" ") for line in path.read_text().splitlines())
-    return {name: accounts.limits_of(text) for name, _, text in lines if name}
+    return {name: read_limits(text) for name, _, text in lines if name}
 
 
 def classes_of(text: str) -> tuple[str, ...]:
@@ -310,7 +392,7 @@ def users_conf(users: Mapping[str, User], limits: Mapping[str, Limits] | None = 
             if user.permissions is None
         }
         services = [entry for name, entry in entries.items() if users[name].permissions is not None]
-        body = [accounts.block(services, tenants)]
+        body = [accounts_block(services, tenants)]
     return "\n".join([head(users, limits), *body, ""])
 
 

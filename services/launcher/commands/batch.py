@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from services.keeper.batch_core import CANCELLED, COMPLETED, EXPIRED, FAILED
-from services.keeper.file_verbs import MAX_FILE_BYTES
+from services.keeper.verbs import MAX_FILE_BYTES
 from services.launcher.console import StatusLine
 from services.launcher.session import Target, connected
-from shared.chunks import CHUNK_BYTES
-from shared.client import Client
+from shared.client.chunks import CHUNK_BYTES
+from shared.client.client import Client
+from shared.client.file_client import FileClient, asked
 from shared.clock import SystemClock
 from shared.errors import SetupError, Unavailable, UnknownRequest
-from shared.file_client import FileClient, asked
 from shared.nats import subjects
 from shared.nats.interface import RequestTimeout
 from shared.nats.object_store import UnknownFile

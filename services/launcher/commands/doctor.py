@@ -18,9 +18,9 @@ from services.launcher.commands.pull import file_digest
 from services.launcher.serve import environment
 from services.launcher.session import connected, find_target
 from shared.config import Loaded
-from shared.cores import usable_cores
 from shared.errors import HeadraceError, SetupError
 from shared.nats import access
+from shared.processes import usable_cores
 from shared.vocab.files import CATALOGUE, resolve
 
 PYTHON_MIN = (3, 11)

@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.launcher.commands.policy import ask
+from services.launcher.commands.record import ask_scheduler
 from services.launcher.commands.status import Facts, services_of
+from services.launcher.host_agent import ASLEEP, CHANGING, LOADED, UNLOADED
 from services.launcher.session import Target, connected
-from services.launcher.shared_memory import ASLEEP, CHANGING, LOADED, UNLOADED
-from shared.client import Client, error_of, request_all
+from shared.client.client import Client, error_of, request_all
 from shared.errors import BadRequest, Unavailable
 from shared.nats import subjects
 from shared.nats.interface import Bus, NoResponders, RequestTimeout
@@ -119,7 +119,9 @@ async def sleep(target: Target, fleet: str, what: str, model: str) -> int:
     if not ids:
         raise Unavailable(f"no scheduler of {model} answers: see `headrace status`")
     async with connected(target.nats_url) as bus:
-        answers = await asyncio.gather(*(ask(bus, subjects.sleep(scheduler), what) for scheduler in ids))
+        answers = await asyncio.gather(
+            *(ask_scheduler(bus, subjects.sleep(scheduler), what) for scheduler in ids)
+        )
     for scheduler, answer in zip(ids, answers, strict=True):
         if not answer:
             print(f"scheduler {scheduler}: no answer: `headrace status` shows whether it has changed")

@@ -2,22 +2,35 @@
 
 The file starts with a snapshot, which the scheduler makes on request. Recording ends with Ctrl-C, after
 `--seconds`, or when the broker has lost a message; the file can be replayed in each case.
+
+`headrace shadow --policy X` reads a scheduler's event log over NATS, and prints what X would have done.
+
+It keeps the last stretches of the log in memory, and each minute has the program of `headrace replay` compare
+them. It sends nothing to the fleet but requests for a snapshot.
+
+`headrace policy` prints the policy of each scheduler; `headrace policy set kind=name,...` changes it.
+
+A scheduler applies a change between two steps, and keeps it until the next change or its own end: a scheduler
+that starts has the setting `policy`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import io
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from services.launcher.commands.status import Facts, services_of
 from services.launcher.console import print_line
 from services.launcher.session import Target, connected
-from shared.client import request_all
+from shared.client.client import request_all
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable
 from shared.nats import subjects
-from shared.nats.interface import Bus, Delivery, NoResponders
+from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
 from shared.processes import open_private
 
 WAIT_S = 2.0
@@ -126,3 +139,122 @@ def _created(path: Path) -> Iterator[BinaryIO]:
         finally:
             if not file.tell():
                 path.unlink()
+
+
+REPORTS_IN_A_STRETCH = 10  # a report covers 10 to 20 of them, or less: a busy scheduler begins more stretches
+
+Compared = Callable[[bytes], list[str]]  # a log -> the lines to print
+
+
+async def shadow(target: Target, scheduler: str, interval_s: float, compared: Compared) -> None:
+    """Print a report about `scheduler` (empty: the only one) every `interval_s` and at Ctrl-C. Raises
+    Unavailable if it publishes no log or has ended, BadRequest."""
+    if not interval_s > 0:
+        raise BadRequest("--interval is above 0")
+    async with connected(target.nats_url) as bus:
+        chosen = scheduler or await only_scheduler(bus)
+        print_line(f"in the shadow of {chosen}, a report every {interval_s:g} s; Ctrl-C prints the last one")
+        await follow(bus, chosen, interval_s, compared)
+
+
+async def follow(bus: Bus, scheduler: str, interval_s: float, compared: Compared) -> None:
+    """As `shadow`, until cancelled."""
+    stretches = Stretches()
+    subscription = await bus.subscribe(subjects.events(scheduler), lambda piece: stretches.take(piece))
+    age = reported = 0
+    try:
+        while True:
+            if stretches.recording.broken.is_set():
+                print_line("the broker lost a part of the log: the comparison begins again")
+                stretches = Stretches()
+            begun = stretches.recording.begun.is_set()
+            if not begun or age >= REPORTS_IN_A_STRETCH or stretches.size == reported:
+                await begin(bus, scheduler, stretches.recording)  # it fails if the scheduler has ended
+                age = 0
+            reported, age = stretches.size, age + 1
+            await asyncio.sleep(interval_s)
+            await _print(stretches, compared)
+    except asyncio.CancelledError:  # Ctrl-C
+        await _print(stretches, compared)
+    finally:
+        await subscription.drain()
+
+
+async def _print(stretches: Stretches, compared: Compared) -> None:
+    """In a thread: messages of the log arrive meanwhile."""
+    for line in [*await asyncio.to_thread(compared, stretches.data), ""]:
+        print(line, flush=True)
+
+
+class Stretches:
+    """The last whole stretch of a log and the present one, in memory."""
+
+    def __init__(self) -> None:
+        self._now, self._before = io.BytesIO(), b""
+        self.recording = Recording(self._now)
+        self.size = 0  # bytes that have come, with those that are dropped
+
+    def take(self, piece: Delivery) -> None:
+        """Keep the next message; the first one of a stretch drops what came before the last stretch."""
+        if BEGINS_HEADER in piece.headers and not self.recording.broken.is_set():
+            self._before = self._now.getvalue()
+            self._now.seek(0)
+            self._now.truncate()
+        self.recording.take(piece)
+        self.size += len(piece.data)
+
+    @property
+    def data(self) -> bytes:
+        """A log that can be replayed."""
+        return self._before + self._now.getvalue()
+
+
+POLICY_WAIT_S = 5.0  # a step's result may be decided upon first: milliseconds
+
+
+async def policy(target: Target, fleet: str, change: str | None, model: str) -> int:
+    """Print a line for each scheduler of `fleet`, or only of `model`; with `change` after that. Returns 1 if
+    a scheduler has refused it or has not answered. Raises Unavailable without a scheduler, BadRequest."""
+    if change is not None and not change.strip():
+        raise BadRequest("name a policy: headrace policy set kind=name,...")
+    services = await services_of(target, fleet)
+    schedulers = [s for s in services if s.get("kind") == "scheduler" and model in ("", s.get("model"))]
+    if not schedulers:
+        raise Unavailable(f"no scheduler of {model or 'the fleet'} answers: see `headrace status`")
+    if change is None:
+        for scheduler in schedulers:
+            print(f"{_named(scheduler)}: {scheduler.get('policy', 'unknown')}")
+        return 0
+    async with connected(target.nats_url) as bus:
+        return await set_policy(bus, schedulers, change)
+
+
+async def set_policy(bus: Bus, schedulers: list[Facts], change: str) -> int:
+    """Change the policy of these schedulers, print what each answers, and return 1 unless all have agreed."""
+    asked = (ask_scheduler(bus, subjects.policy(str(scheduler["id"])), change) for scheduler in schedulers)
+    answers = await asyncio.gather(*asked)
+    for scheduler, answer in zip(schedulers, answers, strict=True):
+        if (error := answer.get("error")) is not None:
+            print(f"{_named(scheduler)}: unchanged: {error['message']}")
+        elif "after" in answer:
+            lines = f"before {answer['before']}\n  after  {answer['after']}"
+            print(f"{_named(scheduler)}:\n  {lines}")
+        else:
+            print(f"{_named(scheduler)}: no answer: `headrace policy` shows whether it has changed")
+    return 0 if all("after" in answer for answer in answers) else 1
+
+
+async def ask_scheduler(bus: Bus, subject: str, body: str) -> Facts:
+    """The answer of a scheduler; empty without one."""
+    try:
+        reply = await bus.request(
+            subject, body.encode("utf-8", "replace"), timeout_us=int(POLICY_WAIT_S * 1e6)
+        )
+    except (NoResponders, RequestTimeout):
+        return {}
+    answer: Facts = json.loads(reply.data)
+    return answer
+
+
+def _named(scheduler: Facts) -> str:
+    return f"scheduler {scheduler['id']}, model {scheduler.get('model', '?')}"

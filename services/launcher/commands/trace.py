@@ -17,7 +17,7 @@ from typing import Any
 
 from services.launcher.console import bold, dim, paint
 from services.launcher.session import Target, connected
-from shared.client import request_all
+from shared.client.client import request_all
 from shared.errors import BadRequest, Unavailable, UnknownRequest
 from shared.messages import SEGMENT_LANES
 from shared.nats import subjects

@@ -11,7 +11,7 @@ place: in the kind of its model, and with its scheduler. Requests of its model w
 
 from __future__ import annotations
 
-from services.scheduler import arrival, load_shedding, preemption
+from services.scheduler import lifecycle, load_shedding, preemption
 from services.scheduler.state.requests import Sequence, SleepSet
 from services.scheduler.state.state import Executor, Sleeper, State
 from shared.errors import SetupError
@@ -64,7 +64,7 @@ def ask(state: State, event: SleepSet) -> None:
             executor.draining, executor.sleep_by_us = False, 0
             state.waiting.unpark(state.now_us)
             state.blocked_on = ()
-    arrival.executors_changed(state)
+    lifecycle.executors_changed(state)
 
 
 def joined(state: State, hello: ExecHello) -> None:

@@ -5,5 +5,5 @@ load.py     load blocks, if that is faster than computing them
 store.py    which blocks to copy down before they are given out, and the copies
 hosts.py    tiers join and leave
 
-The state is in ../state/transfers.py, the time to compute a block again in ../recompute_cost.py.
+The state is in ../state/transfers.py, the time to compute a block again in ../preemption.py.
 """

@@ -14,7 +14,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import NamedTuple
 
-from services.scheduler import recompute_cost
+from services.scheduler import preemption
 from services.scheduler.kv_tiers.lookups import (
     MAX_KEYS,
     count_queued,
@@ -23,7 +23,7 @@ from services.scheduler.kv_tiers.lookups import (
     start_job,
     tier_of,
 )
-from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state.cost_model import FAR
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import DECODE, Executor, State
@@ -59,7 +59,7 @@ def begin(state: State, executor: Executor, sequence: Sequence, group: SequenceG
     costs = RecomputeCost.of(executor)
     compute_us = costs.tokens_us(sequence.computed, sum(valid))
     delay_us = load_us if executor.role == DECODE else 0  # of rows that decode there, if it computes
-    if compute_us and load_us >= recompute_cost.backlog_us(executor, sequence, costs) + compute_us + delay_us:
+    if compute_us and load_us >= preemption.backlog_us(executor, sequence, costs) + compute_us + delay_us:
         sequence.record_decision(
             state.now_us,
             "recompute",
@@ -283,7 +283,7 @@ def _end(state: State, job: Job, sequence: Sequence, why: str, *, came: bool = T
     if executor is not None:
         executor.change_rows()
         if sequence.preemptions:
-            recompute_cost.start_debt(executor, sequence)
+            preemption.start_debt(executor, sequence)
     sequence.record_decision(
         state.now_us,
         "restore",

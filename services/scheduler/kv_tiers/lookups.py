@@ -10,7 +10,7 @@ or without success.
 from __future__ import annotations
 
 from services.scheduler import prefix_cache
-from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import PREFILL, Executor, State
 from services.scheduler.state.transfers import (

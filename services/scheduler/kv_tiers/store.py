@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler import headroom, preemption, prefix_cache
-from services.scheduler.headroom import headroom_blocks
+from services.scheduler import preemption, prefix_cache
 from services.scheduler.kv_tiers.lookups import (
     count_queued,
     executor_of,
@@ -19,7 +18,7 @@ from services.scheduler.kv_tiers.lookups import (
     tier_of,
     uncount_queued,
 )
-from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.preemption import RecomputeCost, headroom_blocks
 from services.scheduler.state.policies import EAGER_COPY_PM, OffloadView
 from services.scheduler.state.requests import Phase as SequencePhase
 from services.scheduler.state.requests import Sequence
@@ -51,7 +50,7 @@ IDLE_US = 200_000  # without a request before eager copies: the next turn of a c
 BUSY_US = 1_000  # as EAGER_US, if free blocks are needed but MAX_JOBS run
 CUSHION_ROWS, CUSHION_BLOCKS, CUSHION_SHARE = 2, 16, 8
 LEFT_TOKENS = 32  # of a sequence that moves: they are computed again in a part of one step
-PREEMPTING_PM = 600  # headroom (../headroom.py) that only recent preemptions cause
+PREEMPTING_PM = 600  # headroom (../preemption.py) that only recent preemptions cause
 
 
 def copy_dirty(state: State, executor: Executor) -> bool:
@@ -112,7 +111,7 @@ def _pressed(state: State, executor: Executor) -> int:
     wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most) + executor.awaited_blocks
     group = state.waiting.groups.get(state.blocked_on[0]) if state.blocked_on else None
     if group is not None and group.request.tokenized.model == executor.hello.model:
-        wanted += sum(headroom.reservations(state, executor, group))
+        wanted += sum(preemption.reservations(state, executor, group))
         wanted += headroom_blocks(state, executor, group.sequences)
         if group.resumes:  # its cached blocks are used again
             hits = prefix_cache.lookup(executor, group.sequences[0])

@@ -34,10 +34,9 @@ from typing import Any, BinaryIO, Protocol, cast, get_args
 import msgpack
 
 from services.scheduler.core import Scheduler
-from services.scheduler.state.counters import Counters
+from services.scheduler.state.counters import Counters, StepLog
 from services.scheduler.state.requests import Arrived, EndedRequests, Event, Send
 from services.scheduler.state.state import State
-from services.scheduler.state.step_log import StepLog
 from shared import codec
 from shared.actor.mailbox import Mailbox
 from shared.errors import BadRequest, EngineError, HeadraceError, SetupError, WireError

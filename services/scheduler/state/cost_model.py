@@ -294,7 +294,7 @@ class StepPace:
     micro_batch: int = 1  # of the last step of two_batch; the next one is the other, first 0
     step_us: int = 0  # time of a step, a moving average
     chunk_us: int = 0  # time of its prompt chunks, likewise
-    lead_us: int = 0  # by which a plan must precede the end of the step that runs: see late_plans.py
+    lead_us: int = 0  # by which a plan must precede the end of the step that runs: see overlap.py
     lead_spread_us: int = 0  # its mean deviation
     sampled: float = 0.0  # rows of the last steps, with decay
     early_ends: float = 0.0  # sequences that ended before their length, with decay

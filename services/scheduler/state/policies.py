@@ -104,10 +104,10 @@ class Policy:
     fair = _trait("order", "fair")  # clients take turns
     closed = _trait("batching", "closed")  # no sequence joins a batch that has started
     greedy = _trait("reservation", "greedy")  # no headroom for growth, and no sequence is spared or pinned
-    looks_ahead = _trait("reservation", "looks_ahead")  # headroom for known growth: see ../headroom.py
+    looks_ahead = _trait("reservation", "looks_ahead")  # headroom for known growth: see ../preemption.py
     priced = _trait("victim", "priced")  # candidates have a price
     no_tiers = _trait("tier", "no_tiers")  # no copies to tiers and no lookups
-    forecasts = _trait("routing", "forecasts")  # options have predictions: see ../routing_forecast.py
+    forecasts = _trait("routing", "forecasts")  # options have predictions: see ../admission.py
     forgets = _trait("tier", "forgets")  # no block of a preempted sequence stays cached
     leaves = _trait("tier", "leaves")  # a copied block leaves the device at once
     ahead = _trait("tier", "ahead")  # blocks of the next victim are copied before its preemption
@@ -223,7 +223,7 @@ def on_demand(tokens: int, max_length: int, block_tokens: int) -> int:
 @with_traits("looks_ahead")
 def foreseen(tokens: int, max_length: int, block_tokens: int) -> int:
     """As `on_demand`; for a sequence that only its length ends, admission also keeps headroom for its whole
-    growth, so that no sequence is preempted for it: see ../headroom.py."""
+    growth, so that no sequence is preempted for it: see ../preemption.py."""
     return on_demand(tokens, max_length, block_tokens)
 
 
@@ -254,7 +254,7 @@ class RoutingOption(NamedTuple):
     running: int
     empty_blocks: int = 0  # free blocks without content
     ttft_us: int = 0  # predicted, 0 while unknown: only for a policy with the trait `forecasts`
-    harm_us: int = 0  # likewise: see ../routing_forecast.py
+    harm_us: int = 0  # likewise: see ../admission.py
     tbt_pm: int = 0  # likewise
 
 

@@ -562,7 +562,7 @@ class SleepSet:
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """The policies named in `policy`, `kind=name,...`, in place of those before: see ../policy_change.py."""
+    """The policies named in `policy`, `kind=name,...`, in place of those before: see ../core.py."""
 
     policy: str
 

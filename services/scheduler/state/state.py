@@ -9,9 +9,8 @@ from operator import attrgetter
 from services.scheduler.state import requests
 from services.scheduler.state.block_pool import BlockPool
 from services.scheduler.state.cost_model import CostModel, StepPace
-from services.scheduler.state.counters import Counters
+from services.scheduler.state.counters import Counters, StepLog
 from services.scheduler.state.policies import Policy
-from services.scheduler.state.quotas import Quotas
 from services.scheduler.state.requests import (
     ChunkRecord,
     Deadlines,
@@ -21,9 +20,8 @@ from services.scheduler.state.requests import (
     Sequence,
     SloClass,
 )
-from services.scheduler.state.step_log import StepLog
 from services.scheduler.state.transfers import Tiers, TransferLink
-from services.scheduler.state.waiting_queue import WaitingQueue
+from services.scheduler.state.waiting_queue import Quotas, WaitingQueue
 from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
 from shared.step_model import StepShape
 
@@ -79,7 +77,7 @@ class InFlight:
     shape: StepShape
     predicted_us: int = 0  # 0: not predicted
     chunks: list[tuple[Sequence, ChunkRecord]] = field(default_factory=list)
-    lead_us: int = 0  # before the predicted end of the step that ran: see late_plans.py
+    lead_us: int = 0  # before the predicted end of the step that ran: see overlap.py
 
 
 @dataclass(slots=True)
@@ -96,7 +94,7 @@ class RowSums:
     backlog_prompts: int = 0  # sequences that have some
     speed: int = 0  # see ../load_shedding.py; 0: not derived yet
     base: StepShape | None = None  # of a step of the decodes alone; None: not derived yet
-    base_us: int = -1  # its time, see ../recompute_cost.py; -1: not derived yet
+    base_us: int = -1  # its time, see ../preemption.py; -1: not derived yet
     ends: dict[int, tuple[int, list[tuple[int, int]], int]] = field(default_factory=dict)  # likewise
 
     def count(self, sequence: Sequence, one: int, block_tokens: int) -> None:
@@ -165,14 +163,14 @@ class Executor:
     running_by_class: list[int] = field(default_factory=lambda: [0] * len(requests.CLASS_NAMES))
     running_by_tenant: dict[str, int] = field(default_factory=dict)  # only tenants with a running sequence
     micro_batch_rows: list[int] = field(default_factory=lambda: [0, 0])  # running sequences in A and in B
-    headroom_pm: int = 150  # share of the expected growth that admission keeps free: see ../headroom.py
+    headroom_pm: int = 150  # share of the expected growth that admission keeps free: see ../preemption.py
     chunk_tokens: int = 0  # the last chunk budget, of a tile or more, that one chunk used up
     decoded_us: int = 0  # when a step with decodes was last planned
     up: TransferLink = field(default_factory=TransferLink)  # from the tier below
     down: TransferLink = field(default_factory=TransferLink)
     held_step: int = -1  # the step after this one waited for a slot, and since when: see room_comes_soon
     held_us: int = 0
-    due_us: int = 0  # the next step is planned then: see late_plans.py
+    due_us: int = 0  # the next step is planned then: see overlap.py
     due_lead_us: int = 0  # so long before the predicted end
     awaited_blocks: int = 0  # of the sequence that moves here once there is room: see ../fleet/moves.py
     awaits_copies: bool = False  # the next step waits for blocks that are being copied: see worth_waiting
@@ -247,7 +245,7 @@ class Executor:
 
 @dataclass(slots=True)
 class ModelKind:
-    """Executors of one model and digest: see ../model_kinds.py. `members` includes those in a reset."""
+    """Executors of one model and digest: see ../load_shedding.py. `members` includes those in a reset."""
 
     digest: str
     members: set[str] = field(default_factory=set)

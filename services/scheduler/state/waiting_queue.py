@@ -8,6 +8,14 @@ computed again when it reaches the top.
 
 A tenant without a running sequence comes before all others, except in the lowest class (`first`): so no
 tenant can keep another one waiting by using a high class. Arrival adds groups, admission takes them.
+
+`Quotas` limits the requests and tokens a minute of each tenant, and `read_quotas` reads them from a file.
+
+    arrival: 1 request, tokens of the prompt ──▶ two buckets of a tenant ◀── tokens of the answer: end
+
+A bucket holds at most a minute's amount and fills continuously. A request is accepted while both buckets hold
+at least one; an answer may take the tokens below zero, and the tenant then waits until they are above. So a
+quota bounds the mean, and no answer is cut short. `load_shedding` asks, `arrival` and `finish` charge.
 """
 
 from __future__ import annotations
@@ -15,13 +23,14 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import CLASS_NAMES, Request, Sequence
 from services.scheduler.state.transfers import LookupResult, LookupTarget
+from shared.nats.subjects import MAX_NAME_CHARS, PROBE_TENANT
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of the VTC paper: a decoded token costs about as much as two of a prompt
 MAX_CLIENTS = 10_000  # tenants with counters: beyond that, counters that a lift would raise are dropped
@@ -446,3 +455,99 @@ class WaitingQueue:
 def tokens_of(group: SequenceGroup) -> int:
     """Tokens that must be in the KV cache before the group's first new one."""
     return len(group.sequences[0].tokens)
+
+
+ANY_TENANT = "*"  # the quota of each tenant without a line of its own
+NO_QUOTA = "-"
+MINUTE_US = 60_000_000
+MAX_BUCKETS = 20_000  # then those that are full are dropped: they hold nothing
+QUOTA_NAMES = ("requests", "tokens")
+
+Quota = tuple[int, int]  # requests, tokens a minute; 0: unlimited
+
+
+def read_quotas(text: str) -> dict[str, Quota]:
+    """The quotas by tenant. Raises ValueError with the line number."""
+    found: dict[str, Quota] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.partition("#")[0].split()
+        if not fields:
+            continue
+        amounts = [0 if amount == NO_QUOTA else int(amount) for amount in fields[1:] if _is_amount(amount)]
+        if len(amounts) != 2 or len(fields) != 3 or len(fields[0]) > MAX_NAME_CHARS:
+            raise ValueError(f"line {number}: `tenant requests tokens` a minute is expected, or {NO_QUOTA}")
+        found[fields[0]] = amounts[0], amounts[1]
+    return found
+
+
+def _is_amount(text: str) -> bool:
+    return text == NO_QUOTA or (text.isdecimal() and 0 < int(text) <= 10**12)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What a tenant has left, in amounts x MINUTE_US, so that it fills in whole numbers."""
+
+    left: list[int]
+    filled_us: int
+
+
+@dataclass(slots=True)
+class Quotas:
+    """The quotas, and what the tenants have left of them."""
+
+    by_tenant: dict[str, Quota] = field(default_factory=dict)
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+
+    def set(self, quotas: Iterable[tuple[str, int, int]]) -> None:
+        """Replace the quotas; a tenant keeps what it has used."""
+        self.by_tenant = {tenant: (requests, tokens) for tenant, requests, tokens in quotas}
+
+    def wait(self, tenant: str, now_us: int) -> tuple[str, int] | None:
+        """Why a request of the tenant must wait, and how long, us; None: it is accepted now."""
+        quota = self._quota(tenant)
+        if quota is None or tenant not in self.buckets:
+            return None
+        bucket = self._filled(tenant, quota, now_us)
+        waits = [
+            (-(-(MINUTE_US - left) // amount), f"{amount} {name} a minute")
+            for left, amount, name in zip(bucket.left, quota, QUOTA_NAMES, strict=True)
+            if amount and left < MINUTE_US
+        ]
+        if not waits:
+            return None
+        wait_us, what = max(waits)
+        return what, wait_us
+
+    def charge(self, tenant: str, now_us: int, requests: int, tokens: int) -> None:
+        """Take from the tenant's buckets."""
+        if (quota := self._quota(tenant)) is None:
+            return
+        if len(self.buckets) >= MAX_BUCKETS and tenant not in self.buckets:
+            self._drop_full(now_us)
+        bucket = self._filled(tenant, quota, now_us)
+        taken = (requests if quota[0] else 0, tokens if quota[1] else 0)
+        bucket.left = [left - amount * MINUTE_US for left, amount in zip(bucket.left, taken, strict=True)]
+
+    def _quota(self, tenant: str) -> Quota | None:
+        if not self.by_tenant or tenant == PROBE_TENANT:
+            return None
+        return self.by_tenant.get(tenant) or self.by_tenant.get(ANY_TENANT)
+
+    def _filled(self, tenant: str, quota: Quota, now_us: int) -> Bucket:
+        """The tenant's bucket, filled up to now."""
+        bucket = self.buckets.get(tenant)
+        if bucket is None:
+            bucket = self.buckets[tenant] = Bucket([amount * MINUTE_US for amount in quota], now_us)
+        since_us, bucket.filled_us = now_us - bucket.filled_us, now_us
+        bucket.left = [
+            min(left + amount * since_us, amount * MINUTE_US)
+            for left, amount in zip(bucket.left, quota, strict=True)
+        ]
+        return bucket
+
+    def _drop_full(self, now_us: int) -> None:
+        for tenant in list(self.buckets):
+            quota = self._quota(tenant) or (0, 0)
+            if self._filled(tenant, quota, now_us).left == [amount * MINUTE_US for amount in quota]:
+                del self.buckets[tenant]

@@ -19,11 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shared.client import error_of
+from shared.client.client import error_of
 from shared.errors import BadRequest, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
-from shared.openai.call import Call, drawn_at
-from shared.openai.error_shape import status_of
+from shared.openai.call import Call, drawn_at, error_status
 from shared.openai.responses.request import called
 from shared.openai.whole_answer import answer
 
@@ -241,7 +240,7 @@ def whole(call: Call, natives: Sequence[Body], echoed: Sequence[str] = ()) -> Bo
 
 def failure_of(error: HeadraceError) -> Body:
     """The `error` of a response."""
-    status = status_of(error)
+    status = error_status(error)
     word = "invalid_prompt" if isinstance(error, BadRequest) else "server_error"
     return {"code": "rate_limit_exceeded" if status == 429 else word, "message": error.message}
 

@@ -18,9 +18,8 @@ from support.executor.engine_pair import KIND, PROMPT
 from support.executor.plan_maker import GREEDY, PlanMaker, Row
 from support.shm import segment
 
-from services.executor.arena import Arena
 from services.executor.checkpoint.loader import TorchOptions
-from services.executor.engine import Backend
+from services.executor.engine import Arena, Backend
 from services.executor.group.driver import GroupBackend, build_group
 from shared.errors import EngineError
 from shared.messages import WHOLE_VECTOR, Sampling, ints

@@ -7,7 +7,7 @@ import random
 import torch
 from support.executor.tiny_models import VOCAB
 
-from services.executor.model.shapes import Shapes
+from services.executor.model.description import Shapes
 
 CPU = torch.device("cpu")
 LIMIT = 1e-4

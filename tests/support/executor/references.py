@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.fp8 import Fp8Rows, dequantise
+from kernels.quantised import Fp8Rows, dequantise_rows
 
 
 def write_rows(kv: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
@@ -17,5 +17,5 @@ def write_rows(kv: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
 
 def fp8_product(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` of `x` `[rows, inner]` and `weight` `[width, inner]`: `[rows, width]` float32."""
-    found = dequantise(x) @ dequantise(weight).T
+    found = dequantise_rows(x) @ dequantise_rows(weight).T
     return found if bias is None else found + bias.float()

@@ -11,7 +11,7 @@ from loadtest.simulator.engine import Machine, VirtualEngine
 from loadtest.simulator.readers import Record
 from loadtest.simulator.requests import SimRequest, Workload
 from loadtest.simulator.world import FIRST_US, Setup, World
-from services.scheduler.reports import scale
+from services.scheduler.reports import status
 from services.scheduler.state.requests import Arrived, Event, PeerDraining, PeerLost, Send, Ticked
 from services.scheduler.state.state import Limits
 from shared.messages import Rejected
@@ -47,7 +47,7 @@ class ElasticWorld(World):
         limits: Limits | None = None,
     ) -> None:
         self.machine, self.autoscaler, self.durable = machine, autoscaler, durable
-        self.history: list[tuple[float, int, scale.Terms]] = []
+        self.history: list[tuple[float, int, status.Terms]] = []
         self.refused = Counter[int]()
         self.unanswered = {asked.request for asked in workload.requests}
         self._submitted: set[str] = set()
@@ -92,7 +92,7 @@ class ElasticWorld(World):
 
     def _look(self) -> Event:
         now_s = (self.now_us - FIRST_US) / S
-        terms = scale.wanted(self.scheduler.state)
+        terms = status.executors_wanted(self.scheduler.state)
         queued = self.durable and not self._submitted.isdisjoint(self.unanswered)
         replicas = self.autoscaler.tick(now_s, [max(terms.values()), int(queued)])
         self.history.append((now_s, replicas, terms))

@@ -16,7 +16,7 @@ from support.small_llama import VOCAB
 from support.token_tap import Tap
 
 from loadtest.leaks import settle
-from shared.client import Client, request_all
+from shared.client.client import Client, request_all
 from shared.errors import HeadraceError
 from shared.nats import subjects
 from shared.nats.bus import NatsBus

@@ -13,7 +13,7 @@ from services.kv_offload import actor as kv_offload
 from services.scheduler import actor as scheduler
 from services.tokenizer import actor as tokenizer
 from shared.actor.runtime import Actor, Runtime
-from shared.client import Client
+from shared.client.client import Client
 from shared.config import Settings, load
 from shared.nats.interface import Bus
 

@@ -25,10 +25,10 @@ from services.kv_offload.backends import arena
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.kv_tiers import load as tier_load
 from services.scheduler.kv_tiers import lookups, store
-from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state.counters import Counters
 from shared.actor.runtime import Actor
-from shared.client import Client
+from shared.client.client import Client
 from shared.config import load
 from shared.vocab.files import served_name
 

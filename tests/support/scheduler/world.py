@@ -14,7 +14,7 @@ from support.executor.paged_engine import STOP_ID, PagedEngine, expected_tokens
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.tier_side import Pending, TierSide
 
-from services.scheduler import finish
+from services.scheduler import lifecycle
 from services.scheduler.core import Scheduler
 from services.scheduler.state import policies
 from services.scheduler.state.policies import Policy
@@ -176,7 +176,7 @@ class World:
         for at_us, seq in state.deadlines.heap:
             watched[seq] = min(at_us, watched.get(seq, at_us))
         for sequence in state.sequences.values():
-            assert watched[sequence.seq] <= finish.due_at_us(sequence), "a deadline that nobody watches"
+            assert watched[sequence.seq] <= lifecycle.due_at_us(sequence), "a deadline that nobody watches"
         for check in self.checks:
             check(self)
 

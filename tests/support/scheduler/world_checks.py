@@ -12,9 +12,14 @@ from itertools import pairwise
 from support.scheduler.world import World
 
 from services.scheduler import load_shedding, step_planner
-from services.scheduler.headroom import fits_alone, headroom_blocks, headroom_bound, rows_without_block
 from services.scheduler.overlap import mode_of
-from services.scheduler.recompute_cost import decode_shape
+from services.scheduler.preemption import (
+    decode_shape,
+    fits_alone,
+    headroom_blocks,
+    headroom_bound,
+    rows_without_block,
+)
 from services.scheduler.state.requests import Phase, Sequence
 from services.scheduler.state.state import Executor, InFlight
 from services.scheduler.step_planner import ready_rows

@@ -24,18 +24,27 @@ from support.executor.gpu_side import (
 )
 from support.executor.references import write_rows
 
-from kernels.activation import ref as swiglu_ref
-from kernels.activation.gpu import swiglu
 from kernels.attention import ref as attention
 from kernels.attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
 from kernels.attention.prefill import PrefillTiles, PrefillTuning, attend_prefill, tile_queries
 from kernels.attention.ref import write_kv
+from kernels.elementwise import ref as norm_ref
+from kernels.elementwise import ref as swiglu_ref
+from kernels.elementwise.gpu import (
+    FROM_DEVICE,
+    HeadNorms,
+    Resolved,
+    RopeInputs,
+    SlotState,
+    add_rms_norm_,
+    resolve,
+    rms_norm,
+    rope_write,
+    scatter,
+    swiglu,
+)
+from kernels.elementwise.ref import apply_rope, rope_table
 from kernels.gemm.gpu import MatmulTuning, matmul
-from kernels.inputs.gpu import FROM_DEVICE, Resolved, SlotState, resolve, scatter
-from kernels.norm import ref as norm_ref
-from kernels.norm.gpu import add_rms_norm_, rms_norm
-from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
-from kernels.rope.ref import apply_rope, rope_table
 from kernels.sampling import ref as sampler
 from kernels.sampling.gpu import Choices, choose, mask_room, scratch
 from loadtest.gpu.draw import slot_table

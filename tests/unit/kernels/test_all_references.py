@@ -9,10 +9,8 @@ import torch
 from support.executor.references import write_rows
 
 import kernels.cpu_jit
-from kernels.activation import swiglu, swiglu_by_row
 from kernels.attention import attend_decode, attend_prefill, copy_blocks, gather_kv, write_kv
-from kernels.norm import add_rms_norm
-from kernels.rope import apply_rope, rope_table
+from kernels.elementwise import add_rms_norm, apply_rope, rope_table, swiglu, swiglu_by_row
 from services.executor.checkpoint.stored import Dense
 from services.executor.cpu.linear import ROW_TILE, Products, kernel_rows
 

@@ -6,7 +6,7 @@ import pytest
 from support.memory_bus import MemoryBroker
 
 from loadtest import durable
-from shared.client import Client
+from shared.client.client import Client
 from shared.nats.interface import NoResponders
 
 

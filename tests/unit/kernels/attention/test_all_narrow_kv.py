@@ -16,8 +16,8 @@ from kernels.attention import FP8, as_stored, write_kv
 from kernels.attention import ref as attention
 from kernels.attention.decode import DecodeRows, Tuning, attend_decode, decode_work, plan_decode
 from kernels.attention.prefill import PrefillTiles, PrefillTuning, attend_prefill, tile_queries
-from kernels.rope.gpu import HeadNorms, RopeInputs, rope_write
-from kernels.rope.ref import apply_rope, rope_table
+from kernels.elementwise.gpu import HeadNorms, RopeInputs, rope_write
+from kernels.elementwise.ref import apply_rope, rope_table
 
 ON_GPU = torch.cuda.is_available()
 # What keeps KV, what computes, and how far that is from float64, of the largest number.

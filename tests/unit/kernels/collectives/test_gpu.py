@@ -12,9 +12,9 @@ import torch
 from support.executor.rank_side import on_ranks
 from torch import Tensor
 
-from kernels.norm import ref
+from kernels.elementwise import ref
 from loadtest.gpu.comm_memory import HostMemory
-from services.executor.checkpoint.partition import gathered_logits
+from services.executor.checkpoint.weights import gathered_logits
 from services.executor.parallel.ranks import DistributedRanks, Ranks
 
 WIDTH, CALLS = 48, 2

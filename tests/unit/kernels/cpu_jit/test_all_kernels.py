@@ -14,13 +14,13 @@ from support.executor.references import write_rows
 from torch import Tensor
 
 import kernels.cpu_jit
-from kernels.activation import ref as gate_ref
 from kernels.attention import ref as attention_ref
 from kernels.attention import write_kv
 from kernels.cpu_jit import attention, block_weights, packed_weights, rowwise, thread_team
 from kernels.cpu_jit import gemm_few_rows as matmul
-from kernels.norm import ref as norm_ref
-from kernels.rope import ref as rope_ref
+from kernels.elementwise import ref as gate_ref
+from kernels.elementwise import ref as norm_ref
+from kernels.elementwise import ref as rope_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 KV_DTYPES = (*DTYPES, torch.float16)

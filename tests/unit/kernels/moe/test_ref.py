@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.executor.gpu_side import normal, words
 
-from kernels.activation.ref import swiglu
+from kernels.elementwise.ref import swiglu
 from kernels.moe import combine, dispatch, experts_mlp, gpu, permute, route
 
 TOKENS, EXPERTS, PER_TOKEN, HIDDEN, WIDTH = 29, 10, 3, 16, 24

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.moe import combine, dispatch, experts_mlp, permute, ref, route
 from loadtest.gpu.comm_ways import GroupTalks, run_in_turn
 from loadtest.gpu.experts import ExpertWeights, Gathered
-from services.executor.model.shapes import ExpertShapes
+from services.executor.model.description import ExpertShapes
 from services.executor.parallel.coroutines import ForwardPass, run_alone
 from services.executor.parallel.ranks import Ranks
 

@@ -14,7 +14,7 @@ from support.text_models import write_sentencepiece_gguf
 
 from services.detokenizer.attach import MAX_BYTES
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.open_requests import Command, Publish, SendTo
+from services.detokenizer.response import Command, Publish, SendTo
 from shared.messages import Close, Detached, Message, Open, Tokenized, Tokens, Usage, floats, ints
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary

@@ -8,7 +8,7 @@ import pytest
 from support.wire_samples import SAMPLES
 
 from services.detokenizer.backups import DONE_US, ONE_LOST_US, Backups, key_of
-from services.detokenizer.open_requests import opened_of
+from services.detokenizer.response import opened_of
 from shared.messages import Claims, Open, Tokenized, longs
 
 S, D = "scheduler.s", "detokenizer.d"

@@ -22,7 +22,7 @@ from services.detokenizer.checkpoints import (
 )
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.failover import WAIT_TURNS
-from services.detokenizer.open_requests import Command, Publish, SendTo
+from services.detokenizer.response import Command, Publish, SendTo
 from shared import codec
 from shared.checkpoints import body_hash, is_of, pack, unpack
 from shared.errors import WireError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.text_models import write_sentencepiece_gguf
 
 from services.detokenizer.core import MOST_ASKED, DetokenizerCore
-from services.detokenizer.open_requests import Command, Fault, Publish, SendTo
+from services.detokenizer.response import Command, Fault, Publish, SendTo
 from shared.errors import NO_VECTOR
 from shared.messages import (
     EMBEDDING,

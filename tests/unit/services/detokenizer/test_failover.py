@@ -12,7 +12,7 @@ from support.text_models import write_sentencepiece_gguf
 from services.detokenizer.actor import send
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.failover import MOST_DEATHS, WAIT_TURNS
-from services.detokenizer.open_requests import Command, Publish, SendTo
+from services.detokenizer.response import Command, Publish, SendTo
 from shared.actor.mailbox import Mailbox
 from shared.errors import PayloadTooLarge
 from shared.kv_blocks import rendezvous

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from support.text_models import write_sentencepiece_gguf
 
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.open_requests import Command, Publish, SendTo
 from services.detokenizer.reconnect import TURNS
-from services.detokenizer.response import MAX_SENT
-from shared.client import FrameOrder
+from services.detokenizer.response import MAX_SENT, Command, Publish, SendTo
+from shared.client.client import FrameOrder
 from shared.messages import Close, Detached, Message, Open, Tokens, floats, ints
 from shared.vocab.files import ModelFiles
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary

@@ -12,8 +12,8 @@ from support.memory_bus import MemoryBroker
 
 from services.gateway import actor
 from services.gateway.actor import MAX_FILES, build
-from shared import client
 from shared.actor.runtime import Actor, HeartbeatPayload, Runtime
+from shared.client import client
 from shared.config import Settings
 from shared.errors import Overloaded, SetupError, error_body
 from shared.nats import subjects

@@ -15,11 +15,10 @@ from support.memory_bus import MemoryBroker
 from support.virtual_loop import FakeClock
 
 from services.gateway.app import MET_503, Endpoints, Keys, build_app
-from services.gateway.fleet import Fleet
 from services.gateway.native_call import Health, TenantConnections
-from services.gateway.page import Page
+from services.gateway.page import Fleet, Page
 from shared.actor.mailbox import Mailbox
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import Unavailable
 
 SECRET = "request r-1 of acme has met the death of its third scheduler"

@@ -19,7 +19,7 @@ from services.gateway.exchange import (
     headers_of_exchange,
     spans,
 )
-from shared.client import SlowReader
+from shared.client.client import SlowReader
 from shared.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -32,7 +32,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
-from shared.openai.error_shape import body_of, status_of
+from shared.openai.call import error_body, error_status
 from shared.telemetry.metrics import to_prometheus
 from shared.telemetry.readings import HistogramPoint, MetricPoint
 from shared.telemetry.traces import covered_us
@@ -54,8 +54,8 @@ from shared.telemetry.traces import covered_us
     ],
 )
 def test_errors_in_openai_form(error: HeadraceError, status: int, kind: str, word: str | None) -> None:
-    assert status_of(error) == status
-    assert body_of(error, "r") == {
+    assert error_status(error) == status
+    assert error_body(error, "r") == {
         "error": {
             "message": error.message,
             "type": kind,

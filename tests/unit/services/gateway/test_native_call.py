@@ -19,7 +19,7 @@ from services.gateway import native_call
 from services.gateway.native_call import TenantConnections
 from services.launcher import nats_server as servers
 from services.launcher.nats_server import NatsServer
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import SetupError, Unavailable
 from shared.nats.bus import TURN_MESSAGES, NatsBus
 from shared.nats.interface import Bus, BusFault, Delivery

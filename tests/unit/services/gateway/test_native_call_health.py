@@ -11,7 +11,7 @@ from support.memory_bus import MemoryBroker
 from services.gateway import native_call
 from services.gateway.native_call import Health
 from shared.actor.membership import NEEDED, Peers
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import Unavailable
 from shared.messages import Heartbeat
 

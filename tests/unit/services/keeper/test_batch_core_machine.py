@@ -47,7 +47,7 @@ from services.keeper.batch_core import (
 )
 from services.keeper.core import ASK_AGAIN_US, PROGRESS_US, RETRY_US, Ack, Nak, Progress
 from services.keeper.records import Body
-from shared.chunks import DamagedFile
+from shared.client.chunks import DamagedFile
 from shared.errors import (
     BadRequest,
     Cancelled,

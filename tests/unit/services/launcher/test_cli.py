@@ -25,7 +25,7 @@ from services.launcher.commands import chat
 from services.launcher.commands import doctor as doctor_module
 from services.launcher.commands.chat import Conversation
 from services.launcher.commands.doctor import Finding
-from services.launcher.commands.request import read_body
+from services.launcher.commands.submit import read_body
 from shared.config import PREFIX, Loaded, Settings, metavar
 from shared.errors import BadRequest
 

@@ -187,7 +187,7 @@ async def test_a_tick_that_fails_fails_the_actor(house: House, monkeypatch: pyte
         failed.set()
         raise RuntimeError("broken tick")
 
-    monkeypatch.setattr("services.scheduler.core.finish.expire", broken)
+    monkeypatch.setattr("services.scheduler.core.lifecycle.expire", broken)
     await house.ask("r")
     async with asyncio.timeout(60):
         await failed.wait()
@@ -202,7 +202,7 @@ async def test_a_cancel_that_fails_fails_the_actor(house: House, monkeypatch: py
     def broken(*args: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("services.scheduler.arrival.cancel", broken)
+    monkeypatch.setattr("services.scheduler.lifecycle.cancel", broken)
     house.fleet.outside.publish(subjects.cancel("t", "one"), b"")
     async with asyncio.timeout(60):
         assert str(await house.runtime.failed()) == "broken"

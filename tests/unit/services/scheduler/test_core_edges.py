@@ -184,7 +184,7 @@ def test_an_id_may_be_used_again_although_its_end_was_cancelled() -> None:
 
 
 def test_cancels_of_nothing_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.arrival.MAX_TOMBSTONES", 3)
+    monkeypatch.setattr("services.scheduler.lifecycle.MAX_TOMBSTONES", 3)
     world = World()
     world.add_engine()
     for i in range(5):
@@ -311,7 +311,7 @@ def test_logprobs_go_with_their_tokens_to_the_right_shard() -> None:
 def test_another_detokenizer_gets_all_tokens_with_their_log_probabilities(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.scheduler.arrival.MAX_IDS", 2)
+    monkeypatch.setattr("services.scheduler.lifecycle.MAX_IDS", 2)
     world = World(shards=("d1", "d2"))
     world.add_engine()
     world.ask("a", [5], 9, logprobs=3)

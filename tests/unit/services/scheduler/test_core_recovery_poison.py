@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.scheduler.world import World, any_limits
 
 from services.scheduler.admission import MAX_UNPROVEN, MOST_DEATHS, PROVEN_TOKENS, on_trial
-from services.scheduler.core import MAX_ACQUITTALS
+from services.scheduler.recovery import MAX_ACQUITTALS
 from services.scheduler.state.requests import DrainRequested, PeerDraining, PeerLost, PeerReady, StreamLost
 from services.scheduler.state.state import Limits
 from shared.messages import StepPlan

@@ -9,7 +9,7 @@ from support.scheduler.world_checks import nobody_forgotten
 
 from services.scheduler import preemption, prefix_cache
 from services.scheduler.kv_tiers import load, lookups, store
-from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state.policies import Policy
 from services.scheduler.state.requests import (
     NO_TAIL,

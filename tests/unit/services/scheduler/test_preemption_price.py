@@ -7,7 +7,7 @@ from support.scheduler.known_costs import Known
 from support.scheduler.world import World
 
 from services.scheduler import preemption
-from services.scheduler.recompute_cost import RecomputeCost
+from services.scheduler.preemption import RecomputeCost
 from services.scheduler.state import policies
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, Limits

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from support.virtual_loop import FakeClock
 
-from services.tokenizer import actor
-from services.tokenizer.actor import Arrival, Arrivals, TenantQueue, follows_grammars, loads
+from services.tokenizer import actor, intake
+from services.tokenizer.actor import follows_grammars, loads
 from services.tokenizer.core import Fail
+from services.tokenizer.intake import Arrival, Arrivals, PendingRequest, TenantQueue
 from services.tokenizer.prepare import Origin
 from services.tokenizer.queries import refusal_spans
-from services.tokenizer.standby import PendingRequest
 from shared.actor.membership import Peers
 from shared.errors import Overloaded, Unavailable
 from shared.messages import Heartbeat
@@ -53,7 +53,7 @@ async def test_tenants_are_taken_in_turn() -> None:
 async def test_of_too_many_those_are_refused_whose_tenant_has_its_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(actor, "MAX_WAITING", 4)
+    monkeypatch.setattr(intake, "MAX_WAITING", 4)
     box = TenantQueue(lambda heard: None)
     for name in ("at once", "1", "2", "3", "4"):
         box.put(asked("many", name))
@@ -69,7 +69,7 @@ async def test_of_too_many_those_are_refused_whose_tenant_has_its_share(
 async def test_names_that_somebody_invents_do_not_raise_the_bound_beyond_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(actor, "MAX_WAITING", 4)
+    monkeypatch.setattr(intake, "MAX_WAITING", 4)
     box = TenantQueue(lambda heard: None)
     box.put(asked("at once", "0"))
     for i in range(8):
@@ -116,7 +116,7 @@ async def test_what_arrives_in_a_burst_is_seen_by_tenants_in_turn_and_copies_las
 
 
 async def test_what_arrives_faster_than_it_can_be_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor, "MAX_WAITING", 3)
+    monkeypatch.setattr(intake, "MAX_WAITING", 3)
     monkeypatch.setattr(actor, "MAX_COPIES", 3)
     seen: list[str] = []
     arrivals = Arrivals(lambda arrival: seen.append(arrival.delivery.data.decode()), lambda: 0)

@@ -16,9 +16,15 @@ from support import byte_grammar
 from support.text_models import CONTROLS, TEMPLATE, write_bpe_gguf
 
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.prepare import ServedModel, Submission, prepare, read_body, request_id_of
+from services.tokenizer.prepare import (
+    SamplingDefaults,
+    ServedModel,
+    Submission,
+    prepare,
+    read_body,
+    request_id_of,
+)
 from services.tokenizer.queries import tokenize_body
-from services.tokenizer.sampling_defaults import SamplingDefaults
 from shared.answer_formats import grammar
 from shared.answer_formats.formats import FORMATS
 from shared.api import IGNORED, MAX_RUN, RUN_HEADER, UNSUPPORTED, run_of

@@ -21,7 +21,7 @@ from support.scheduler.world import World
 from support.text_models import write_bpe_gguf
 
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.open_requests import Publish, SendTo
+from services.detokenizer.response import Publish, SendTo
 from services.scheduler.state.requests import Arrived, Send, Ticked
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.core import Fail, Schedulers, TokenizerCore

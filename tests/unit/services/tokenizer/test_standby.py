@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.tokenizer import standby
-from services.tokenizer.standby import (
-    ATTEMPTS,
-    DONE_US,
-    SILENT_US,
-    STOPPED_US,
-    TURN_US,
-    UNOWNED_US,
-    PendingRequest,
-    Standby,
-    key_of,
-)
-from shared.messages import Claims, longs
+from services.tokenizer import intake, standby
+from services.tokenizer.intake import PendingRequest, key_of
+from services.tokenizer.standby import DONE_US, SILENT_US, STOPPED_US, TURN_US, UNOWNED_US, Standby
+from shared.messages import ATTEMPTS, Claims, longs
 from shared.nats.interface import Delivery
 
 OTHER, IDS = "tokenizer.b", ["a", "b"]
@@ -49,7 +40,7 @@ def kept(*requests: PendingRequest) -> Standby:
 
 
 def test_a_key_tells_requests_apart() -> None:
-    large = b"x" * standby.HASHED_BYTES
+    large = b"x" * intake.HASHED_BYTES
     keys = [
         heard("i").key,
         heard("j").key,

@@ -12,8 +12,7 @@ from support.hostile_values import as_response_format, deep, schemas
 from support.json_schemas import SCHEMAS
 from support.structured import grammar_of
 
-from services.tokenizer.json_schema import MAX_DEPTH
-from services.tokenizer.structured_output import MAX_GRAMMAR_CHARS
+from services.tokenizer.structured_output import MAX_DEPTH, MAX_GRAMMAR_CHARS
 from shared.answer_formats import grammar
 from shared.errors import BadRequest
 

@@ -11,8 +11,7 @@ from support.loose_tools import FOLLOWED, LOOSE, tool_with
 from support.structured import grammar_of, tools_of
 
 from services.tokenizer import structured_output
-from services.tokenizer.json_schema import engine_refuses
-from services.tokenizer.structured_output import parsed
+from services.tokenizer.structured_output import engine_refuses, parsed
 from shared.answer_formats import grammar
 from shared.errors import BadRequest
 

@@ -8,10 +8,9 @@ import socket
 
 import pytest
 
-from services.launcher.commands.status import ScrapeTargets
 from shared.errors import SetupError
 from shared.telemetry import metrics
-from shared.telemetry.metrics import MAX_CONNECTIONS, ScrapePoint, answer, to_prometheus
+from shared.telemetry.metrics import MAX_CONNECTIONS, ScrapePoint, ScrapeTargets, answer, to_prometheus
 from shared.telemetry.otel import METRICS, is_on, prometheus_address
 from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics, process_metrics
 

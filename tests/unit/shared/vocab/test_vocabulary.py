@@ -24,8 +24,15 @@ from support.text_models import (
 from tokenizers import decoders
 
 from shared.errors import SetupError
-from shared.vocab.files import CATALOGUE, DEFAULT_MODEL, ModelFiles, resolve, served_name, size_bytes
-from shared.vocab.gguf import read_metadata
+from shared.vocab.files import (
+    CATALOGUE,
+    DEFAULT_MODEL,
+    ModelFiles,
+    read_metadata,
+    resolve,
+    served_name,
+    size_bytes,
+)
 from shared.vocab.vocabulary import (
     Vocabulary,
     _renamed,

@@ -14,10 +14,9 @@ from support.executor.int4_folders import AWQ, GROUP, KINDS, compressed, gptq, p
 
 from services.executor.checkpoint import int4
 from services.executor.checkpoint.int4 import InInt4, Int4Format, ScaledInt4, dummy_in_int4, part_in_int4
-from services.executor.checkpoint.partition import shard
 from services.executor.checkpoint.quantised import scheme_of, stored_in
 from services.executor.checkpoint.stored import Cut, Dense
-from services.executor.checkpoint.weights import Weights, load_hf
+from services.executor.checkpoint.weights import Weights, load_hf, shard
 from services.executor.model.description import WIDTH, Part
 from shared.errors import SetupError
 

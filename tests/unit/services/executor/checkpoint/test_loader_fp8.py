@@ -12,9 +12,9 @@ from support.executor.tiny_gguf import write_gguf
 from support.executor.tiny_models import save_tiny
 
 from services.executor.checkpoint import loader
-from services.executor.checkpoint.fp8 import ScaledFp8
 from services.executor.checkpoint.kv_cache import size_bytes
 from services.executor.checkpoint.loader import Loaded, TorchOptions, load, model_digest
+from services.executor.checkpoint.quantised import ScaledFp8
 from services.executor.checkpoint.stored import Dense
 from shared.errors import SetupError
 

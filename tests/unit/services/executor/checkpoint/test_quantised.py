@@ -11,12 +11,17 @@ import pytest
 import torch
 from support.executor.fp8_folders import BLOCK, KINDS, TOKEN, compressed, save_fp8
 
-from kernels.fp8 import quantise_rows
-from services.executor.checkpoint.fp8 import InFp8, ScaledFp8, part_in_fp8
-from services.executor.checkpoint.partition import shard
-from services.executor.checkpoint.quantised import InBlocksOfFp8, scheme_of, with_scales
+from kernels.quantised import quantise_rows
+from services.executor.checkpoint.quantised import (
+    InBlocksOfFp8,
+    InFp8,
+    ScaledFp8,
+    part_in_fp8,
+    scheme_of,
+    with_scales,
+)
 from services.executor.checkpoint.stored import Cut, Dense
-from services.executor.checkpoint.weights import Weights, load_hf
+from services.executor.checkpoint.weights import Weights, load_hf, shard
 from services.executor.model.description import WIDTH, Part
 from shared.errors import SetupError
 

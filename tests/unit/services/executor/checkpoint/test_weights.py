@@ -14,7 +14,7 @@ from support.executor.tiny_models import KINDS, save_tiny, tiny_model
 from services.executor.checkpoint.config import from_hf
 from services.executor.checkpoint.weights import load_dummy, load_hf
 from services.executor.cpu.engine import TorchOptions, build
-from services.executor.model.shapes import ExpertShapes
+from services.executor.model.description import ExpertShapes
 from shared.errors import SetupError
 
 CPU = torch.device("cpu")

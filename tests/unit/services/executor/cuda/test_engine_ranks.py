@@ -10,7 +10,7 @@ import torch
 from support.executor.empty_plans import plan
 from support.executor.partitions import shapes
 
-from services.executor.checkpoint.partition import shard
+from services.executor.checkpoint.weights import shard
 from services.executor.cuda.engine import _check_alike, _check_same
 from services.executor.engine import Pending
 from services.executor.parallel.ranks import Solo

@@ -16,8 +16,15 @@ from kernels.sampling.ref import FILTERS, LOGITS
 from services.executor.cuda.engine import DeviceSampling
 from services.executor.cuda.input_batch import CudaSlots
 from services.executor.engine import StepOutput
-from services.executor.sampling.sampler import BY_MODEL, BY_REQUEST, ROW_ERRORS, Sampler, row_errors
-from services.executor.sampling.slot_tokens import end_slots, take
+from services.executor.sampling.sampler import (
+    BY_MODEL,
+    BY_REQUEST,
+    ROW_ERRORS,
+    Sampler,
+    end_slots,
+    row_errors,
+    take,
+)
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.messages import WHOLE_VECTOR, Sampling, SlotOpen, floats, ints
 

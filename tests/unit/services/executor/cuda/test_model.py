@@ -17,21 +17,18 @@ from support.executor.int4_folders import gptq, save_int4
 from support.executor.references import fp8_product, write_rows
 from support.executor.tiny_models import random_tokens, reference_logprobs, save_tiny
 
-import kernels.fp8 as fp8_rows
-import kernels.int4 as int4_groups
-from kernels.activation import swiglu
+import kernels.quantised as fp8_rows
+import kernels.quantised as int4_groups
 from kernels.attention import attend_prefill, write_kv
-from kernels.int4.gpu import Int4Weight
+from kernels.elementwise import apply_rope, rms_norm, swiglu
 from kernels.moe import combine, dispatch, experts_mlp, permute, route
 from kernels.moe import gpu as moe
-from kernels.norm import rms_norm
-from kernels.rope import apply_rope
+from kernels.quantised.gpu import Int4Weight
 from services.executor.checkpoint import int4 as checkpoint_int4
 from services.executor.checkpoint import loader
 from services.executor.checkpoint.loader import TorchOptions, load
 from services.executor.cuda import model as cuda_model
-from services.executor.model.description import Gate, Norm, Part, Weight, describe
-from services.executor.model.shapes import ExpertShapes
+from services.executor.model.description import ExpertShapes, Gate, Norm, Part, Weight, describe
 from shared.errors import SetupError
 
 TOKENS = 40

@@ -18,7 +18,7 @@ from support.executor.row_by_row import logits
 from support.executor.tiny_gguf import tiny_vocabulary, write_model
 from support.executor.tiny_models import random_tokens
 
-from kernels.int4 import Int4Groups, dequantise, gpu, quantise_groups
+from kernels.quantised import Int4Groups, dequantise, gpu, quantise_groups
 from services.executor.checkpoint.gguf_blocks import InBlocks, part_in_groups
 from services.executor.checkpoint.int4 import ScaledInt4
 from services.executor.checkpoint.loader import TorchOptions

@@ -25,9 +25,9 @@ from support.executor.stage_plugins import Shift
 from support.executor.tiny_models import save_tiny
 from support.shm import segment
 
-from services.executor.arena import Arena
 from services.executor.checkpoint.loader import TorchOptions
 from services.executor.cpu.engine import build
+from services.executor.engine import Arena
 from services.executor.group import driver
 from services.executor.group.driver import GroupBackend, RankBackend, build_group
 from services.executor.parallel.ranks import Ranks

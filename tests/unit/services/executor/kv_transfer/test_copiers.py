@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.executor.arena import ArenaError
+from services.executor.engine import ArenaError
 from services.executor.kv_transfer import copiers
 
 

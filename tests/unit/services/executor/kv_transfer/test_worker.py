@@ -12,8 +12,7 @@ import pytest
 from support.shm import Segment, segment
 from support.virtual_loop import FakeClock
 
-from services.executor.arena import Arena, ArenaError
-from services.executor.engine import YieldDevice, no_yield
+from services.executor.engine import Arena, ArenaError, YieldDevice, no_yield
 from services.executor.kv_transfer import worker
 from services.executor.kv_transfer.worker import RECENT_US, CopyCallbacks, CopyRate, CopyWorker
 from services.kv_offload.backends.arena import shared_arena

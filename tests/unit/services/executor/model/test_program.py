@@ -13,11 +13,10 @@ import torch
 from support.executor.plan_maker import PlanMaker, Row
 from support.executor.tiny_models import VOCAB, save_tiny
 
-from services.executor.cpu import model as cpu_model
+from services.executor.cpu import engine as cpu_model
 from services.executor.cpu.engine import TorchBackend, TorchOptions, build
 from services.executor.model.description import Add, Description, Norm, Weight
-from services.executor.model.program import Placed, Table, Values, steps_of
-from services.executor.model.reference import REFERENCE
+from services.executor.model.program import REFERENCE, Placed, Table, Values, steps_of
 
 SOME = Weight("w", ())
 

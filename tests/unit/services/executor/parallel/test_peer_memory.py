@@ -10,9 +10,9 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from kernels.activation import ref as swiglu_ref
 from kernels.collectives.gpu import EMPTY
-from kernels.norm import ref
+from kernels.elementwise import ref
+from kernels.elementwise import ref as swiglu_ref
 from services.executor.cuda import model as logits
 from services.executor.cuda.kernel_configs import Layouts
 from services.executor.cuda.model import _ResidualAdd, gated

@@ -9,7 +9,7 @@ import pytest
 from support.executor.plan_maker import PlanMaker, Row
 from support.shm import segment
 
-from services.executor.arena import Arena
+from services.executor.engine import Arena
 from services.executor.sim.engine import PRESET_COPIES, SimBackend, SimCopies, SimOptions, sim_timing
 from shared.errors import SetupError
 

@@ -15,8 +15,7 @@ from openai.types.responses import ResponseStreamEvent
 
 from services.gateway.responses.events import START, Place, ResponseEvents, place_of
 from shared.errors import Cancelled, EngineError
-from shared.openai.call import Call, read_call
-from shared.openai.error_shape import body_of
+from shared.openai.call import Call, error_body, read_call
 from shared.openai.responses.output import whole
 from shared.openai.responses.request import read
 
@@ -162,7 +161,7 @@ def test_an_error_before_the_text_has_a_status_and_a_later_one_an_event() -> Non
     assert stream.take(0, frames([])[0]) == []
     (opening, *_) = stream.take(0, frames(["Hello"])[1])
     assert "response.created" in opening
-    last = stream.end(body_of(EngineError("it broke"))).decode()
+    last = stream.end(error_body(EngineError("it broke"))).decode()
     fields = json.loads(last.partition("data: ")[2])
     assert (fields["type"], fields["response"]["error"]["message"]) == ("response.failed", "it broke")
     assert stream.end(None) == b""
@@ -204,7 +203,7 @@ def test_a_reader_without_text_goes_on_with_any_attempt() -> None:
 def test_a_stored_response_outlives_the_error_of_its_stream() -> None:
     stream = ResponseEvents(asked(), (), START, stored=True)
     stream.take(0, frames([])[0])
-    data = stream.end(body_of(EngineError("cut"))).decode()
+    data = stream.end(error_body(EngineError("cut"))).decode()
     fields = json.loads(data.partition("data: ")[2])
     assert (fields["type"], fields["message"], fields["sequence_number"]) == ("error", "cut", 1)
     assert "id:" not in data

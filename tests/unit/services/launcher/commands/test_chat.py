@@ -16,7 +16,7 @@ from services.launcher.commands.chat import (
     LoopThread,
     _answer,
 )
-from services.launcher.commands.request import read_body
+from services.launcher.commands.submit import read_body
 from shared.api import ChatRequest
 from shared.errors import BadRequest, Unavailable
 

@@ -11,7 +11,7 @@ from support.actor_fleet import Fleet, watched_fleet
 
 from services.launcher.cli import main
 from services.launcher.commands import model
-from services.launcher.commands.policy import ask
+from services.launcher.commands.record import ask_scheduler
 from services.launcher.session import Target
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.state.state import Limits
@@ -26,8 +26,8 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 async def test_a_scheduler_answers_with_the_states(fleet: Fleet) -> None:
     await fleet.started(SchedulerActor(Limits(), "m"), "s1")
-    assert await ask(fleet.outside, subjects.sleep("s1"), "sleep") == {"executors": {}}
-    assert await ask(fleet.outside, subjects.sleep("gone"), "sleep") == {}
+    assert await ask_scheduler(fleet.outside, subjects.sleep("s1"), "sleep") == {"executors": {}}
+    assert await ask_scheduler(fleet.outside, subjects.sleep("gone"), "sleep") == {}
     assert await model._ask_hosts(fleet.outside, "m", "load") == []
 
 

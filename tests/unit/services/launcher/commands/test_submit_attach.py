@@ -10,7 +10,7 @@ import pytest
 
 from services.launcher.commands import submit as command
 from services.launcher.session import Target
-from shared.client import Client
+from shared.client.client import Client
 from shared.errors import EngineError
 from shared.nats.interface import Bus
 

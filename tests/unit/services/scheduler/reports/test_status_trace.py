@@ -8,8 +8,8 @@ import json
 from support.scheduler.world import World
 
 from services.scheduler.reports import status
+from services.scheduler.state.counters import MAX_KEPT, MAX_LINKS, StepLog, StepRecord, step_spans, step_trace
 from services.scheduler.state.requests import MAX_CHUNKS
-from services.scheduler.state.step_log import MAX_KEPT, MAX_LINKS, StepLog, StepRecord, step_spans, step_trace
 from shared.telemetry import traces as trace_context
 
 TRACED = {"parent_span": trace_context.NO_PARENT}

@@ -1,1 +1,0 @@
-"""Kernels that compute the inputs of all layers once a step, and a kernel that writes device timestamps."""

@@ -1,0 +1,341 @@
+"""How requests go on when executors, detokenizers and other schedulers join, leave or die. `core` calls it.
+
+State that an executor or a detokenizer held is rebuilt from this scheduler's records. The requests of another
+scheduler that has died arrive from their detokenizers (`take_over`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from services.scheduler import admission, lifecycle, load_shedding
+from services.scheduler.fleet import sleep
+from services.scheduler.kv_tiers import hosts as tiers
+from services.scheduler.kv_tiers import lookups
+from services.scheduler.preemption import requeue
+from services.scheduler.state import requests
+from services.scheduler.state.requests import (
+    Request,
+    Sequence,
+)
+from services.scheduler.state.state import Executor, Sleeper, State
+from services.scheduler.state.waiting_queue import SequenceGroup
+from shared.messages import (
+    MOVED,
+    Close,
+    ExecHello,
+    ExecRefused,
+    ExecReset,
+    ExecSleep,
+    ExecWelcome,
+    Tokenized,
+    ints,
+    rejection,
+)
+
+MAX_ACQUITTALS = 8  # then a request that silences executors counts as one that kills them
+
+
+def executor_hello(state: State, source: str, message: ExecHello) -> None:
+    """An executor with empty slots joins. A repeated hello of a known incarnation is only welcomed. An
+    executor of another kind is refused with the reason (load_shedding.py)."""
+    if source != f"executor.{message.executor}":
+        return  # sent in another executor's name
+    known, epoch = state.executors.get(message.executor), message.exec_epoch
+    if known is None or known.epoch != epoch:
+        if known is not None:
+            drop_executor(state, message.executor, "the executor restarted")
+        state.dropped.pop(message.executor, None)
+        if why := load_shedding.kind_refusal(state, message):
+            state.excluded[message.executor] = message
+            state.send(source, ExecRefused(exec_epoch=epoch, why=why))
+            return
+        load_shedding.kind_joined(state, message)
+        if message.asleep:
+            sleep.joined(state, message)
+            state.send(source, ExecWelcome(exec_epoch=epoch))
+            return
+        state.asleep.pop(message.executor, None)
+        tiers.joined(state, state.add_executor(message))
+        state.waiting.unpark(state.now_us)
+        state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
+        lifecycle.executors_changed(state)
+    state.send(source, ExecWelcome(exec_epoch=epoch))
+
+
+def put_to_sleep(state: State, executor: Executor) -> None:
+    name = executor.hello.executor
+    state.send(executor.source, ExecSleep(exec_epoch=executor.epoch))
+    state.asleep[name] = Sleeper(executor.hello)
+    drop_executor(state, name, "it goes to sleep")
+    del state.dropped[name]  # it is not lost
+
+
+def executor_back(state: State, executor_id: str, started_us: int) -> None:
+    """An executor that counted as dead sends heartbeats again: its slots are stale, so it is reset. If it is
+    the same process it was only silent, so the requests that were blamed for its death are acquitted."""
+    if (dropped := state.dropped.get(executor_id)) is None:
+        return
+    state.send(
+        f"executor.{executor_id}",
+        ExecReset(exec_epoch=dropped.epoch, why="its heartbeats stopped: its sequences are queued again"),
+    )
+    if started_us > dropped.epoch:
+        return
+    for request in map(state.requests.get, dropped.blamed):
+        if request is not None and request.acquittals < MAX_ACQUITTALS:
+            request.acquittals += 1
+            request.executor_deaths -= 1
+    dropped.blamed.clear()
+
+
+def executor_leaves(state: State, executor_id: str) -> None:
+    """An executor is gone or drains. If it was the last of its kind, another kind takes over."""
+    for waiting in load_shedding.kind_left(state, executor_id):
+        executor_hello(state, f"executor.{waiting.executor}", waiting)
+    lifecycle.executors_changed(state)
+
+
+def drop_executor(state: State, executor_id: str, why: str, *, died: bool = False) -> None:
+    """The executor's memory is gone: queue its sequences again, with all their tokens. `died`: it crashed,
+    and one of its requests may be the cause."""
+    executor = state.pop_executor(executor_id)
+    if executor is None:
+        return
+    tiers.executor_gone(state, executor)
+    blamed = _blame(state, executor) if died and not executor.draining else []
+    state.note_dropped(executor_id, executor.epoch, [request.key for request in blamed])
+    for sequence in executor.running:
+        sequence.leave()
+        sequence.record_decision(state.now_us, "requeue", why, tokens=len(sequence.tokens))
+        requeue(state, sequence)
+    lifecycle.executors_changed(state)
+    for request in blamed:
+        if (count := request.executor_deaths) >= admission.MOST_DEATHS:
+            message = f"{count} executors have died while they computed this request, {executor_id} last"
+            lifecycle.fail(state, request, 500, f"{message}: it is not tried again; see their logs")
+
+
+def _blame(state: State, executor: Executor) -> list[Request]:
+    """Count the death of an executor against the request on trial, or against all that ran if none was.
+    Returns these requests."""
+    tried = admission.request_on_trial(executor)
+    running = {id(s.request): s.request for s in executor.running}
+    blamed = list(running.values()) if tried is None else [tried]
+    for request in blamed:
+        request.executor_deaths += 1
+        state.suspects.add(request.key)
+        request.tokens_at_death = sum(s.generated for s in request.sequences)
+    return blamed
+
+
+def reset_executor(state: State, executor_id: str, why: str) -> None:
+    """Make an executor start over as a new incarnation, because its state is in doubt."""
+    executor = state.executors.get(executor_id)
+    if executor is not None:
+        state.send(executor.source, ExecReset(exec_epoch=executor.epoch, why=why))
+        drop_executor(state, executor_id, why)
+
+
+def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
+    """A detokenizer joins, or a new incarnation of one: it gets the requests without a detokenizer, and its
+    own again. One that counted as dead and still lives gets a Close for each sequence that has moved."""
+    moved_epoch, moved = state.moved.pop(shard, (0, []))
+    if moved_epoch == epoch:
+        for seq in moved:
+            state.send(f"detokenizer.{shard}", Close(seq=seq, final=0, reason="moved"))
+    state.draining_detokenizers.discard(shard)
+    restarted = state.detokenizers.get(shard, epoch) != epoch
+    state.detokenizers[shard] = epoch
+    for request in list(state.requests.values()):
+        if not request.shard or (restarted and request.shard == shard):
+            _reopen(state, request.sequences)
+        elif not request.backup_shard and request.shard != shard:
+            lifecycle.send_to_backup(state, request)
+
+
+def detokenizer_leaves(state: State, shard: str) -> None:
+    """A detokenizer drains: it gets no new request. Requests of a dead scheduler may continue there."""
+    state.detokenizers.pop(shard, None)
+    state.draining_detokenizers.add(shard)
+
+
+def detokenizer_lost(state: State, shard: str) -> None:
+    """A detokenizer is gone: open its sequences at another one with all their tokens, when there is one."""
+    state.draining_detokenizers.discard(shard)
+    epoch = state.detokenizers.pop(shard, 0)
+    lost = [request for request in state.requests.values() if request.shard == shard]
+    state.note_moved(shard, epoch, [s.seq for request in lost for s in request.sequences])
+    for request in lost:
+        _reopen(state, request.sequences)
+    for request in state.requests.values():
+        if request.backup_shard == shard:
+            lifecycle.send_to_backup(state, request)
+
+
+def detokenizer_missed(state: State, source: str) -> None:
+    """Messages to a detokenizer were lost. Its texts may have holes, and it may lack requests: all start a
+    new attempt."""
+    for request in list(state.requests.values()):
+        if source == f"detokenizer.{request.shard}":
+            request.attempt += 1
+            lifecycle.open_at_shard(state, request)
+            _fail_unscored(state, request)
+            _close_again(state, request.sequences)
+
+
+def _reopen(state: State, sequences: list[Sequence]) -> None:
+    """Start a new attempt of the reply stream, from the first token."""
+    request = sequences[0].request
+    if state.detokenizers:
+        request.attempt += 1
+    lifecycle.assign_shard(state, request)
+    _fail_unscored(state, request)
+    _close_again(state, sequences)
+
+
+def _fail_unscored(state: State, request: Request) -> None:
+    """Fail a request that asks for log probabilities which only its lost detokenizer had, since another
+    scheduler has generated the first tokens."""
+    if not any(s.scores is not None and s.scores.first for s in request.sequences):
+        return
+    why = "its scheduler and then its detokenizer have gone, and log probabilities with them; send it again"
+    for sequence in request.sequences:
+        if sequence.close is not None:
+            sequence.close = dataclasses.replace(sequence.close, reason="error", code=503, message=why)
+    lifecycle.fail(state, request, 503, why)
+
+
+def _close_again(state: State, sequences: list[Sequence]) -> None:
+    """Send the Close of ended sequences again, after they were opened again."""
+    for sequence in sequences:
+        if not sequence.live:
+            lifecycle.send_close(state, sequence)
+
+
+def take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> None:
+    """Continue a request of a dead scheduler at the detokenizer `source`, or refuse it.
+
+    The detokenizer has the request and every token that its client may have read
+    (services/detokenizer/failover.py). Its choices are queued as after the death of their executor: with all
+    their tokens. Blocks that a tier holds are loaded, others are computed again, and the stream goes on after
+    its last token. A repeated message opens the request again.
+    """
+    key = (tokenized.tenant, tokenized.request)
+    if state.tombstones.get(key, 0) < load_shedding.received_us(state, tokenized):
+        state.tombstones.pop(key, None)  # left by an earlier request with this id
+    request = state.requests.get(key)
+    if request is not None and request.detached and not any(s.live for s in request.sequences):
+        for sequence in list(request.sequences):  # it had moved to another scheduler, and comes back
+            lifecycle.forget(state, sequence)
+        request = None
+    if request is not None and request.tokenized.inbox == tokenized.inbox:
+        if source == f"detokenizer.{request.shard}":
+            _open(state, request, tokenized)
+        elif tokenized.attempt > request.attempt:  # `source` was the last to send to the client
+            for sequence in request.sequences:
+                state.send(f"detokenizer.{request.shard}", Close(seq=sequence.seq, final=0, reason="moved"))
+            request.attempt, request.shard = tokenized.attempt, source.removeprefix("detokenizer.")
+            _open(state, request, tokenized)
+        else:
+            state.send(source, rejection(tokenized, MOVED, ""), trace)
+        return
+    tokenized = load_shedding.with_possible_max_tokens(state, tokenized)
+    rejected = load_shedding.refuse_takeover(state, source, tokenized)
+    if rejected is not None:
+        state.send(source, rejected, trace)
+        return
+    over = bool(tokenized.checkpoints) and load_shedding.kind_has_changed(state, tokenized)
+    if over:
+        tokenized = _from_the_start(tokenized)
+    request = _taken_request(state, source, tokenized, trace)
+    state.requests[request.key] = request
+    _open(state, request, tokenized)
+    if over:  # its detokenizer drops the text with the request
+        lifecycle.send_to_shard(state, request)
+    _go_on(state, request, tokenized.reasons)
+
+
+def _from_the_start(tokenized: Tokenized) -> Tokenized:
+    """The request without its generated tokens, as the next attempt."""
+    return dataclasses.replace(
+        tokenized,
+        attempt=tokenized.attempt + 1,
+        run=tokenized.run and tokenized.run + 1,
+        tokens=tokenized.tokens[: load_shedding.prompt_length(tokenized)],
+        generated=ints([0] * tokenized.n),
+        reasons=("",) * tokenized.n,
+        first_us=0,
+    )
+
+
+def _open(state: State, request: Request, tokenized: Tokenized) -> None:
+    """Confirm a request to its detokenizer, and open its sequences there."""
+    lifecycle.accept(state, f"detokenizer.{request.shard}", tokenized)
+    lifecycle.open_sequences(state, request)
+    lifecycle.send_to_backup(state, request)
+    _close_again(state, request.sequences)
+
+
+def _taken_request(state: State, source: str, tokenized: Tokenized, trace: str) -> Request:
+    """The request with its choices and their generated tokens."""
+    arrival_us, at = state.now_us - tokenized.age_us, load_shedding.prompt_length(tokenized)
+    request = Request(
+        tokenized=dataclasses.replace(
+            tokenized, tokens=tokenized.tokens[:at], generated=ints(), reasons=(), age_us=0, first_us=0
+        ),
+        trace=trace,
+        tokenizer=source,
+        arrival_us=arrival_us,
+        deadline_us=arrival_us + tokenized.timeout_us,
+        level=requests.level_of(tokenized.slo_class),
+        attempt=tokenized.attempt,
+        shard=source.removeprefix("detokenizer."),
+        model_digest=tokenized.model_digest,
+    )
+    if not load_shedding.serving(state, tokenized.model):
+        request.unchecked = True
+        lifecycle.set_start_deadline(state, request)
+    for choice, count in enumerate(tokenized.generated):
+        sequence = lifecycle.new_sequence(state, request, choice)
+        request.sequences.append(sequence)
+        if not count:
+            continue
+        sequence.tokens += tokenized.tokens[at : at + count]
+        at += count
+        if sequence.scores is not None:
+            sequence.scores.first = count
+        sequence.charged_tokens = count
+        sequence.most_computed = len(sequence.tokens) - 1  # the device never computed the last one
+        sequence.admitted_us = arrival_us  # not known: its wait counts as prefill
+        sequence.first_token_us = arrival_us + tokenized.first_us
+    return request
+
+
+def _go_on(state: State, request: Request, reasons: tuple[str, ...]) -> None:
+    """Queue the choices that have not ended. If none has started they share their prompt, in one group."""
+    live: list[Sequence] = []
+    for sequence, reason in zip(request.sequences, reasons, strict=True):
+        if reason := reason or _over(sequence):
+            lifecycle.end(state, sequence, sequence.generated, reason)
+        else:
+            live.append(sequence)
+            state.watch(lifecycle.due_at_us(sequence), sequence.seq)
+            why = "its scheduler is gone; its tokens come from the detokenizer"
+            sequence.record_decision(state.now_us, "resume", why, tokens=len(sequence.tokens))
+    if live and not any(sequence.generated for sequence in request.sequences):
+        group = SequenceGroup(request, live, live[0].seq)
+        for sequence in live:
+            sequence.group = group.number
+        state.waiting.add(group, state.now_us)
+        lookups.arrived(state, group)
+        return
+    for sequence in live:
+        requeue(state, sequence)
+
+
+def _over(sequence: Sequence) -> str:
+    """Why a sequence has ended although no Close was sent; empty if it has not."""
+    if sequence.generated and sequence.tokens[-1] in sequence.stop_ids:
+        return "stop"
+    return "length" if len(sequence.tokens) >= sequence.max_length else ""
