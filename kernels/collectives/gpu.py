@@ -195,7 +195,7 @@ class Norm:
 def all_reduce_add_rms_norm_(
     x: Tensor, residual: Tensor, norm: Norm, buffers: PeerBuffers, turn: int, out: Tensor | None = None
 ) -> Tensor:
-    """kernels.elementwise.gpu.add_rms_norm_ of the sum of all ranks' `x`; all ranks call it at once. Afterwards
+    """kernels.elementwise.gpu.add_rms_norm_ of the sum of all ranks' `x`; all ranks call it at once. Then
     `residual` is right only in the rows that a rank owns (`rank` and every `size`-th after it), or in all
     rows of a short sum. `turn` alternates between 0 and 1 over all calls."""
     out = torch.empty_like(residual) if out is None else out

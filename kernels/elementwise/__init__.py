@@ -1,4 +1,5 @@
-"""RMS norm, alone and after a residual add."""
+"""Operations on one row at a time: RMS norm, the gate of an MLP, rotary position embedding; and on a GPU the
+inputs of all layers, once a step, and device timestamps."""
 
 from kernels.elementwise.ref import add_rms_norm, apply_rope, rms_norm, rope_table, swiglu, swiglu_by_row
 

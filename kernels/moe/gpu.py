@@ -1,5 +1,5 @@
-"""A mixture of experts on a GPU, in Triton and with torch's grouped product, or that of kernels.quantised. See
-kernels.moe.ref.
+"""A mixture of experts on a GPU (kernels.moe.ref), in Triton and with torch's grouped product, or that of
+kernels.quantised.
 
 Only the device has the number of rows of an expert: buffers have room for every pair, and the kernels read
 the number. So nothing waits for the host, and a graph can hold the ops.

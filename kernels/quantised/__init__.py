@@ -1,4 +1,5 @@
-"""Matrices of weights in 4 bits, with a scale for each group of columns."""
+"""Matrices in fp8 (e4m3) with a scale for each row, weights by output channel and activations by token; and
+weights in 4 bits with a scale for each group of columns."""
 
 from kernels.quantised.ref import (
     Fp8Rows,

@@ -12,8 +12,8 @@ products with one matrix must not run at once.
 
 Fp8 rows on a GPU: a product of the library, and the quantising of rows in Triton.
 
-Norms and SwiGLU write fp8 rows themselves (kernels.elementwise.gpu, kernels.elementwise.gpu) through `in_fp8`: a row
-is in one program, so its largest magnitude is at hand. `quantise_rows` is for what other kernels make.
+Norms and SwiGLU write fp8 rows themselves (kernels.elementwise.gpu) through `in_fp8`: a row is in one
+program, so its largest magnitude is at hand. `quantise_rows` is for what other kernels make.
 Products of few rows are in kernels.gemm.gpu.
 """
 
@@ -151,7 +151,7 @@ def _choices(config: Any, kind: str, device: torch.device) -> list[tuple[int, in
 
 def _in_a_chain(layout: dict[str, Any], config: Any, rows: int, processors: int) -> dict[str, Any]:
     """The library's layout of few rows as it is faster between the kernels of a decode step on an H100 (in
-    docs/benchmarks/gpu.md): chained like them (kernels.gemm.gpu); for up to 8 rows with tiles twice as deep, or
+    docs/benchmarks/gpu.md): chained like them (kernels.gemm.gpu); up to 8 rows with tiles twice as deep, or
     without shares in a tile where the tiles occupy most of the device. Not for experts: their kernels read
     bounds before they wait."""
     layout = layout | {"use_pdl": True}
@@ -179,7 +179,7 @@ def product(
 
 @triton.jit
 def in_fp8(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """A row of float32 numbers, zeros past its end, over its scale; and the scale, as kernels.quantised.ref."""
+    """A row of float32 numbers, zeros past its end, over its scale; and the scale: kernels.quantised.ref."""
     largest = tl.max(tl.abs(value), 0)
     scale = tl.where(largest == 0, 1.0, largest / 448.0)
     return tl.clamp(value * (1.0 / scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL), scale

@@ -266,7 +266,8 @@ class EventStream(Response):
     is a response of its own, a later error ends the stream with a chunk of its own. After `ping_s` without a
     chunk a ping is sent, since proxies and clients end a connection that is silent. A disconnect cancels the
     request. A slow client delays no other: its frames wait in the native client, which ends the request if
-    they are too many (shared/client/client.py: UnreadFrames); the kernel ends a connection that reads nothing.
+    they are too many (shared/client/client.py: UnreadFrames); the kernel ends a connection that reads
+    nothing.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
 records.py     the two messages of the store: work that waits, and the record of its end
 core.py        work in flight: events in, commands out
-verbs.py       what users ask: submit, result, cancel; verbs.py and batch_verbs.py: files and batches
+verbs.py       what users ask: submit, result, cancel, files; batch_verbs.py: batches
 queues.py      whose work is pulled next: tenants take turns
 batch_core.py  one batch; batch_shell.py runs those of this keeper
-webhooks.py    events of what has ended, and where they may go; webhooks.py sends them
+webhooks.py    events of what has ended, where they may go, and how they are sent
 actor.py       the shell: the streams, the pull loop, requests to tokenizers
 """

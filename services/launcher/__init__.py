@@ -8,8 +8,8 @@ supervisor.py     starts, restarts and drains service processes
 fork_server.py    a process that has imported what services share; its forks become services
 heartbeats.py     finds services that hang; the health check of a container
 own_folder.py     temporary files, removed when their owner has died
-nats_server.py    the embedded nats-server
-durable.py        the folder in which it keeps durable requests
+nats_server.py    the embedded nats-server, and the folder in which it keeps durable requests
+host_agent.py     models that load and wake on this host; whether it may join a fleet
 session.py        the server and model of a client command
 console.py        terminal output
 commands/         the other commands

@@ -5,10 +5,6 @@ handle(event): apply it -> admit what fits -> plan while a window is open -> com
 `actor.py` calls it with messages and timers, `loadtest/simulator` with simulated ones. A replay of the same
 events at the same times gives the same commands.
 
-After the class: how requests go on when executors, detokenizers and other schedulers join, leave or die.
-State that an executor or a detokenizer held is rebuilt from this scheduler's records. The requests of another
-scheduler that has died arrive from their detokenizers (`_take_over`).
-
 Changes the policy between two steps: `PolicySet`, which `core` applies, and the operator's request for it.
 
 Each decision reads its policy again, so a change needs no more than what is kept between decisions: the heaps

@@ -386,8 +386,9 @@ def kind_refusal(state: State, hello: ExecHello) -> str:
         return ""
     return (
         f"its model digest is {_shown(hello)}, and {', '.join(sorted(kind.members))} of {hello.model!r} "
-        f"has {kind.digest[:DIGEST_CHARS] or 'none'}: {_differences(state, hello, kind.digest)}; or start it with "
-        "another --model-name, or the scheduler with --accept-mixed. It takes over when none of those is left"
+        f"has {kind.digest[:DIGEST_CHARS] or 'none'}: {_differences(state, hello, kind.digest)}; or start it "
+        "with another --model-name, or the scheduler with --accept-mixed. It takes over when none of "
+        "those is left"
     )
 
 

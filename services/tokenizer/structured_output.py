@@ -7,8 +7,8 @@ grammar              EBNF, as llama.cpp names it
 tools, tool_choice   functions that the model may call: see `Tools`
 ──▶ a grammar of llguidance (shared/answer_formats/grammar.py), JSON in Tokenized.grammar: see `packed`
 
-A JSON schema that the engine cannot follow exactly is refused, with the keyword: see structured_output.py. The
-engine compiles each grammar here, too, within `limits`: a request with a wrong one never reaches an executor.
+A JSON schema that the engine cannot follow exactly is refused, with the keyword: see `followed`. The engine
+compiles each grammar here, too, within `limits`: a request with a wrong one never reaches an executor.
 
 `followed` prepares a JSON schema for the grammar engine, or names the keyword that it cannot follow. Pure.
 

@@ -1,7 +1,7 @@
 """`Peers` tracks from heartbeats which actors live. Pure: time is an argument.
 
-A request needs a ready service of each kind in NEEDED; a real request is the proof (shared.client.client.probe).
-kv_offload is not needed: without it evicted blocks are recomputed.
+A request needs a ready service of each kind in NEEDED; a real request is the proof
+(shared.client.client.probe). kv_offload is not needed: without it evicted blocks are recomputed.
 """
 
 from __future__ import annotations

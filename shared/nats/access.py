@@ -19,9 +19,10 @@ A nats-server URL includes the user and the certificates:
 A user reads replies below its own inbox, `_INBOX.USER`; the server forbids other users to subscribe there.
 The user name of a tenant is its (escaped) name; the names of services start with `headrace-`.
 
-With an account for each tenant (services/launcher/commands/auth.py) the server alone keeps tenants apart: requests
-in a tenant's name can only come from its account, and what lies below `_INBOX.TENANT` reaches no other. There
-a tenant may read replies at any inbox, so services map each of them below the tenant's (`mapped`).
+With an account for each tenant (services/launcher/commands/auth.py) the server alone keeps tenants apart:
+requests in a tenant's name can only come from its account, and what lies below `_INBOX.TENANT` reaches no
+other. There a tenant may read replies at any inbox, so services map each of them below the tenant's
+(`mapped`).
 """
 
 from __future__ import annotations

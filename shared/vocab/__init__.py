@@ -1,3 +1,3 @@
-"""The text side of a model: its files (files.py), GGUF metadata (gguf.py), vocabularies, text to
+"""The text side of a model: its files and GGUF metadata (files.py), vocabularies, text to
 ids and back (vocabulary.py).
 """

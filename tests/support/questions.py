@@ -77,7 +77,6 @@ QUESTIONS = (
             "shared/actor/membership.py:Peers",
             "shared/actor/runtime.py:upkeep",
             "services/scheduler/actor.py:on_peer_gone",
-            "services/scheduler/core.py:_apply",
             "services/scheduler/recovery.py:drop_executor",
             "services/scheduler/kv_tiers/hosts.py:executor_gone",
             "services/scheduler/preemption.py:requeue",

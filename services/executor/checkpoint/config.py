@@ -1,7 +1,6 @@
 """Reads the shapes of a model (one dataclass) from GGUF metadata or from a Hugging Face config.json.
 
-The supported kinds are in config.py. Unknown keys are refused by name (config.py), so a model that
-loads is computed as its authors intended.
+Unknown keys are refused by name, so a model that loads is computed as its authors intended.
 
 How a checkpoint scales its rotations, read as numbers of Shapes: a divisor of each frequency, and a gain.
 
@@ -11,18 +10,16 @@ How a checkpoint scales its rotations, read as numbers of Shapes: a divisor of e
     longrope                   (arXiv:2402.13753) two lists of divisors, for contexts up to the original one
                                and for longer ones; a gain
 
-A partial rotation gives the rest of a head infinite divisors. config.py has the keys of each form.
-
-Checks the keys of a checkpoint's configuration; config.py calls it.
+A partial rotation gives the rest of a head infinite divisors.
 
 A key that is not listed here may change what the model computes, so the model is refused with that key's
-name. The listed keys of config.json and of GGUF metadata are read by config.py, or harmless at any value
+name. The listed keys of config.json and of GGUF metadata are read here, or harmless at any value
 (training, generation, bookkeeping), or harmless at one value. A key with the value null is ignored.
 
 The families of models: what distinguishes the checkpoints of each from Llama's. Engines do not know them.
 
 A family that computes nothing new is one entry here. What it computes is in model/description.py, and an
-entry's `options` are fields of Shapes. Keys that every family has are in config.py.
+entry's `options` are fields of Shapes.
 """
 
 from __future__ import annotations

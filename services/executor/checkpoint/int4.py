@@ -2,8 +2,8 @@
 `mxfp4-pack-quantized`); those of a GGUF file (gguf_blocks.py) are in memory so, too, also in 8 bits.
 
     in a file    `InInt4`: numbers, scales and zero points in the layout of its authors
-    in memory    `ScaledInt4`: kernels.quantised.Int4Groups, which products take on a GPU (`--dtype int4`), and in
-                 blocks of 32 columns on a CPU (`--dtype packed`)
+    in memory    `ScaledInt4`: kernels.quantised.Int4Groups, which products take on a GPU (`--dtype int4`),
+                 and in blocks of 32 columns on a CPU (`--dtype packed`)
 
 The projections of attention, of MLPs and of experts are in 4 bits; embedding, norms, biases, router and head
 stay plain.

@@ -250,8 +250,8 @@ class _ResidualAdd:
     def add(
         self, part: Tensor, weight: Tensor, *, turn: int, out: Tensor | None = None, fp8: bool = False
     ) -> Generator[Collective, None, Any]:
-        """See kernels.elementwise; `fp8`: as fp8 rows where a kernel can. `turn` alternates between 0 and 1; the
-        last call of a pass has 1."""
+        """See kernels.elementwise; `fp8`: as fp8 rows where a kernel can. `turn` alternates between 0 and 1;
+        the last call of a pass has 1."""
         buffers, residual, eps, chained = self._buffers, self._residual, self._eps, self._chained
         if buffers is not None:
             return all_reduce_add_rms_norm_(part, residual, Norm(weight, eps, chained), buffers, turn, out)

@@ -1,9 +1,8 @@
-"""`headrace status`, `top`, `kv` and `usage` request the state of all services over NATS and print it.
+"""`headrace status`, `top` and `usage` request the state of all services over NATS and print it.
 
 `status` and `top` print problems, one line for each service, or every fact of one. Rates, hits and
 preemptions cover the last ten seconds, counted by each service (`last_10_s` of its answer); all other figures
-are current. `kv` prints what each KV tier holds, how much work it saved and how good its predictions were.
-`ScrapeTargets` has the addresses at which Prometheus reads the processes of `up`.
+are current.
 """
 
 from __future__ import annotations

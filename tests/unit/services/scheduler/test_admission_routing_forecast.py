@@ -149,9 +149,7 @@ def test_the_delay_of_others_counts_by_the_square_of_their_pace() -> None:
 
 def test_only_a_policy_that_wants_forecasts_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(
-        admission.routing_forecast, "forecast", lambda *given: seen.append(given) or (1, 1, 1)
-    )
+    monkeypatch.setattr(admission, "forecast", lambda *given: seen.append(given) or (1, 1, 1))
     for name, count in (("room", 0), ("ttft", 2)):
         world = World(Limits(policy=policies.parse(f"routing={name}")))
         world.add_engine("e1")

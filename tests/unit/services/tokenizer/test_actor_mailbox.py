@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.virtual_loop import FakeClock
 
-from services.tokenizer import actor, intake
+from services.tokenizer import intake
 from services.tokenizer.actor import follows_grammars, loads
 from services.tokenizer.core import Fail
 from services.tokenizer.intake import Arrival, Arrivals, PendingRequest, TenantQueue
@@ -117,7 +117,7 @@ async def test_what_arrives_in_a_burst_is_seen_by_tenants_in_turn_and_copies_las
 
 async def test_what_arrives_faster_than_it_can_be_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "MAX_WAITING", 3)
-    monkeypatch.setattr(actor, "MAX_COPIES", 3)
+    monkeypatch.setattr(intake, "MAX_COPIES", 3)
     seen: list[str] = []
     arrivals = Arrivals(lambda arrival: seen.append(arrival.delivery.data.decode()), lambda: 0)
     for i in range(6):

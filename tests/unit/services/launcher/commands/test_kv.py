@@ -11,7 +11,7 @@ from loadtest.simulator.kv_virtual import VirtualKv, VirtualL2
 from services.kv_offload import actor
 from services.kv_offload.actor import build
 from services.kv_offload.backends.arena import Arena
-from services.launcher.commands import kv, status
+from services.launcher.commands import kv
 from services.launcher.commands.status import Fleet, every_fact, size
 from services.launcher.session import Target
 from services.scheduler.reports import status as scheduler_status
@@ -144,7 +144,7 @@ async def test_json_has_everything(
     async def services(target: Target, fleet: str) -> list[dict[str, Any]]:
         return answers
 
-    monkeypatch.setattr(status, "services_of", services)
+    monkeypatch.setattr(kv, "services_of", services)
     await kv.kv(Target("nats://h", "m"), "f", as_json=True)
     body = json.loads(capsys.readouterr().out)
     assert (body["fleet"], body["kv_offloads"]) == ("f", [answers[0]])
