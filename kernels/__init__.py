@@ -1,1 +1,2 @@
-"""Each kernel has a torch reference (ref.py) next to it. Nothing here imports services or shared."""
+"""Headrace's kernels: each has a torch reference (ref.py) next to it. Nothing here imports services or
+shared."""

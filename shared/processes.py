@@ -1,4 +1,5 @@
-"""Helpers of processes: ports, logits processors by name, logs, private files, child processes, memory.
+"""Helpers of processes: ports, logits processors by name, logs, private files, child processes, memory, and
+which `kernels` Python finds.
 
 How many cores this process may use, and how long its threads wait for one.
 
@@ -32,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.parse import quote
@@ -459,3 +461,16 @@ def _make_free(path: str) -> None:
         except BlockingIOError:
             pass
     raise OSError(errno.EADDRINUSE, "another process listens there")
+
+
+def foreign_kernels() -> str:
+    """What to do if Python finds the package `kernels` of another distribution instead of Headrace's, since
+    PyPI has one of that name; empty if it finds ours. Nothing is imported."""
+    found = find_spec("kernels")
+    file = Path(found.origin) if found is not None and found.origin else None
+    if file is not None and "Headrace" in file.read_text("utf-8", "replace")[:200]:
+        return ""
+    return (
+        f"the package `kernels` at {file or 'no place'} is not Headrace's: another distribution of that name "
+        "is installed here, as with transformers[kernels]. Install headrace in a venv of its own"
+    )

@@ -63,8 +63,8 @@ HANGING = (
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
-PATH_FILES, PATH_LINES = 93, 27_650
-PRODUCT_FILES, PRODUCT_LINES = 294, 74_000
+PATH_FILES, PATH_LINES = 66, 26_900
+PRODUCT_FILES, PRODUCT_LINES = 234, 73_700
 
 # Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
@@ -123,10 +123,10 @@ def test_imports_within_a_service_go_down(service: str) -> None:
 
 
 def test_every_module_is_reached() -> None:
-    """From the command line, by imports and by names in strings."""
+    """From the command line and the client library, by imports and by names in strings."""
     by_name = {s.name: s for s in product()}
     reached: set[str] = set()
-    todo = ["services/launcher/cli.py"]
+    todo = ["services/launcher/cli.py", "headrace/__init__.py"]
     while todo:
         name = todo.pop()
         if name not in reached:

@@ -10,8 +10,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("shared", "services", "kernels", "loadtest")
-PRODUCT = ("shared", "services", "kernels")
+ROOMS = ("headrace", "shared", "services", "kernels", "loadtest")
+PRODUCT = ("headrace", "shared", "services", "kernels")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -20,7 +20,7 @@ from services.launcher.session import connected, find_target
 from shared.config import Loaded
 from shared.errors import HeadraceError, SetupError
 from shared.nats import access
-from shared.processes import usable_cores
+from shared.processes import foreign_kernels, usable_cores
 from shared.vocab.files import CATALOGUE, resolve
 
 PYTHON_MIN = (3, 11)
@@ -57,7 +57,7 @@ def doctor(loaded: Loaded) -> int:
 def examine(loaded: Loaded, begins: Callable[[str], None] = lambda what: None) -> Iterator[Finding]:
     """Run every check; some take seconds. `begins` is called with the subject of each."""
     checks: tuple[Callable[[Loaded], Iterator[Finding]], ...] = (
-        _python, _packages, _uvloop, _torch, _grammars, _server_binary, _model, _dtype_and_threads,
+        _python, _packages, _kernels, _uvloop, _torch, _grammars, _server_binary, _model, _dtype_and_threads,
         _shared_memory, _variables, _connection,
     )  # fmt: skip
     for check in checks:
@@ -79,6 +79,12 @@ def _packages(_: Loaded) -> Iterator[Finding]:
             yield Finding("fail", f"the package {module} is missing", f"pip install '{extra}'")
     present = [m for m in PACKAGES if importlib.util.find_spec(m) is not None]
     yield Finding("ok", f"packages: {', '.join(present)}")
+
+
+def _kernels(_: Loaded) -> Iterator[Finding]:
+    """Another distribution's package of that name hides the kernels of executors."""
+    if why := foreign_kernels():
+        yield Finding("fail", why)
 
 
 def _uvloop(_: Loaded) -> Iterator[Finding]:
