@@ -160,7 +160,7 @@ def _chat_share(begins_s: float, url: str, name: str, numbers: Sequence[int], ch
         for turn in range(chats.turns):
             body = body_of(f"{name}-{number}-{turn}", list(prompt), chats.answer, slo_class="interactive")
             found.append(await read(client, body, turn))
-            # a digit of its own behind a name makes another name, perhaps of no token
+            # a digit of its own after a name makes another name, perhaps of no token
             prompt += [at for token in TOKEN.findall(found[-1].text) if (at := int(token)) <= LAST_ID]
             prompt += some_tokens(rng, chats.added)
             await asyncio.sleep(rng.expovariate(1 / chats.think_s))

@@ -45,7 +45,7 @@ def advance(state: State) -> None:
 
 def move_all(state: State, executor: Executor, sequences: list[Sequence], why: str) -> None:
     """Copy the blocks of these sequences below, higher classes first, and start each elsewhere once they are
-    there. The first one without room waits for it, and the later ones wait, too."""
+    there. The first one without room waits for it, and the others wait for that one."""
     room = True
     for sequence in sorted(sequences, key=lambda s: s.request.level):
         if not store.keep_below(state, executor, sequence):
