@@ -50,7 +50,8 @@ def built(
 ) -> engine.TorchBackend:
     return engine.build(
         TorchOptions(
-            model_path=save_tiny(KIND, folder), model_name=KIND, device="cpu", dtype="f32", kv_dtype=kv_dtype, blocks=80,
+            model_path=save_tiny(KIND, folder), model_name=KIND, device="cpu", dtype="f32", kv_dtype=kv_dtype,
+            blocks=80,
             slots=8, threads=threads, first_threads=first_threads, deterministic=deterministic,
         )
     )  # fmt: skip
