@@ -14,26 +14,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "rules")]
 
 from support.questions import QUESTIONS  # noqa: E402 - the path comes first
-from test_layout import on_the_path, the_product  # noqa: E402
-
-GOALS = {"product": (38_000, 185), "the one path": (15_000, 60)}
+from test_layout import budgets, rooms, the_product  # noqa: E402
 
 
 def main() -> None:
     """Print three tables."""
-    lines = the_product()
-    rooms: dict[str, list[int]] = {}
-    for name, count in lines.items():
-        parts = name.split("/")
-        room = "/".join(parts[:2]) if parts[0] == "services" else parts[0]
-        rooms.setdefault(room, []).append(count)
-    path = [lines[name] for name in on_the_path()]
-    rows = [(room, sum(counts), len(counts)) for room, counts in sorted(rooms.items())]
-    rows += [("product", sum(lines.values()), len(lines)), ("the one path", sum(path), len(path))]
-    print(f"{'room':24} {'lines':>7} {'files':>6}   goal")
-    for room, count, files in rows:
-        goal = "{:,} lines, {} files".format(*GOALS[room]) if room in GOALS else ""
-        print(f"{room:24} {count:7,} {files:6}   {goal}")
+    lines, limits = the_product(), budgets()
+    print(f"{'room':24} {'lines':>7} {'files':>6}   at most")
+    for room, counts in sorted(rooms().items()):
+        files, most = limits.get(room, (0, 0))
+        print(f"{room:24} {sum(counts):7,} {len(counts):6}   {most:,} lines, {files} files")
     (folder, files), *_ = Counter(str(Path(name).parent) for name in lines).most_common(1)
     print(f"\nlargest folder: {folder}, {files} files (at most 20)")
     largest = max(lines, key=lambda name: lines[name])
