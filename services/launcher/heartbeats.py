@@ -28,7 +28,8 @@ LATE_S = 1.0  # plus this: on a busy machine heartbeats are late
 PARDON_S = 5.0  # after a longer gap between two checks the checking process was itself stopped
 
 READY, CUT_OFF = "ready", "cut_off"  # cut off: ready, but its own heartbeats do not come back from the broker
-_LINE_BYTES = 120
+_ENDED = ("stopped", "failed")  # the fleet has its goodbye
+_LINE_BYTES = 160
 _BUSY = frozenset("RDt")  # a thread runs or wants to, waits for a disk, is being debugged
 _STOPPED = "T"
 
@@ -41,6 +42,8 @@ class HeartbeatNote(NamedTuple):
     state: str
     interval_s: float
     at_s: float  # monotonic, the same for all processes of a machine
+    source: str = "-"  # kind.id, "-" before the first heartbeat
+    epoch: int = 0  # the incarnation in the heartbeats
 
     @property
     def late(self) -> bool:
@@ -62,9 +65,9 @@ class HeartbeatFile:
         self._process, self._interval_s = f"{os.getpid()} {born}", interval_s
         self.note("starting")
 
-    def note(self, state: str) -> None:
+    def note(self, state: str, source: str = "-", epoch: int = 0) -> None:
         """Write a heartbeat in one call, so that a reader sees all of it. A full disk is ignored."""
-        line = f"{self._process} {state} {self._interval_s:g} {time.monotonic():.3f}"
+        line = f"{self._process} {state} {self._interval_s:g} {time.monotonic():.3f} {source} {epoch}"
         with suppress(OSError):
             os.pwrite(self._file, line.ljust(_LINE_BYTES).encode(), 0)
 
@@ -73,8 +76,8 @@ def read(path: str) -> HeartbeatNote | None:
     """The last heartbeat noted at `path`, or None."""
     try:
         with open(path, encoding="ascii") as file:
-            pid, born, state, interval_s, at_s = file.read().split()
-        return HeartbeatNote(int(pid), int(born), state, float(interval_s), float(at_s))
+            pid, born, state, interval_s, at_s, source, epoch = file.read().split()
+        return HeartbeatNote(int(pid), int(born), state, float(interval_s), float(at_s), source, int(epoch))
     except (OSError, ValueError):
         return None
 
@@ -121,6 +124,12 @@ class Watch:
     def path(self, name: str) -> str:
         """The heartbeat file of the service with this name."""
         return os.path.join(self._folder, f"{name}.beat")
+
+    def unannounced(self, name: str, pid: int) -> HeartbeatNote | None:
+        """The last heartbeat of a process that has ended, if the fleet has it and no goodbye after it."""
+        note = read(self.path(name))
+        heard = note is not None and note.pid == pid and note.source != "-" and note.state not in _ENDED
+        return note if heard else None
 
     def silent_s(self, name: str, pid: int) -> float:
         """Seconds for which this process has been hanging; 0 if it does not hang."""

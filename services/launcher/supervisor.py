@@ -114,13 +114,15 @@ class ExecutorProcesses:
 
 class Supervisor:
     """Runs a list of services. Use it on the main thread: the services end with the thread that started them.
-    `first_failure` resolves to the name and end of the first service that ended by itself."""
+    `first_failure` resolves to the name and end of the first service that ended by itself. `on_end` is called
+    with each process that has ended, but for those that the supervisor killed, before the next one starts."""
 
     def __init__(self, specs: Sequence[ServiceSpec], env: Mapping[str, str], log_line: LogLine) -> None:
         self.services = [Service(spec) for spec in specs]
         self.first_failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._env = dict(env)
         self._log_line = log_line
+        self.on_end: Callable[[ServiceSpec, int], None] = lambda _spec, _pid: None
         self._forks: ForkServer | None = None  # started with the first service
 
     def start(self, *, without: Collection[str] = ()) -> None:
@@ -253,6 +255,8 @@ class Supervisor:
                 service.send(signal.SIGKILL)
             copying = loop.create_task(self._copy_lines(service, lines))
             status = await process.wait()
+            if not service.killed:
+                self.on_end(service.spec, process.pid)
             await asyncio.wait({copying}, timeout=LAST_LINES_S)
             if not copying.done():
                 with contextlib.suppress(ProcessLookupError, PermissionError):

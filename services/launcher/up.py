@@ -29,7 +29,7 @@ from services.launcher import background, console, host_agent, leaf, nats_server
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
 from services.launcher.console import ServiceLines, print_line
-from services.launcher.heartbeats import HANGS_S, SilenceTimers, Watch, ticks_of
+from services.launcher.heartbeats import HANGS_S, HeartbeatNote, SilenceTimers, Watch, ticks_of
 from services.launcher.host_agent import HostAgent, Joined, MemoryRule
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.own_folder import OwnFolder
@@ -76,6 +76,7 @@ DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 
 REPORT_EVERY_S = 10.0
 STATUS_S = 0.3
+NOTICE_S = 2.0  # to publish the death of a service: later three heartbeats are missing
 ANSWER_S = 1.5  # a healthy nats-server answers its monitoring port within this time
 CONNECT_S = 5.0  # to a nats-server on another continent
 OWN_CONNECT_S = 60.0  # to that of `up`, which runs, however busy the machine is
@@ -295,7 +296,9 @@ class _Up:
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._folder = OwnFolder()
         self._watch = Watch(self._folder.name)
+        self._notices: set[asyncio.Task[None]] = set()
         self._supervisor = self._make_supervisor()
+        self._supervisor.on_end = self._on_end
         self._executors = {name: self._executors_of(name) for name in models}
         if settings.awake_gib:
             rule = MemoryRule(int(settings.awake_gib * 1024))
@@ -395,6 +398,12 @@ class _Up:
             kept(name, line)
 
         return Supervisor(specs, env, log_line)
+
+    def _on_end(self, spec: ServiceSpec, pid: int) -> None:
+        if (note := self._watch.unannounced(spec.name, pid)) is not None:
+            task = asyncio.create_task(announce_death(spec.env["HEADRACE_NATS_URL"], self._settings, note))
+            self._notices.add(task)
+            task.add_done_callback(self._notices.discard)
 
     def _executors_of(self, name: str) -> ExecutorProcesses:
         model, settings = self._models[name], self._settings
@@ -566,6 +575,18 @@ class _Up:
         late = "stopped: requests that did not end in time got an error"
         print_line("killed" if forced else "stopped" if clean else late)
         return FORCED if forced or first == signal.SIGINT else 0
+
+
+async def announce_death(url: str, settings: Settings, note: HeartbeatNote) -> None:
+    """Publish the heartbeat that a killed service could not, `failed`, with the login of its kind in `url`.
+    Nothing is sent if the nats-server is away, too."""
+    kind, _, actor = note.source.partition(".")
+    every_us = settings.heartbeat_interval_ms * 1000
+    last = Heartbeat(kind=kind, actor=actor, host_id=settings.host_id, state="failed", interval_us=every_us)
+    data = codec.encode(codec.Envelope(note.source, note.epoch, 0, last))
+    with contextlib.suppress(HeadraceError):
+        async with session.connected(url, NOTICE_S) as bus:
+            bus.publish(subjects.heartbeat(settings.fleet, kind, actor), data)
 
 
 def starts_later(specs: Sequence[ServiceSpec]) -> set[str]:

@@ -43,18 +43,23 @@ class Peer:
     heartbeat: Heartbeat
     last_seen_us: int
 
+    def is_silent(self, now_us: int) -> bool:
+        """Whether MISSED_HEARTBEATS heartbeats are missing."""
+        return now_us - self.last_seen_us > MISSED_HEARTBEATS * self.heartbeat.interval_us
+
 
 class Peers:
     """The living actors of the fleet."""
 
     def __init__(self) -> None:
         self._peers: dict[str, Peer] = {}
+        self._ended: dict[str, Peer] = {}  # seen last at their `end`
 
     def update(self, epoch: int, heartbeat: Heartbeat, now_us: int) -> bool:
         """Record a heartbeat; True if the actor, its incarnation, state, arena or scheduler is new."""
         source = f"{heartbeat.kind}.{heartbeat.actor}"
         known = self._peers.get(source)
-        if known is not None and epoch < known.epoch:
+        if self._is_past(source, epoch):
             return False
         self._peers[source] = Peer(source, epoch, heartbeat, now_us)
         return (
@@ -63,16 +68,30 @@ class Peers:
             or _visible_state(known.heartbeat) != _visible_state(heartbeat)
         )
 
+    def end(self, epoch: int, heartbeat: Heartbeat, now_us: int) -> Peer | None:
+        """Forget the actor that has failed by this `heartbeat`; late ones of its incarnation count no more.
+        Returns what was last known of it; None if that is known already or a later incarnation lives."""
+        source = f"{heartbeat.kind}.{heartbeat.actor}"
+        if self._is_past(source, epoch):
+            return None
+        known = self._peers.pop(source, None)
+        last = heartbeat if known is None else known.heartbeat
+        self._ended[source] = gone = Peer(source, epoch, last, now_us)
+        return gone
+
+    def _is_past(self, source: str, epoch: int) -> bool:
+        known, ended = self._peers.get(source), self._ended.get(source)
+        return (ended is not None and epoch <= ended.epoch) or (known is not None and epoch < known.epoch)
+
     def expire(self, now_us: int) -> list[Peer]:
-        """Forget and return the actors that have ended or missed MISSED_HEARTBEATS heartbeats, sorted."""
-        gone = [
-            p
-            for p in self._peers.values()
-            if p.heartbeat.state in ("stopped", "failed")
-            or now_us - p.last_seen_us > MISSED_HEARTBEATS * p.heartbeat.interval_us
-        ]
+        """Forget and return the actors that have ended or missed MISSED_HEARTBEATS heartbeats, sorted. One of
+        `end` is returned again then: a message of it that came late may have brought it back."""
+        over = ("stopped", "failed")
+        gone = [p for p in self._peers.values() if p.heartbeat.state in over or p.is_silent(now_us)]
         for peer in gone:
             del self._peers[peer.source]
+        again = [s for s, p in self._ended.items() if p.is_silent(now_us) and s not in self._peers]
+        gone += [self._ended.pop(source) for source in again]
         return sorted(gone, key=lambda p: p.source)
 
     def restart_timeouts(self, now_us: int, but: str = "") -> None:

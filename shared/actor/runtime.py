@@ -52,6 +52,7 @@ SETTLED_S = 2.0  # from ready to the return of memory that only the start needed
 
 P = ParamSpec("P")
 Connect = Callable[[str], Coroutine[Any, Any, Bus]]  # connection name -> bus
+OnHeartbeat = Callable[[str, str, int], None]  # state or "cut_off", kind.id, incarnation
 
 
 @dataclass(slots=True)
@@ -142,9 +143,7 @@ class Runtime:
     tracer: Tracer | None = None
     metric_sink: MeterSink | None = None
     settle: Callable[[], None] | None = None  # called between `start` and ready: it may block
-    on_heartbeat: Callable[[str], None] | None = (
-        None  # called with the state, or "cut_off", at each heartbeat
-    )
+    on_heartbeat: OnHeartbeat | None = None  # called at each heartbeat
     mailbox: Mailbox = field(init=False)
     _failed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _heartbeats: asyncio.Task[None] | None = field(init=False, default=None)
@@ -217,7 +216,8 @@ class Runtime:
     def send_heartbeat(self) -> None:
         """Publish a heartbeat now."""
         if self.on_heartbeat is not None:
-            self.on_heartbeat("cut_off" if self._cut_off and self.state == "ready" else self.state)
+            state = "cut_off" if self._cut_off and self.state == "ready" else self.state
+            self.on_heartbeat(state, self.mailbox.source, self.mailbox.epoch)
         payload = self._payload()
         self._recent.sample(self.clock.now_us(), payload.counts)
         fields = {each.name: getattr(payload, each.name) for each in dataclasses.fields(payload)}
@@ -264,11 +264,14 @@ class Runtime:
             return
         self.mailbox.upkeep()
         for peer in self.mailbox.peers.expire(self.clock.now_us()):
-            self.mailbox.forget(peer.source)
-            self.actor.on_peer_gone(peer)
+            self._lose(peer)
         self.actor.upkeep()
 
     # ---- internals ------------------------------------------------------------------------------
+
+    def _lose(self, peer: Peer) -> None:
+        self.mailbox.forget(peer.source)
+        self.actor.on_peer_gone(peer)
 
     async def _heartbeat_forever(self) -> None:
         while True:
@@ -292,6 +295,10 @@ class Runtime:
         if not isinstance(heartbeat, Heartbeat) or source != f"{heartbeat.kind}.{heartbeat.actor}":
             return
         if not self.mailbox.note_alive(source, envelope.epoch):
+            return
+        if heartbeat.state == "failed":  # `headrace up` sends it for a service that was killed
+            if (gone := self.mailbox.peers.end(envelope.epoch, heartbeat, self.clock.now_us())) is not None:
+                self._guarded(self._lose)(gone)
             return
         if self.mailbox.peers.get(source) is None:
             self.mailbox.reannounce(source)
@@ -381,7 +388,7 @@ class ProcessOptions:
     actor_id: str = ""  # empty: drawn at random
     heartbeat_interval_us: int = 1_000_000
     drain_timeout_s: float = 30.0
-    on_heartbeat: Callable[[str], None] | None = None  # see Runtime
+    on_heartbeat: OnHeartbeat | None = None  # see Runtime
 
 
 def run(actor: Actor, connect: Connect, options: ProcessOptions) -> int:

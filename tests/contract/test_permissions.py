@@ -19,9 +19,15 @@ from services.keeper.actor import STATE
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
+from services.launcher.heartbeats import HeartbeatNote
 from services.launcher.nats_server import NatsServer, ServerLimits
+from services.launcher.up import announce_death
+from shared import codec
 from shared.client.client import Client
+from shared.codec import Envelope
+from shared.config import load
 from shared.errors import SetupError, Unavailable
+from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.access import SERVICES
 from shared.nats.bus import NatsBus
@@ -242,6 +248,25 @@ async def test_a_service_writes_to_those_it_works_with(kind: str, server: NatsSe
         assert await may_write(nc, refused, "$JS.API.DIRECT.GET.HR_DONE.headrace.store.record.acme.r") == (
             kind == "keeper"
         )
+
+
+NOTE = HeartbeatNote(1, 1, "ready", 1.0, 0.0, "executor.e", 5)
+
+
+@pytest.mark.parametrize(("name", "heard"), [("executor", 1), ("scheduler", 0), ("acme", 0)])
+async def test_a_death_is_announced_with_the_login_of_its_kind_alone(
+    name: str, heard: int, server: NatsServer, users: Path
+) -> None:
+    async with client(server, users, "scheduler") as (scheduler, _):
+        notices = await scheduler.subscribe(subjects.heartbeat_all(FLEET))
+        await scheduler.flush()
+        await announce_death(auth.url_of(users, name, server.url), load().settings, NOTE)
+        await scheduler.flush()
+        assert notices.pending_msgs == heard
+        if heard:
+            envelope = codec.decode((await notices.next_msg(30)).data)
+            last = Heartbeat(kind="executor", actor="e", host_id=load().settings.host_id, state="failed")
+            assert envelope == Envelope("executor.e", 5, 0, last)
 
 
 @pytest.mark.parametrize("kind", SERVICES)

@@ -84,10 +84,11 @@ def test_a_beat_is_read_as_it_was_noted(tmp_path: Path) -> None:
     first = read(path)
     assert first is not None
     assert (first.pid, first.state, first.interval_s, first.late) == (os.getpid(), "starting", 0.5, False)
-    file.note("ready")
+    file.note("ready", "executor.e", 5)
     second = read(path)
     assert second is not None
     assert (second.state, second.born, second.at_s >= first.at_s) == ("ready", first.born, True)
+    assert (second.source, second.epoch) == ("executor.e", 5)
     assert os.stat(path).st_mode & 0o777 == 0o600
 
 
@@ -129,11 +130,11 @@ def test_the_watch_sees_who_neither_beats_nor_works(tmp_path: Path, monkeypatch:
     watch = Watch(str(tmp_path), ticks_of=ticks.get)
     found: dict[str, list[float]] = {"hangs": [], "works": [], "beats": [], "loads": []}
     for name in ("hangs", "works"):
-        Path(watch.path(name)).write_text("1 7 ready 1 1000.0" if name == "hangs" else "2 7 ready 1 1000.0")
+        Path(watch.path(name)).write_text(f"{1 if name == 'hangs' else 2} 7 ready 1 1000.0 executor.e 5")
     for second in range(40):
         now_s[0] = 1000.0 + second
         ticks[2] += second % 9 == 0
-        Path(watch.path("beats")).write_text(f"1 7 ready 1 {now_s[0]}")
+        Path(watch.path("beats")).write_text(f"1 7 ready 1 {now_s[0]} executor.e 5")
         for name, pid in (("hangs", 1), ("works", 2), ("beats", 1), ("loads", 1)):
             found[name].append(watch.silent_s(name, pid))
     assert [any(silent) for silent in found.values()] == [True, False, False, False]
@@ -143,6 +144,28 @@ def test_the_watch_sees_who_neither_beats_nor_works(tmp_path: Path, monkeypatch:
         now_s[0] += 1
         found["loads"].append(watch.silent_s("loads", 1))  # it has noted no beat at all
     assert any(found["loads"])
+
+
+@pytest.mark.parametrize(
+    ("noted", "pid", "unannounced"),
+    [
+        ("1 7 ready 1 1000.0 executor.e 5", 1, True),
+        ("1 7 cut_off 1 1000.0 executor.e 5", 1, True),
+        ("1 7 draining 1 1000.0 executor.e 5", 1, True),
+        ("1 7 starting 1 1000.0 - 0", 1, False),
+        ("1 7 stopped 1 1000.0 executor.e 5", 1, False),
+        ("1 7 failed 1 1000.0 executor.e 5", 1, False),
+        ("1 7 ready 1 1000.0 executor.e 5", 2, False),
+    ],
+)
+def test_the_watch_knows_which_ended_process_said_no_goodbye(
+    tmp_path: Path, noted: str, pid: int, unannounced: bool
+) -> None:
+    watch = Watch(str(tmp_path))
+    Path(watch.path("executor")).write_text(noted)
+    note = watch.unannounced("executor", pid)
+    assert (note is not None) == unannounced
+    assert note is None or (note.source, note.epoch) == ("executor.e", 5)
 
 
 # ---- the check of a container -------------------------------------------------------------------

@@ -93,6 +93,21 @@ async def test_on_few_cores_services_start_in_turn_beside_the_executor() -> None
     await supervisor.kill()
 
 
+async def test_each_process_that_ends_is_told_before_the_next_starts_but_none_that_was_killed_here() -> None:
+    lines, ended = Lines(), list[tuple[str, int]]()
+    supervisor = Supervisor([spec("a", FOREVER)], dict(os.environ), lines)
+    supervisor.on_end = lambda spec, pid: ended.append((spec.name, pid))
+    supervisor.start()
+    await lines.wait_for("a", "up")
+    first = supervisor.services[0].process
+    assert first is not None
+    os.kill(first.pid, signal.SIGKILL)
+    await lines.wait_for("a", "up", 2)
+    assert ended == [("a", first.pid)]
+    await supervisor.kill()
+    assert ended == [("a", first.pid)]
+
+
 def supervise(lines: Lines, *specs: ServiceSpec) -> Supervisor:
     supervisor = Supervisor(specs, dict(os.environ), lines)
     supervisor.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 from support.memory_bus import MemoryBroker
 
+from services.launcher.heartbeats import HeartbeatNote
 from services.launcher.supervisor import service_specs
-from services.launcher.up import Readiness, _Logins, _Up, same_seed, starts_later
+from services.launcher.up import Readiness, _Logins, _Up, announce_death, same_seed, starts_later
 from services.launcher.up import up as start_up
 from shared.config import load
 from shared.errors import SetupError
@@ -85,6 +87,17 @@ async def test_executors_on_gpus_see_one_each(
     assert [{**up._supervisor._env, **spec.env}["CUDA_VISIBLE_DEVICES"] for spec in specs] == told
     up._folder.cleanup()
     up._pages.close()
+
+
+async def test_no_death_is_announced_while_the_nats_server_is_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("services.launcher.up.NOTICE_S", 0.1)
+    with socket.socket() as taken:  # bound, and nothing listens
+        taken.bind(("127.0.0.1", 0))
+        note = HeartbeatNote(1, 1, "ready", 1.0, 0.0, "executor.e", 5)
+        await announce_death(f"nats://127.0.0.1:{taken.getsockname()[1]}", load().settings, note)
+    assert capsys.readouterr() == ("", "")
 
 
 async def test_its_own_connection_is_closed_before_a_failed_start_ends(

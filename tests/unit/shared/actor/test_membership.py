@@ -55,6 +55,39 @@ def test_who_says_goodbye_is_gone_at_once() -> None:
     assert peers.get("executor.c") is not None
 
 
+def test_an_incarnation_that_failed_is_gone_with_what_it_last_said_and_is_not_heard_again() -> None:
+    peers, last = Peers(), Heartbeat(kind="executor", actor="e0", host_id="h", state="failed")
+    peers.update(5, BEAT, 0)
+    assert peers.end(5, last, 1) == Peer("executor.e0", 5, BEAT, 1)
+    assert peers.end(5, last, 2) is None, "told twice"
+    assert not peers.update(5, BEAT, 3), "a heartbeat that was under way"
+    assert peers.get("executor.e0") is None
+    assert peers.end(7, last, 4) == Peer("executor.e0", 7, last, 4), "no heartbeat of it has come"
+
+
+def test_a_new_incarnation_lives_on_when_the_death_of_the_one_before_is_told() -> None:
+    peers, last = Peers(), Heartbeat(kind="executor", actor="e0", host_id="h", state="failed")
+    peers.update(5, BEAT, 0)
+    peers.update(6, BEAT, 1)
+    assert peers.end(5, last, 2) is None
+    assert peers.ready("executor") == ["e0"]
+    peers.end(6, last, 3)
+    assert peers.update(7, BEAT, 4), "the next one is heard"
+
+
+def test_an_announced_death_is_told_again_when_heartbeats_would_be_missed() -> None:
+    """A late hello of the dead executor, read after the notice, must not make it serve for ever."""
+    peers, last = Peers(), Heartbeat(kind="executor", actor="e0", host_id="h", state="failed")
+    for actor in ("e0", "e1"):
+        peers.update(5, replace(BEAT, actor=actor), 0)
+        peers.end(5, replace(last, actor=actor), 1)
+    peers.update(6, replace(BEAT, actor="e1"), 300)
+    assert peers.expire(301) == []
+    assert [p.source for p in peers.expire(302)] == ["executor.e0"], "e1 has a new incarnation"
+    assert peers.ready("executor") == ["e1"]
+    assert peers.expire(302) == []
+
+
 def test_pardon_starts_the_silence_anew() -> None:
     peers = Peers()
     peers.update(1, BEAT, 0)

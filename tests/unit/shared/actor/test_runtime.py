@@ -64,7 +64,12 @@ async def test_a_process_settles_before_the_actor_asks_for_work(fleet: Fleet) ->
 async def test_whoever_watches_is_told_each_beat_and_when_the_broker_brings_none_back(fleet: Fleet) -> None:
     told: list[str] = []
     runtime = fleet.runtime(Recorder())
-    runtime.on_heartbeat = told.append
+
+    def note(state: str, source: str, epoch: int) -> None:
+        assert (source, epoch) == ("executor.a", runtime.mailbox.epoch)
+        told.append(state)
+
+    runtime.on_heartbeat = note
     await runtime.start()
     await fleet.broker.settle()
     fleet.broker.drop("hr.f.beat.>", times=3)
@@ -311,6 +316,30 @@ async def test_upkeep_forgets_who_misses_beats(fleet: Fleet) -> None:
     other.send_heartbeat()
     await fleet.broker.settle()
     assert actor.of("peer")[-1] == "scheduler.s ready"
+
+
+async def test_an_announced_death_is_that_of_missed_beats_at_once_and_once(fleet: Fleet) -> None:
+    actor = Recorder()
+    await fleet.started(actor)
+    dead = await fleet.started(Recorder("scheduler"), "s")
+    epoch = dead.mailbox.epoch
+
+    async def announce(number: int) -> None:
+        last = Heartbeat(kind="scheduler", actor="s", host_id="h", state="failed")
+        fleet.outside.publish("hr.f.beat.scheduler.s", codec.encode(Envelope("scheduler.s", number, 0, last)))
+        await fleet.broker.settle()
+
+    before = actor.of("peer")
+    await announce(epoch - 1)
+    assert actor.of("gone") == [], "an incarnation before this one"
+    await announce(epoch)
+    await announce(epoch)
+    assert actor.of("gone") == ["scheduler.s"]
+    dead.send_heartbeat()  # it was under way
+    await fleet.broker.settle()
+    assert actor.of("peer") == before
+    await announce(epoch + 1)
+    assert actor.of("gone") == ["scheduler.s"] * 2
 
 
 async def test_who_was_stopped_itself_takes_nobody_for_dead(fleet: Fleet) -> None:
