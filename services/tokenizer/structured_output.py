@@ -729,14 +729,16 @@ def _missed(kept: Schema) -> list[Schema]:
 
 
 def _move_whole_bounds(kept: Schema) -> None:
-    """Move an excluded whole bound inwards by a least step, if the other bound is less than 1 away: above 0
-    and up to 0.5 llguidance 1.9.1 takes 0. Numbers within the step are lost."""
+    """Move an excluded whole bound away from 0 by a least step, if the other bound is less than 1 beyond it:
+    above 0 and up to 0.5 llguidance 1.9.1 takes 0. Numbers within the step are lost."""
     for name, away, opposite in (("exclusiveMinimum", 1, "aximum"), ("exclusiveMaximum", -1, "inimum")):
         bound = kept.get(name, 0.5)
         others = [kept[end] for end in (f"m{opposite}", f"exclusiveM{opposite}") if end in kept]
         step = max(LEAST_STEP, 4 * math.ulp(bound))  # the engine reads no digit after these
-        if bound == math.trunc(bound) and others and 2 * step < min(abs(each - bound) for each in others) < 1:
-            kept[name] = bound + away * step
+        if bound == math.trunc(bound) and bound * away >= 0 and others:
+            near = min(abs(each - bound) for each in others)
+            if 2 * step < near < 1:
+                kept[name] = bound + away * step
 
 
 def _of_integers(name: str, value: float) -> tuple[str, int]:

@@ -87,6 +87,7 @@ def test_a_grammar_refuses_every_instance_that_is_not_valid(data: st.DataObject)
         ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.01"], ["-0", "-0.0", "0"]),
         ({"exclusiveMinimum": 2, "exclusiveMaximum": 2.5, "multipleOf": 0.25}, ["2.25"], ["2", "2.0", "2.5"]),
         ({"type": "number", "exclusiveMinimum": 999999, "maximum": 999999.5}, ["999999.25"], ["999999"]),
+        ({"type": "number", "minimum": 2.5, "exclusiveMaximum": 3}, ["2.5", "2.9", "2.99"], ["3", "3.0"]),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, ["0.5"], ["0", "1", "1.0"]),
         ({"type": "integer", "allOf": [{"maximum": 2.55}, {"minimum": 0.5}]}, ["1", "2"], ["2.5", "0", "3"]),
         ({"nullable": True, "type": "number", "minimum": 0, "maximum": 0.25}, ["0.2", "null"], ["0.26"]),
