@@ -217,6 +217,21 @@ def test_the_import_fails_with_a_sentence_when_kernels_is_another_distributions(
         importlib.import_module("headrace")
 
 
+def test_the_import_fails_with_a_sentence_when_shared_is_a_folder_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").mkdir()
+    for name in ("__init__.py", "client.py"):
+        (tmp_path / "shared" / name).write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("shared", "headrace")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=r"`shared` that is not Headrace's.*another name"):
+        importlib.import_module("headrace")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "shared"]:
+        del sys.modules[name]
+
+
 def test_wheel_and_images_have_the_package_and_its_types() -> None:
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert "headrace*" in found["packages"]["find"]["include"]
