@@ -491,7 +491,7 @@ async def _drained(subscription: Any) -> None:  # nats-py leaves its drain witho
 
 
 class NoTls(nats_errors.Error):
-    """A server that should speak TLS does not."""
+    """A server does not ask for the TLS that its URL promises."""
 
 
 class Refused(nats_errors.Error):
