@@ -12,9 +12,17 @@ A program with an event loop uses `connect`, which gives an `AsyncClient`: `asyn
 then `await c.complete(body)`. Both raise HeadraceError. Fields and frames: docs/reference/api.md.
 """
 
-from shared.client.client import Client as AsyncClient
-from shared.errors import HeadraceError
-from shared.processes import foreign_kernels
+try:
+    from shared.client.client import Client as AsyncClient
+    from shared.errors import HeadraceError
+    from shared.processes import foreign_kernels
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "shared":
+        raise
+    raise ImportError(
+        f"a package `shared` that is not Headrace's comes first on sys.path ({error}): give that folder "
+        "another name, or start Python elsewhere"
+    ) from error
 
 if _why := foreign_kernels():
     raise ImportError(_why)

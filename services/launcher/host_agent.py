@@ -31,8 +31,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 from services.launcher.console import print_line
@@ -425,12 +427,14 @@ def _is_due(model: ModelNow) -> bool:
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_GPU = re.compile(r"\d+$|GPU-|MIG-")
 
 
 def seen(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them. CUDA reads no
+    further than the first name that none can have, such as -1."""
     if (named := environment.get(VISIBLE)) is not None:
-        return [name.strip() for name in named.split(",") if name.strip()]
+        return list(takewhile(_GPU.match, (name.strip() for name in named.split(","))))
     files = [each for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdecimal()]
     return [str(index) for index in range(len(files))]
 

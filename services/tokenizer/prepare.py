@@ -594,8 +594,9 @@ def _max_tokens(request: Request, prompt_tokens: int, max_context: int, default:
         raise _too_long("messages" if chat else "prompt", f"{prompt_tokens} tokens", max_context)
     name, asked = request.limit
     if asked is None:
-        most = room if request.n_predict else default or room  # -1 asks for no limit
-        return min(most, room, room if chat else DEFAULT_COMPLETION_TOKENS)
+        if request.n_predict:  # -1 asks for no limit
+            return room
+        return min(default or room, room, room if chat else DEFAULT_COMPLETION_TOKENS)
     if asked > room:
         raise _over_context(
             max_context,

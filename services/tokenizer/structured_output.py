@@ -318,6 +318,7 @@ MAX_DEPTH = 32
 MOST_EXACT = 2**53 - 1  # the largest integer that every reader of JSON keeps (RFC 7493)
 MOST_BOUND = 2**63  # the engine's bounds are signed integers of 64 bits
 _LAST = MOST_BOUND - 1024  # the last double below it
+LEAST_STEP = 1e-15  # between a bound and a number that is not it
 MAX_FOLDED_SETS = 64  # sets of a case-insensitive pattern: each costs the compiler up to 1 ms
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
@@ -478,6 +479,7 @@ class _Reader:
         others: list[Schema] = [{"type": "null"}] if kept.pop("nullable", False) else []
         if self._allows(kept, "number"):
             others += _missed(kept)
+            _move_whole_bounds(kept)
         if others:
             defs: Schema = {place: kept.pop(place) for place in ("$defs", "definitions") if place in kept}
             kept = {"anyOf": [kept, *others], **defs}
@@ -724,6 +726,19 @@ def _missed(kept: Schema) -> list[Schema]:
     ]
     parts = [n for n in numbers if n not in whole]
     return [*near, {"enum": parts}] if parts else near
+
+
+def _move_whole_bounds(kept: Schema) -> None:
+    """Move an excluded whole bound away from 0 by a least step, if the other bound is less than 1 beyond it:
+    above 0 and up to 0.5 llguidance 1.9.1 takes 0. Numbers within the step are lost."""
+    for name, away, opposite in (("exclusiveMinimum", 1, "aximum"), ("exclusiveMaximum", -1, "inimum")):
+        bound = kept.get(name, 0.5)
+        others = [kept[end] for end in (f"m{opposite}", f"exclusiveM{opposite}") if end in kept]
+        step = max(LEAST_STEP, 4 * math.ulp(bound))  # the engine reads no digit after these
+        if bound == math.trunc(bound) and bound * away >= 0 and others:
+            near = min(abs(each - bound) for each in others)
+            if 2 * step < near < 1:
+                kept[name] = bound + away * step
 
 
 def _of_integers(name: str, value: float) -> tuple[str, int]:

@@ -100,7 +100,11 @@ class _Client(NatsClient):
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         """Its own reads the limit of messages at a connect alone, and a reload may change it; it learns the
-        addresses of a cluster without a login."""
+        addresses of a cluster without a login; it sends the password without TLS, also to a `tls://` URL, if
+        the server does not require TLS."""
+        server = self._current_server
+        if server is not None and server.uri.scheme == "tls" and not info.get("tls_required"):
+            raise NoTls("it asks for no TLS, and the URL is tls://: give it a certificate, or write nats://")
         self._max_payload = int(info.get("max_payload", self._max_payload))
         await super()._process_info({**info, "connect_urls": None}, initial_connection)
         if info.get("connect_urls"):
@@ -486,6 +490,10 @@ async def _drained(subscription: Any) -> None:  # nats-py leaves its drain witho
     await subscription.drain()
 
 
+class NoTls(nats_errors.Error):
+    """A server does not ask for the TLS that its URL promises."""
+
+
 class Refused(nats_errors.Error):
     """Bad credentials or an untrusted certificate. Not retryable."""
 
@@ -511,12 +519,14 @@ class Faults:
 
     async def on_error(self, error: Any, *, configured: bool = True) -> None:
         """What `error_cb` of nats-py gets: permissions, failed attempts to connect, a handler's error. Raises
-        Refused out of the first `connect`, which would try for ever. `configured`: the address is none that a
-        cluster has advertised."""
+        Refused or NoTls out of the first `connect`, which would try for ever. `configured`: the address is
+        none that a cluster has advertised."""
         words = str(error).lower()
+        if isinstance(error, NoTls) and not self.opened:
+            raise error
         if isinstance(error, ssl.SSLCertVerificationError) and not self.opened:
             raise Refused(text(error))  # nats-py does not try again: it waits for the end of the handshake
-        if _VIOLATION in words or isinstance(error, ssl.SSLCertVerificationError):
+        if _VIOLATION in words or isinstance(error, (ssl.SSLCertVerificationError, NoTls)):
             self._refused(text(error), configured=configured)
         elif _DENIED in words:
             self.report("refused" if _DENIED_READING in words else "permission", str(error))

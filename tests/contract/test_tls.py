@@ -48,3 +48,18 @@ async def test_a_server_that_nobody_vouches_for_is_an_error_at_once(secure: tupl
     folder, address = secure
     with pytest.raises(SetupError, match="CERTIFICATE_VERIFY_FAILED"):
         await asyncio.wait_for(NatsBus.connect(auth.url_of(folder, "public", address)), 10)
+
+
+async def test_no_password_goes_to_a_server_without_tls_when_the_url_is_tls() -> None:
+    got: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"S","version":"2.11.0","max_payload":1048576,"headers":true}\r\n')
+        got.put_nowait(await reader.read(4096))
+        writer.close()
+
+    async with await asyncio.start_server(pretend, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(SetupError, match="asks for no TLS"):
+            await NatsBus.connect(f"tls://public:secret@127.0.0.1:{port}", timeout_s=5)
+        assert await asyncio.wait_for(got.get(), 5) == b""

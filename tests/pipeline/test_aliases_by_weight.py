@@ -55,6 +55,10 @@ class Two(Pipeline):
         for kind in (kind for kind in KINDS if kind != "kv_offload"):
             await self.add(kind, f"{kind}-2")
         await self.until(lambda: bool(self.runtimes["scheduler-2"].actor.status()["executors"]))
+        await self.until(lambda: all(len(each._queries.served()) == 2 for each in self.tokenizers()))
+
+    def tokenizers(self) -> list[TokenizerActor]:
+        return [each.actor for each in self.runtimes.values() if isinstance(each.actor, TokenizerActor)]
 
     async def set(self, name: str, **targets: int) -> dict[str, Any]:
         data = json.dumps(targets).encode()
@@ -381,6 +385,8 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
     await two.set("code")
     both = {subjects.alias("chat"), subjects.alias("code")}
     assert await stored() == both, "a deleted one stays deleted"
+    known = [each._aliases._streams.made for each in two.tokenizers()]
+    await two.until(lambda: all(made.has(subjects.ALIAS_STREAM) for made in known))
     await remove()
     async with asyncio.timeout(30):
         while True:

@@ -1,4 +1,5 @@
-"""The load programs that pages, scripts and containers start exist. Pages of figures may name older ones."""
+"""The load programs that pages, scripts and containers start exist, and the tests that scripts run. Pages of
+figures may name older ones."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import re
 from support.source_tree import ROOT
 
 NAMED = re.compile(r"-m,? (loadtest(?:\.\w+)*)")
+TEST = re.compile(r"\btests/[\w/.]+\.py\b")
 FIGURES = ("docs/benchmarks",)
 
 
@@ -20,6 +22,13 @@ def test_programs_that_are_named_exist() -> None:
     }
     assert len(named) > 5
     assert {(name, module) for name, module in named if not _is_program(module)} == set()
+
+
+def test_tests_that_scripts_run_exist() -> None:
+    scripts = [path for path in ROOT.glob("scripts/*") if path.is_file()]
+    named = {(path.name, test) for path in scripts for test in TEST.findall(path.read_text())}
+    assert len(named) > 5
+    assert {(name, test) for name, test in named if not (ROOT / test).is_file()} == set()
 
 
 def _is_program(module: str) -> bool:

@@ -19,7 +19,7 @@ from services.scheduler import admission, preemption
 from services.scheduler.kv_tiers import store
 from services.scheduler.preemption import RecomputeCost, backlog_us, requeue, withdraw
 from services.scheduler.state.requests import Sequence
-from services.scheduler.state.state import PREFILL, Executor, State
+from services.scheduler.state.state import DECODE, PREFILL, Executor, State
 from services.scheduler.state.waiting_queue import SequenceGroup
 
 BACKLOG_US = 250_000  # of prompts on an executor: with more a sequence that moves there would stall
@@ -122,8 +122,11 @@ def leave(state: State, executor: Executor, sequence: Sequence, why: str) -> Non
 
 
 def _others(state: State, executor: Executor) -> list[Executor]:
-    """The other executors of the model that take sequences."""
-    model = executor.hello.model
+    """The other executors of the model that take sequences. One that only prefills would send those of
+    another one back after each token."""
+    model, roles = executor.hello.model, ("", DECODE, PREFILL) if executor.draining else ("", DECODE)
     return [
-        e for e in state.executors.values() if e is not executor and not e.draining and e.hello.model == model
+        e
+        for e in state.executors.values()
+        if e is not executor and not e.draining and e.hello.model == model and e.role in roles
     ]

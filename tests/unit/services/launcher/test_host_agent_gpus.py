@@ -51,5 +51,7 @@ def test_the_gpus_are_those_of_the_variable_or_the_device_files(tmp_path: Path) 
         (tmp_path / name).touch()
     assert seen({}, tmp_path) == ["0", "1"]
     assert seen({VISIBLE: "1, GPU-5f"}, tmp_path) == ["1", "GPU-5f"]
-    assert seen({VISIBLE: ""}, tmp_path) == []
+    assert seen({VISIBLE: "MIG-1/0/0,MIG-GPU-5f/1/0"}, tmp_path) == ["MIG-1/0/0", "MIG-GPU-5f/1/0"]
+    assert seen({VISIBLE: "0,-1,1"}, tmp_path) == ["0"]
+    assert [seen({VISIBLE: none}, tmp_path) for none in ("", "-1", "NoDevFiles", "void")] == [[]] * 4
     assert seen({}, tmp_path / "absent") == []

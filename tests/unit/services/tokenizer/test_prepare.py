@@ -587,10 +587,11 @@ def test_a_template_of_the_request_needs_trust(model: ServedModel) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "limit"),
-    [({"n_predict": 3}, 3), ({"n_predict": -1}, 16), ({"n_predict": 3, "max_tokens": 4}, 4)],
+    [({"n_predict": 3}, 3), ({"n_predict": -1}, 127), ({"n_predict": 3, "max_tokens": 4}, 4)],
 )
 def test_n_predict_is_max_tokens(model: ServedModel, fields: dict[str, Any], limit: int) -> None:
-    assert prepared(model, {"prompt": "a", **fields}).max_tokens == limit
+    got = prepared(model, {"prompt": [5], **fields})
+    assert (got.max_tokens, got.open_end) == (limit, limit == 127)
 
 
 def test_fields_without_effect_change_nothing(model: ServedModel) -> None:

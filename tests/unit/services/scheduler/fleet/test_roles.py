@@ -103,6 +103,18 @@ def test_a_decode_without_room_elsewhere_goes_on_where_it_is() -> None:
     assert finished(world).scheduler.state.counters.moves == 0
 
 
+def test_a_decode_that_no_decoding_executor_can_hold_stays_where_it_is() -> None:
+    world = World(Limits(policy=policies.parse("roles=loadtest.policies:prefill_2"), step_tokens=16))
+    for number, blocks in enumerate((200, 200, 8), 1):
+        world.add_engine(f"e{number}", epoch=number, **SIZES | {"blocks": blocks})
+    world.add_tier(FakeTier(capacity=400))
+    world.tick(10)
+    world.tick(10)
+    assert roles_of(world) == [PREFILL, PREFILL, DECODE]
+    world.ask("a", [5] * 60, 20)
+    assert finished(world).scheduler.state.counters.moves == 0
+
+
 def test_a_decode_gets_the_room_that_ended_sequences_keep_elsewhere() -> None:
     world = World(Limits(policy=policies.parse("roles=loadtest.policies:prefill_1"), step_tokens=16))
     world.add_engine("e2", epoch=2, **SIZES | {"blocks": 96})
