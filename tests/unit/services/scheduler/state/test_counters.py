@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -236,6 +237,9 @@ def test_a_collector_that_is_away_is_told_once(
     assert sink is not None
     sink.put([MetricPoint("n", 1, "1", is_counter=True)])
     sink.stop(20)
+    for thread in threading.enumerate():  # `stop` does not wait for a collector that is away
+        if thread.name.startswith("metrics-"):
+            thread.join(20)
     assert [r.message for r in caplog.records if r.name == "headrace.tracing"] == [
         "metrics: do not arrive at http://127.0.0.1:9/v1/metrics: start a collector there"
     ]
