@@ -48,6 +48,8 @@ def move_all(state: State, executor: Executor, sequences: list[Sequence], why: s
     there. The first one without room waits for it, and the others wait for that one."""
     room = True
     for sequence in sorted(sequences, key=lambda s: s.request.level):
+        if state.executors.get(sequence.executor) is not executor:
+            continue  # `admit` has preempted it: the numbers of its blocks mean others here
         if not store.keep_below(state, executor, sequence):
             if executor.down.pending_jobs >= store.MAX_JOBS:
                 return

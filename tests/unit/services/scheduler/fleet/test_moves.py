@@ -6,9 +6,12 @@ import pytest
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
+from services.scheduler import admission, preemption
+from services.scheduler.fleet import moves
+from services.scheduler.kv_tiers import store
 from services.scheduler.kv_tiers.store import LEFT_TOKENS
-from services.scheduler.state.requests import PeerDraining
-from services.scheduler.state.state import Limits
+from services.scheduler.state.requests import PeerDraining, Sequence
+from services.scheduler.state.state import Executor, Limits, State
 
 AFTER_US = 3_000_000
 
@@ -135,4 +138,28 @@ def test_what_has_no_token_from_here_does_not_move_on() -> None:
         world.tick(10)
         assert world.scheduler.state.counters.moves == moves
         steps(world, 4)
+    finished(world)
+
+
+def test_a_sequence_that_admission_takes_off_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are of another executor then, and their numbers mean others here."""
+    world = drained()
+    steps(world, 4)
+    state = world.scheduler.state
+    executor, admit, copied = state.executors["e1"], admission.admit, list[str]()
+
+    def admit_and_preempt(state: State) -> None:
+        for sequence in executor.running[:1] if not state.counters.preemptions else ():
+            preemption.preempt(state, executor, sequence, "for a higher class", [])
+        admit(state)
+
+    def keep_below(state: State, executor: Executor, sequence: Sequence) -> bool:
+        copied.append(sequence.executor)
+        return True
+
+    monkeypatch.setattr(admission, "admit", admit_and_preempt)
+    monkeypatch.setattr(store, "keep_below", keep_below)
+    moves.move_all(state, executor, sorted(executor.running, key=lambda s: -s.seq), "a test")
+    assert set(copied) == {"e1"}
+    assert state.counters.preemptions >= 1
     finished(world)
