@@ -176,7 +176,7 @@ class World:
         for at_us, seq in state.deadlines.heap:
             watched[seq] = min(at_us, watched.get(seq, at_us))
         for sequence in state.sequences.values():
-            assert watched[sequence.seq] <= lifecycle.due_at_us(sequence), "a deadline that nobody watches"
+            assert watched[sequence.seq] <= lifecycle.due_at_us(sequence), "no timer watches this deadline"
         for check in self.checks:
             check(self)
 

@@ -45,14 +45,14 @@ WISHES = [
 
 
 def logits_of(slot: int, position: int, token: int) -> torch.Tensor:
-    """Of a model that sees the last token alone."""
+    """The logits of a model that sees the last token alone."""
     seed = 1 + slot + 100 * position + 10_000 * token
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
 @dataclass
 class Event:
-    """Of a device that works at once: what is recorded has come."""
+    """An event of a device that works at once: what is recorded has come."""
 
     recorded: bool = False
 
