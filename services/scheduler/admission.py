@@ -373,9 +373,7 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
         sequence.parent = None if sequence is parent else parent
         sequence.opened_after = executor.step
         sequence.opened_length = len(sequence.tokens)
-        sequence.compiles_grammar = executor.hello.reports_grammars and bool(
-            sequence.request.tokenized.grammar
-        )
+        sequence.compiles_grammar = executor.must_compile(request.tokenized.grammar)
         executor.add(sequence)
         if sequence is parent:
             _take_hits(state, offer, group)

@@ -52,12 +52,15 @@ def apply_result(state: State, executor: Executor, result: StepResult) -> None:
 
 def grammar_ended(state: State, source: str, news: GrammarReady | GrammarFailed) -> None:
     """A slot's grammar is compiled; or it cannot be, and its request fails."""
-    executor = state.executors.get(source.removeprefix("executor."))
-    for sequence in executor.running if executor is not None else ():
+    if (executor := state.executors.get(source.removeprefix("executor."))) is None:
+        return
+    for sequence in executor.running:
         if (sequence.slot, sequence.generation) == (news.slot, news.generation):
             sequence.compiles_grammar = False
             if isinstance(news, GrammarFailed):
                 lifecycle.fail(state, sequence.request, 400, news.message)
+            elif (key := hash(sequence.request.tokenized.grammar)) in executor.grammars:
+                executor.grammars[key] = True
             return
 
 

@@ -353,11 +353,9 @@ class GrammarCompiler:
 
     def _trim(self) -> None:
         """Drop the least recently used compilations that have ended; slots keep their own reference."""
-        for key, one in list(self._cache.items()):
-            if len(self._cache) <= COMPILED:
-                return
-            if one.result.done():
-                del self._cache[key]
+        ended = [key for key, one in self._cache.items() if one.result.done()]
+        for key in ended[:-COMPILED]:
+            del self._cache[key]
 
     def _run(self) -> None:
         while (turn := self._next()) is not None:

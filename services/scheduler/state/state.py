@@ -26,6 +26,7 @@ from shared.messages import ExecHello, Message, Rejected, StepPlan, StepResult
 from shared.step_model import StepShape
 
 MAX_DROPPED = 10_000  # lost executors that are not back: most never come back
+GRAMMARS = 32  # noted for each executor; half of those that an engine keeps
 MAX_MOVED = 100_000  # sequences of lost detokenizers
 
 # what decides which requests an executor can ever serve
@@ -158,6 +159,7 @@ class Executor:
     sleep_by_us: int = 0  # it drains in order to sleep, and what runs then is preempted; 0: it does not
     cost_model: CostModel = field(default_factory=CostModel)
     pace: StepPace = field(default_factory=StepPace)
+    grammars: dict[int, bool] = field(default_factory=dict)  # by hash, those opened last: is it compiled?
     host_fed: int = 0  # running sequences that are host-fed
     fixed_lengths: int = 0  # running sequences that only their length ends
     running_by_class: list[int] = field(default_factory=lambda: [0] * len(requests.CLASS_NAMES))
@@ -190,6 +192,17 @@ class Executor:
             sequence.micro_batch = int(self.micro_batch_rows[1] < self.micro_batch_rows[0])
         self.running.append(sequence)
         self._count(sequence, 1)
+
+    def must_compile(self, grammar: str) -> bool:
+        """A slot is opened with this grammar, which its engine has not compiled yet: engines keep the
+        grammars of more slots than are noted here."""
+        if not grammar or not self.hello.reports_grammars:
+            return False
+        key = hash(grammar)
+        compiled = self.grammars[key] = self.grammars.pop(key, False)
+        if len(self.grammars) > GRAMMARS:
+            del self.grammars[next(iter(self.grammars))]
+        return not compiled
 
     def remove(self, sequence: Sequence) -> None:
         """Run a sequence here no longer."""

@@ -6,7 +6,7 @@ import pytest
 from support.scheduler.world import World
 
 from services.scheduler.state.requests import Arrived, Sequence
-from services.scheduler.state.state import Limits
+from services.scheduler.state.state import GRAMMARS, Limits
 from shared.messages import GrammarFailed, GrammarReady
 
 PROMPT = list(range(10, 19))  # two blocks, and the token from which the first one of the answer is sampled
@@ -59,6 +59,35 @@ def test_one_that_is_there_in_time_costs_no_step(world: World) -> None:
     ready(world, waiting)
     world.run()
     world.assert_answers("structured")
+
+
+def test_one_that_was_compiled_before_is_not_awaited(world: World) -> None:
+    world.ask("first", PROMPT, 2, grammar="g")
+    ready(world, *slots_of(world, "first"))
+    world.run()
+    steps = len(world.plans)
+    world.ask("second", [*PROMPT, 7], 2, grammar="g")
+    assert not slots_of(world, "second")[0].compiles_grammar
+    world.run()
+    world.assert_answers("second")
+    assert list(world.plans[steps].counts) == [2]  # all after the hit of two blocks, not all but the last
+    for i in range(GRAMMARS):
+        world.ask(f"other {i}", PROMPT, 1, grammar=f"other {i}")
+        assert slots_of(world, f"other {i}")[0].compiles_grammar
+        ready(world, *slots_of(world, f"other {i}"))
+        world.run()
+    world.ask("late", PROMPT, 2, grammar="g")
+    assert slots_of(world, "late")[0].compiles_grammar
+
+
+def test_one_that_failed_before_is_awaited(world: World) -> None:
+    world.ask("first", PROMPT, 2, grammar="g")
+    (first,) = slots_of(world, "first")
+    failed = GrammarFailed(slot=first.slot, generation=first.generation, message="unbalanced")
+    world.handle(Arrived("executor.e1", failed))
+    world.run()
+    world.ask("second", PROMPT, 2, grammar="g")
+    assert slots_of(world, "second")[0].compiles_grammar
 
 
 def test_one_that_fails_ends_its_request_alone(world: World) -> None:
