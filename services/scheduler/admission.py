@@ -268,8 +268,10 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
         while reservations and room < sum(reservations) + spare:
             reservations.pop()
         if not reservations:
+            if not pool.write_back:
+                return None
             awaited = wanted + sum(not pool.refs[block] for block in present)
-            if not pool.write_back or pool.unreserved_blocks + pool.coming_blocks < awaited:
+            if pool.unreserved_blocks + pool.coming_blocks < awaited:
                 return None
     return Offer(executor, hits, tail, reservations, pool.unreserved_blocks + pool.coming_blocks, awaited)
 
