@@ -32,7 +32,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from services.scheduler import lifecycle, load_shedding, overlap, preemption, prefix_cache
-from services.scheduler.kv_tiers import load, lookups
+from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.load_shedding import RETRY_AFTER_MS
 from services.scheduler.preemption import RecomputeCost, headroom_blocks, headroom_bound
 from services.scheduler.state.policies import RoutingOption
@@ -60,6 +60,7 @@ class Offer:
     tail: int | None  # the cached partial block after them, of a preempted sequence
     reservations: list[int]  # blocks for each choice that starts
     room_blocks: int  # free and unreserved, now or soon
+    awaited_blocks: int = 0  # so many must be free first: ended sequences keep some of them
 
 
 @dataclass(slots=True)
@@ -117,10 +118,10 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
     first, executors = not held.sources, list(state.executors.values())
     free = [e for e in executors if e.pool.free_slots and e.source not in held.sources]
     offers = [offer for e in free if (offer := _offer(state, e, group)) is not None]
-    if offers:
+    if not all(offer.awaited_blocks for offer in offers):
         offer = _route(state, offers, group)
         if not lookups.pending(state, group):
-            _start(state, offer, group)
+            _start(state, _with_room(state, offer, offers, group), group)
             return True
         held.awaits_lookup = True
         held.sources.add(offer.executor.source)
@@ -260,19 +261,25 @@ def _offer(state: State, executor: Executor, group: SequenceGroup) -> Offer | No
     present = hits if tail is None else [*hits, tail]
     reservations = preemption.reservations(state, executor, group)[: len(pool.free_slots)]
     reservations[0] = max(reservations[0] - len(present), 0)
-    room = pool.unreserved_blocks - pool.free_taken_by(present)
+    room, awaited = pool.unreserved_blocks - pool.free_taken_by(present), 0
     if room < sum(reservations) + headroom_bound(state, executor, head):
         spare = headroom_blocks(state, executor, group.sequences[: len(reservations)])
+        wanted = sum(reservations) + spare
         while reservations and room < sum(reservations) + spare:
             reservations.pop()
         if not reservations:
-            return None
-    return Offer(executor, hits, tail, reservations, pool.unreserved_blocks + pool.coming_blocks)
+            if not pool.write_back:
+                return None
+            awaited = wanted + sum(not pool.refs[block] for block in present)
+            if pool.unreserved_blocks + pool.coming_blocks < awaited:
+                return None
+    return Offer(executor, hits, tail, reservations, pool.unreserved_blocks + pool.coming_blocks, awaited)
 
 
 def can_start(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """Whether the executor has room for a group, or for some of its choices, now."""
-    return _offer(state, executor, group) is not None
+    offer = _offer(state, executor, group)
+    return offer is not None and not offer.awaited_blocks
 
 
 def may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
@@ -351,6 +358,22 @@ def _route(state: State, offers: list[Offer], group: SequenceGroup) -> Offer:
     return offers[options.index(state.limits.policy.function("routing")(options))]
 
 
+def _with_room(state: State, offer: Offer, offers: list[Offer], group: SequenceGroup) -> Offer:
+    """The offer, once the executor has dropped the blocks of ended sequences that it keeps until they are
+    needed. If it copies them first, the best offer with room: a later group finds room there.
+
+    Without this, an executor whose cache is full would get nothing while any other one has room.
+    """
+    if not offer.awaited_blocks:
+        return offer
+    offer.executor.awaited_blocks = offer.awaited_blocks
+    store.copy_dirty(state, offer.executor)
+    again = _offer(state, offer.executor, group)
+    if again is not None and not again.awaited_blocks:
+        return again
+    return _route(state, [other for other in offers if not other.awaited_blocks], group)
+
+
 def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
     executor, parent, request, level = offer.executor, group.sequences[0], group.request, group.level
     head = state.waiting.first(executor.hello.model)
@@ -379,6 +402,7 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
             _take_hits(state, offer, group)
         _record(state, offer, group, sequence)
         state.send(executor.source, _slot_open(sequence), sequence.request.trace)
+    executor.awaited_blocks = 0
     load.begin(state, executor, parent, group)
     preemption.on_resume(state, executor, parent, group)
 

@@ -29,8 +29,6 @@ def advance(state: State) -> None:
     """Go on with the moves from all draining executors, and from those that only prefill."""
     if not state.some_leave:
         return  # at most events
-    for executor in state.executors.values():
-        executor.awaited_blocks = 0
     leaving = [e for e in state.executors.values() if e.draining or e.role == PREFILL]
     state.some_leave = bool(leaving)
     for executor in leaving:

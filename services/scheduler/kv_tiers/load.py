@@ -153,6 +153,7 @@ def _send_prefetch(
     sequence.reserved -= len(keys)
     blocks = executor.pool.allocate(len(keys))
     sequence.table.extend(blocks)
+    sequence.loads_until = sequence.most_computed if len(sequence.table) >= MAX_KEYS else 0
     executor.change_rows()  # and it has a job from here on
     if any(source in blocks for source, _ in executor.fork_copies):
         return None  # the next step reads one of them for a fork: compute instead

@@ -195,6 +195,7 @@ class Sequence(StepFields):
     scores: Scores | None = None  # if its request asks for log probabilities: for another detokenizer
     tail: Tail = NO_TAIL  # of its last preemption
     load_job: int = 0  # the job that loads blocks of its table; no row of it is planned before
+    loads_until: int = 0  # tokens that it has after the loads that follow that one, 0: none follow
     compiles_grammar: bool = False  # its executor compiles its grammar, which the next token needs
     protected_until_us: int = 0  # it has just resumed: others are preempted before it
     preempt_price: int = 0  # when it was last a candidate: see ../preemption.py
@@ -236,7 +237,9 @@ class Sequence(StepFields):
         """Tokens to compute before it decodes, without those that are loaded or that its parent computes."""
         if self.parent is not None:
             return 0
-        known = max(self.computed, len(self.table) * block_tokens) if self.load_job else self.computed
+        known = self.computed
+        if self.load_job:
+            known = max(known, len(self.table) * block_tokens, self.loads_until)
         return max(self.opened_length - known, 0)
 
     @property

@@ -174,7 +174,7 @@ class Executor:
     held_us: int = 0
     due_us: int = 0  # the next step is planned then: see overlap.py
     due_lead_us: int = 0  # so long before the predicted end
-    awaited_blocks: int = 0  # of the sequence that moves here once there is room: see ../fleet/moves.py
+    awaited_blocks: int = 0  # kept free until a sequence starts here: one found no room, see ../admission.py
     awaits_copies: bool = False  # the next step waits for blocks that are being copied: see worth_waiting
     judged_us: int = 0  # when its dirty blocks were last judged
     next_eager_us: int = 0  # no eager copy before

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 
 from loadtest.sim.arms import limits_of
 from loadtest.sim.many_executors import balance, of_ideal, one_hot, overload
+from loadtest.sim.real_tier import RealTier
 from loadtest.sim.scenarios import H200, SCENARIOS
-from loadtest.simulator.requests import Workload
+from loadtest.simulator.requests import SimRequest, Workload, plain_prompt
+from loadtest.simulator.tiers import TierSpec
 from loadtest.simulator.world import FIRST_US, Setup, World
 
 SECOND_US = 1_000_000
@@ -42,3 +46,22 @@ def test_one_hot_prefix_spreads_over_all_executors_within_ten_seconds() -> None:
         found[executors] = busiest, hits
     assert found[4][0] <= 1.3, found
     assert found[4][1] >= 0.9 * found[1][1] > 0.5, found
+
+
+def test_a_closed_loop_divides_evenly_also_when_the_caches_are_full() -> None:
+    """Equal requests that share nothing, on executors that differ a little. An executor keeps the blocks of
+    ended sequences until they are needed: one with fewer rows must not get fewer requests for that."""
+    model = H200.model
+    near = replace(H200, blocks=1_024)
+    slower = replace(near, model=replace(model, weights_us=model.weights_us * 11 // 10))
+    tier = partial(RealTier, TierSpec(l1_bytes=1 << 30), near.block_bytes)
+    world = World(Setup((near, slower), tier=tier), Workload(()))
+    world.begin()
+    for number in range(4):
+        prompts = [plain_prompt(1_000 * number + at, 512) for at in range(96)]
+        asked = [SimRequest(f"{number}.{at}", 0, prompt, 64, 64) for at, prompt in enumerate(prompts)]
+        before = [engine.totals.prefill_tokens for engine in world.engines.values()]
+        assert all(record.served for record in world.go_on(Workload(tuple(asked), clients=16)).records)
+        after = [engine.totals.prefill_tokens for engine in world.engines.values()]
+        shares = [now - then for now, then in zip(after, before, strict=True)]
+        assert min(shares) >= 0.45 * sum(shares), f"round {number}: {shares}"

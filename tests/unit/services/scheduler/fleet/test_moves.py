@@ -8,7 +8,7 @@ from support.scheduler.world import World
 
 from services.scheduler import admission, preemption
 from services.scheduler.fleet import moves
-from services.scheduler.kv_tiers import store
+from services.scheduler.kv_tiers import load, lookups, store
 from services.scheduler.kv_tiers.store import LEFT_TOKENS
 from services.scheduler.state.requests import PeerDraining, Sequence
 from services.scheduler.state.state import Executor, Limits, State
@@ -162,4 +162,27 @@ def test_a_sequence_that_admission_takes_off_meanwhile_is_left_alone(monkeypatch
     moves.move_all(state, executor, sorted(executor.running, key=lambda s: -s.seq), "a test")
     assert set(copied) == {"e1"}
     assert state.counters.preemptions >= 1
+    finished(world)
+
+
+def test_what_is_loaded_in_parts_is_no_backlog_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing would follow a long sequence to its new executor before the last part is there."""
+    for module in (load, lookups):
+        monkeypatch.setattr(module, "MAX_KEYS", 4)
+    world = World(Limits(move_after_us=0))
+    sizes = {"slots": 8, "blocks": 200, "max_context": 256, "max_step_tokens": 256}
+    world.add_engine("e1", **sizes)
+    world.add_tier(FakeTier(capacity=200))
+    world.ask("long", list(range(3, 103)), 60)
+    steps(world, 2)
+    world.add_engine("e2", epoch=2, **sizes)
+    world.handle(PeerDraining("executor", "e1"))
+    (sequence,) = world.scheduler.state.sequences.values()
+    backlogs = list[int]()
+    for _ in range(40):
+        steps(world, 1)
+        if sequence.executor == "e2" and sequence.load_job:
+            backlogs.append(world.scheduler.state.executors["e2"].row_sums().backlog_tokens)
+    assert world.scheduler.state.counters.loads >= 100 // 4 // 4
+    assert max(backlogs) <= LEFT_TOKENS + 4
     finished(world)
