@@ -22,7 +22,7 @@ from loadtest.two_gpus.steps import slow_steps
 
 FLAGS = ("--dtype", "bf16", "--max-context", "40960", "--slots", "256", "--kv-blocks", "20480")
 NEEDS_S = {"throughput": 0, "routing": 45, "apart": 45, "move": 30, "more_ways": 60}
-ROUNDS = 2
+ROUNDS = 4
 GPUS, L1_MIB, ONE_L1_MIB = "0,1", 10_240, 2_048
 SETTLED_S = 40.0  # an executor that has ended is there again
 CHATS = Chats(count=96, turns=5, shared=1024, first=(1500, 3500), added=256, answer=128, think_s=0.5,
