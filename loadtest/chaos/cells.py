@@ -18,17 +18,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from loadtest import faults
-from loadtest.chaos.clients import Clients, Ended
+from loadtest.clients import Ask, Clients, Ended, mixed, oracle_key
+from loadtest.fleet import MODEL, connected, running_up
 from loadtest.leaks import settle
-from loadtest.running_up import running_up
-from loadtest.storm import Ask, mixed, oracle_key
-from shared.client.client import Client
-from shared.config import Settings
-from shared.nats.bus import NatsBus
+from shared.config import load
 from shared.processes import bind
 from shared.vocab.files import resolve
 
-MODEL = "smollm2-135m-instruct"
 KINDS = ("gateway", "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
 BROKER = "nats-server"
 VICTIMS = tuple((kind,) for kind in (*KINDS, BROKER))
@@ -59,7 +55,7 @@ class Shape:
     @property
     def names(self) -> list[str]:
         """Under which its models are served."""
-        return [resolve(model, Settings().cache_dir).name for model in self.models]
+        return [resolve(model, load().settings.cache_dir).name for model in self.models]
 
     @property
     def of_each(self) -> dict[str, int]:
@@ -196,7 +192,7 @@ async def run(cell: Cell, fleet: House, right: Answers, requests: int = REQUESTS
     fault_s, rng = FAULTS[cell.fault], random.Random(cell.name)
     clients, middle = Clients(fleet.nats_url, fleet.http_url, fleet.limit_s), asyncio.Event()
     begin = min(requests // 4, 2 * (HTTP_CLIENTS + NATS_CLIENTS))
-    clients.on_end = lambda: middle.set() if len(clients.ended) >= begin else None
+    clients.on_end = lambda _: middle.set() if len(clients.ended) >= begin else None
     await settled(fleet)
     asks = rng.choices(known(requests, fleet.shape.names), k=requests)
     running = asyncio.create_task(clients.run(asks, HTTP_CLIENTS, NATS_CLIENTS))
@@ -232,9 +228,8 @@ async def _harm(cell: Cell, fleet: House, fault_s: float, rng: random.Random) ->
 
 async def _returned(fleet: House, span: Span) -> None:
     """Note when the broker answers again."""
-    bus = await NatsBus.connect(fleet.nats_url, timeout_s=SETTLE_S)
-    span.back_s = time.monotonic()
-    await bus.drain()
+    async with connected(fleet.nats_url, SETTLE_S):
+        span.back_s = time.monotonic()
 
 
 def judged(cell: Cell, clients: Clients, right: Answers, away: Span) -> Counts:
@@ -280,14 +275,10 @@ def verdict_of(each: Ended, right: Answers, away: Span, *, gateway_fell: bool) -
 
 async def settled(fleet: House) -> None:
     """Return when every service is there and nothing is held. Raises AssertionError."""
-    bus = await NatsBus.connect(fleet.nats_url, timeout_s=SETTLE_S)
-    try:
-        await settle(bus, fleet.shape.counts, SETTLE_S)
-        client = await Client.open(bus)
+    async with connected(fleet.nats_url, SETTLE_S) as client:
+        await settle(client.bus, fleet.shape.counts, SETTLE_S)
         for model in fleet.shape.names:
             await client.complete({**known(1, [model])[0].body, "stream": False}, timeout_s=fleet.limit_s)
-    finally:
-        await bus.drain()
 
 
 def resume(fleet: House) -> None:

@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.sim.traces import SAMPLES
+from loadtest.scenarios.traces import SAMPLES
 from services.executor.checkpoint.config import from_hf
 from shared.errors import BadRequest
 from shared.vocab.files import ModelFiles

@@ -13,7 +13,6 @@ processes; what it mounts no other process sees. Flags after `--` replace the re
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -30,6 +29,7 @@ from typing import Any
 
 from loadtest.chaos import cells
 from loadtest.chaos.cells import Answers, Shape, Span, house
+from loadtest.command_line import parser_of
 from loadtest.host_faults import place as places
 from loadtest.host_faults import watch
 from loadtest.host_faults.harms import CASES, Case
@@ -179,17 +179,11 @@ def case_of(
 
 def main() -> int:
     """Run the cases; 1 when one of them has a flaw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.host_faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("host_faults", __doc__, up=True)
     parser.add_argument("--cases", nargs="+", default=[""], help="those whose names start so")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--log", type=Path, help="folder for what the services of each case say")
     parser.add_argument("--answers", type=Path, help="file that keeps the undisturbed answers for other runs")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("up", nargs="*", help="for `headrace up`")
     given = parser.parse_args()
     up = given.up or UP
     chosen = [case for case in CASES if case.name.startswith(tuple(given.cases))]

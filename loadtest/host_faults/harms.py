@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import faults
-from loadtest.chaos.cells import KINDS, MODEL
+from loadtest.chaos.cells import KINDS
+from loadtest.fleet import MODEL
 from loadtest.host_faults import place as places
 from loadtest.host_faults.place import LEAST_BYTES, MIB, SHM, Memory, Place
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest import faults
-from loadtest.chaos.cells import MODEL, House
+from loadtest.chaos.cells import House
+from loadtest.fleet import MODEL
 from services.executor.checkpoint.gguf import GgufTensors
-from shared.config import Settings
+from shared.config import load
 from shared.vocab.files import resolve
 
 INSIDE = "HEADRACE_HOST_FAULTS_INSIDE"  # set once this program has its own mount namespace
@@ -262,7 +263,7 @@ def little_address_space(pid: int, more_bytes: int) -> None:
 def write_models(folder: Path) -> tuple[Path, Path, Path]:
     """Three files of one size: the model; the same with the halves of its embedding exchanged, and two
     matrices, which says something else; and that one with two tokens of its vocabulary exchanged as well."""
-    source = resolve(MODEL, Settings().cache_dir).path
+    source = resolve(MODEL, load().settings.cache_dir).path
     first, other, foreign = (folder / f"{name}.gguf" for name in ("first", "other", "foreign"))
     shutil.copyfile(source, first)
     entries, data = GgufTensors(first).entries, bytearray(first.read_bytes())

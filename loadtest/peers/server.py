@@ -18,12 +18,11 @@ from typing import Any
 from loadtest.bench.over_http import HttpTransport
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.record import Record
-from loadtest.faults import children
+from loadtest.processes import cpu_s, memory_bytes, tree
 from shared.errors import BadRequest, SetupError
 from shared.processes import die_with_parent
 
 READY_S, POLL_S, STOP_S = 600.0, 0.02, 30.0
-TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _FIRST = {"prompt": list(range(300, 308)), "max_tokens": 2, "temperature": 0}
 
 
@@ -60,11 +59,11 @@ class Running:
 
     def memory_bytes(self) -> int:
         """Of all its processes; what they share counts once (PSS)."""
-        return sum(_pss_bytes(pid) for pid in tree(self.process.pid))
+        return sum(memory_bytes(pid).get("Pss", 0) for pid in tree(self.process.pid))
 
     def cpu_s(self) -> float:
         """That all its processes have used since their start."""
-        return sum(_cpu_s(pid) for pid in tree(self.process.pid))
+        return cpu_s(*tree(self.process.pid))
 
 
 def read_peers(path: Path) -> list[Peer]:
@@ -98,13 +97,6 @@ def running(peer: Peer, log: Path, body: Mapping[str, Any] = _FIRST) -> Iterator
         _end(process)
 
 
-def tree(pid: int) -> list[int]:
-    """A process and all that it has started, those that have just gone left out."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return [pid, *(each for child in children(pid) for each in tree(child))]
-    return []
-
-
 async def _until_it_answers(
     peer: Peer, process: subprocess.Popen[bytes], log: Path, body: Mapping[str, Any]
 ) -> None:
@@ -133,18 +125,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _pss_bytes(pid: int) -> int:
-    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return 0
-
-
-def _cpu_s(pid: int) -> float:
-    """In user and system mode, with that of children that have ended."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        behind_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return sum(int(ticks) for ticks in behind_name[11:15]) / TICKS_A_SECOND
-    return 0

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from loadtest.chaos.cells import House, Span
-from loadtest.chaos.clients import Ended
+from loadtest.clients import Ask, Ended, Outcome
 from loadtest.host_faults.__main__ import flaws, kept
 from loadtest.host_faults.harms import CASES, Case
 from loadtest.host_faults.place import Place
 from loadtest.host_faults.watch import Traffic
-from loadtest.storm import Ask, Outcome
 
 ASK = Ask({"seed": 7, "stream": True})
 FIRST, OTHER = {"7": ({0: "one two"}, 2)}, {"7": ({0: "three"}, 2)}
