@@ -321,7 +321,7 @@ def refusal(body: Body, status: int, headers: dict[str, str]) -> Refused:
 
 
 class _Spy:
-    """Hears every reply of the services, and counts the frames of streams that come twice: in the same
+    """Receives every reply of the services, and counts the frames of streams that come twice: in the same
     attempt, without a new beginning."""
 
     def __init__(self) -> None:

@@ -166,7 +166,7 @@ def _summary(load: Loaded, runs: list[dict[str, list[int]]]) -> dict[str, Any]:
 
 
 def _quantiles(repeats: list[list[int]]) -> dict[str, float]:
-    """Of each event's median; the repeats have the same events, in the same order."""
+    """Quantiles of the events' medians; the repeats have the same events, in the same order."""
     took_us = sorted(statistics.median(times) / 1_000 for times in zip(*repeats, strict=True))
     values = {
         "p50_us": statistics.median(took_us),

@@ -106,7 +106,7 @@ def cpu_of(pid: int) -> Body:
 
 
 async def latencies(client: Client, at_once: int) -> Body:
-    """Of submits, in ms, and their rate."""
+    """The latencies of submits, in ms, and their rate."""
     taken: list[float] = []
 
     async def some(share: int) -> None:
@@ -141,7 +141,7 @@ async def cpu_each(client: Client, pid: int, tokens: int) -> Body:
                     await client.request(subjects.submit("public", MODEL), body)
 
         await asyncio.gather(*(one() for _ in range(COUNTED)))
-        while (await messages(client.bus))[subjects.WORK_STREAM]:  # noqa: ASYNC110 - no event says so
+        while (await messages(client.bus))[subjects.WORK_STREAM]:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.1)
         after = cpu_of(pid)
         found[kind] = {name: round((after[name] - before[name]) / COUNTED, 1) for name in after}

@@ -1,4 +1,4 @@
-"""A fleet under load: `headrace up` with a program's flags, a client of it, and what its services say."""
+"""A fleet under load: `headrace up` with a program's flags, a client of it, the status of its services."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Body = dict[str, Any]
 def running_up(
     flags: Sequence[str], env: Mapping[str, str] | None = None, log: str = os.devnull
 ) -> Iterator[tuple[int, str]]:
-    """(Process id, URL of its nats-server), once it is ready. What the services say goes to `log`. Raises
+    """(Process id, URL of its nats-server), once it is ready. The services' log goes to `log`. Raises
     SystemExit when it ends before that."""
     with tempfile.TemporaryDirectory() as home, Path(log).open("w") as said:
         process = subprocess.Popen(
@@ -58,7 +58,7 @@ def running_up(
                 break
         else:
             raise SystemExit(
-                f"`headrace up {' '.join(flags)}` did not start; by hand it says why\n{''.join(printed[-5:])}"
+                f"`headrace up {' '.join(flags)}` did not start: run it by hand\n{''.join(printed[-5:])}"
             )
         try:
             (url,) = re.findall(r"nats://\S+", "".join(printed))
@@ -100,17 +100,17 @@ class Fleet:
         await asyncio.gather(*(self.client.complete(body) for body in bodies))
 
     async def status(self, kind: str) -> list[Body]:
-        """What the services of a kind say of themselves."""
+        """The status of the services of a kind."""
         answers = await request_all(self.bus, subjects.STATUS, ANSWER_S)
         return [dict(answer) for answer in answers if answer.get("kind") == kind]
 
     async def scheduler(self) -> Body:
-        """What the only scheduler says."""
+        """The status of the only scheduler."""
         (found,) = await self.status("scheduler")
         return found
 
     async def executor(self) -> Body:
-        """What the first executor says; empty while none answers."""
+        """The status of the first executor; empty while none answers."""
         return next(iter(await self.status("executor")), {})
 
     async def settled(self, within_s: float = READY_S) -> None:

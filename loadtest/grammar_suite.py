@@ -116,8 +116,8 @@ def closed(schema: Any) -> Any:
 
 
 def suite(folder: Path) -> dict[str, Any]:
-    """Each file of the test suite: schemas followed and refused; tests that are right, stricter as
-    docs/reference/api.md says, or wrong."""
+    """Each file of the test suite: schemas followed and refused; tests that are right, stricter as in
+    docs/reference/api.md, or wrong."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*.json")):
         counts: Counter[str] = Counter()

@@ -59,7 +59,7 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of prompts and answers, tokens: uniform between two bounds."""
+    """The lengths of prompts and answers, tokens: uniform between two bounds."""
 
     requests: int
     prompt: tuple[int, int]

@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--log", default="/dev/null", help="what the services say")
+    parser.add_argument("--log", default="/dev/null", help="a file for the services' log")
     given = parser.parse_args()
     rounds: list[Round] = []
     with running_up(("--no-durable", *given.up), log=given.log) as fleet:

@@ -60,16 +60,16 @@ def main() -> int:
     parser.add_argument("--executors", type=int, default=1, help="of each model")
     parser.add_argument("--requests", type=int, default=cells.REQUESTS, help="of each cell")
     parser.add_argument("--limit-s", type=float, default=cells.LIMIT_S, help="of a client's patience")
-    parser.add_argument("--log", default=os.devnull, help="file for what the services of a cell say")
+    parser.add_argument("--log", default=os.devnull, help="a file for the services' log of a cell")
     args = parser.parse_args()
     up = args.up or ["--backend", "sim"]
     shape = Shape(tuple(args.models), args.schedulers, args.executors)
-    with cells.house(up, args.log, args.limit_s, shape) as fleet:
+    with cells.target(up, args.log, args.limit_s, shape) as fleet:
         right = asyncio.run(cells.answers(fleet, args.requests))
     found: list[Counts] = []
     for fault in args.faults:
         for victims in args.victims:
-            with cells.house(up, args.log, args.limit_s, shape) as fleet:
+            with cells.target(up, args.log, args.limit_s, shape) as fleet:
                 found.append(asyncio.run(cells.run(Cell(victims, fault), fleet, right, args.requests)))
                 cells.resume(fleet)
             print(json.dumps(found[-1].row()), file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ slots.
 
     python -m loadtest.churn --per-second 250 --out churn.json
 
-`headrace up` with the simulated engine and its default services. Of each process: resident, proportional and
+`headrace up` with the simulated engine and its default services. Each process has: resident, proportional and
 anonymous memory, objects of Python's allocator, bytes in use of the C library's, open files. Resident
 memory has pages of files, too, which the kernel maps when it likes. Anonymous memory that grows while what is
 allocated does not is fragmentation. A process fails if over the later half of the requests its anonymous
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--step-us", type=int, default=1_000)
     parser.add_argument("--growth-pct", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--log", default=os.devnull, help="what the services say")
+    parser.add_argument("--log", default=os.devnull, help="a file for the services' log")
     args = parser.parse_args()
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]

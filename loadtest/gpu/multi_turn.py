@@ -18,8 +18,8 @@ SHARED, OWN, ADDED, ANSWER = 1024, 2048, 256, 64
 
 
 async def multi_turn(fleet: Fleet) -> dict[str, Any]:
-    """The time of each turn; from turn 1 on how long loads took, how long the device stood idle, whatever it
-    waited for, and what share of the loads that leaves hidden."""
+    """The time of each turn; from turn 1 on how long loads took, how long the device stood idle for
+    any reason, and what share of the loads that leaves hidden."""
     await fleet.all(bodies("warm-up", 8, 16))
     rng = random.Random("multi-turn")
     shared = some_tokens(rng, SHARED)

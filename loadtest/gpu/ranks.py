@@ -79,7 +79,7 @@ def decode(backend: Backend, rows: int) -> dict[str, Any]:
 
 
 def _decode_ms(backend: Backend, rows: int, batches: int) -> float:
-    """Of one token for each row, with as many steps in flight as there are batches of rows."""
+    """The time of one token for each row, with as many steps in flight as there are batches of rows."""
     driver = Driver(backend)
     tables = _tables(driver, rows)
     plans = []
@@ -94,7 +94,7 @@ def _decode_ms(backend: Backend, rows: int, batches: int) -> float:
 
 
 def _tables(driver: Driver, rows: int) -> dict[int, list[int]]:
-    """The same blocks for the same slots, whatever is done with them."""
+    """The same blocks for the same slots, in every mode."""
     room = CONTEXT + STEPS + WARM_STEPS + 1
     return dict(driver.open(slot, CONTEXT, room) for slot in range(rows))
 
@@ -138,7 +138,7 @@ def _apart(ranks: int, pipeline: bool, dtype: str) -> tuple[list[float], list[in
 
 
 def _answer(ranks: int, pipeline: bool, dtype: str) -> tuple[list[float], list[int]]:
-    """The log probabilities behind a prompt, and the greedy ids after it, decoded in graphs."""
+    """The log probabilities after a prompt, and the greedy ids after it, decoded in graphs."""
     config = {**LLAMA_8B, "num_hidden_layers": LAYERS}
     built = llama_8b(1024, config, ranks, pipeline=pipeline and ranks > 1, dtype=dtype, blocks=1100, slots=8)
     backend, driver = built.backend, Driver(built.backend)

@@ -33,7 +33,7 @@ from loadtest.recompute_overhead import arms_of
 from services.scheduler.state.requests import DEFAULT_CLASSES
 from shared.vocab.vocabulary import byte_characters
 
-NO_BOUNDS = "standard=60000/10000/60000"  # ms: prompts come in at once, whatever the steps take
+NO_BOUNDS = "standard=60000/10000/60000"  # ms: prompts come in at once, however long the steps take
 BATCHES = (1, 32, 64, 128, 256)
 CLOSED, REQUESTS = 64, 192
 LONGER = 320  # ten seconds of 32 a second, as the peer's figures were taken

@@ -32,7 +32,7 @@ async def steps_of(fleet: Fleet, request_id: str) -> list[dict[str, Any]]:
 
 
 async def steady(fleet: Fleet, request_id: str) -> Steady:
-    """Of the batch with this request."""
+    """The figures of the batch with this request."""
     steps = await steps_of(fleet, request_id)
     last_prompt = max((i for i, step in enumerate(steps) if step["prefill_tokens"]), default=-1)
     decodes = steps[last_prompt + 1 :]

@@ -1,4 +1,4 @@
-"""Clients that send until told to stop, durable requests beside them, and the verdict over each of them.
+"""Clients that send until they are stopped, durable requests beside them, and the verdict over each of them.
 
 An answer is right if a whole model of the case gives it: texts and counts of tokens, greedy, in float32. What
 mixes two models, or is none of theirs, is wrong.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from loadtest.chaos.cells import COUNTED, Answers, Cell, Counts, House, Span, judged
+from loadtest.chaos.cells import COUNTED, Answers, Cell, Counts, Span, Target, judged
 from loadtest.clients import Ask, Clients, Outcome, mixed, oracle_key, send
 from loadtest.durable import record_of
 from loadtest.fleet import MODEL, connected
@@ -37,7 +37,7 @@ def asks() -> list[Ask]:
     return mixed(random.Random(1), 24, MODEL, temperature=0, max_tokens=24)
 
 
-async def answers(fleet: House) -> Answers:
+async def answers(fleet: Target) -> Answers:
     """What each request answers in a fleet without a fault."""
     found = {}
     async with connected(fleet.nats_url, 60) as client:
@@ -111,7 +111,7 @@ async def submitted(client: Client, body: dict[str, Any]) -> None:
 class Traffic:
     """Clients over HTTP and NATS, from `begin` to `end`."""
 
-    def __init__(self, fleet: House) -> None:
+    def __init__(self, fleet: Target) -> None:
         self.clients = Clients(fleet.nats_url, fleet.http_url, LIMIT_S)
         self.durable = Durable()
         self._url = fleet.nats_url
@@ -154,7 +154,7 @@ class Traffic:
         await asyncio.gather(*self._tasks)
 
     def counts(self, name: str, victims: tuple[str, ...], right: Sequence[Answers], away: Span) -> Counts:
-        """The verdicts: right is what one of the models says. A typed error is a refusal, also after the
+        """The verdicts: right is the answer of one of the models. A typed error is a refusal, also after the
         request was accepted: `lost` has no reason."""
         found = Counts(name)
         for each in self.clients.ended:

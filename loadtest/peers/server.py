@@ -37,7 +37,7 @@ class Peer:
 
     def environment(self) -> dict[str, str]:
         """What it adds to the environment, `~` expanded in each part of a path list. Raises SetupError for a
-        preload that is not there: the loader would go on without it, and nobody would see that."""
+        preload that is not there: the loader would go on without it and without an error."""
         made = {
             name: ":".join(os.path.expanduser(part) for part in value.split(":"))
             for name, value in self.env.items()
@@ -58,7 +58,7 @@ class Running:
     ready_s: float
 
     def memory_bytes(self) -> int:
-        """Of all its processes; what they share counts once (PSS)."""
+        """The memory of all its processes; what they share counts once (PSS)."""
         return sum(memory_bytes(pid).get("Pss", 0) for pid in tree(self.process.pid))
 
     def cpu_s(self) -> float:
@@ -106,14 +106,14 @@ async def _until_it_answers(
         try:
             await transport.find_model()
             await transport.send({**body}, record)
-        except SetupError as error:  # nobody listens yet
+        except SetupError as error:  # the server does not listen yet
             record.error = error.message
         finally:
             await transport.close()
         if not record.error:
             return
         if process.poll() is not None or time.monotonic() > deadline_s:
-            raise SetupError(f"{peer.name} does not answer ({record.error}): {log} has what it said")
+            raise SetupError(f"{peer.name} does not answer ({record.error}): see {log}")
         await asyncio.sleep(POLL_S)
 
 

@@ -97,9 +97,9 @@ TOKEN_BYTES = 128 << 10
 ROUTING = tuple(
     Arm(n, f"routing={p}") for n, p in (("ttft", "ttft"), ("prefix", f"{OURS}prefix"), ("room", "room"))
 )
-PATIENT = "standard=0/100/0"  # nobody is refused, nobody ages: the rank alone decides
+PATIENT = "standard=0/100/0"  # no request is refused or ages: the rank alone decides
 ROOM = (("max_waiting", 10_000), ("max_waiting_tokens", 100_000_000))
-ALL = "interactive=0/50/0,standard=0/100/0,batch=0/500/0"  # the classes, but nobody is refused
+ALL = "interactive=0/50/0,standard=0/100/0,batch=0/500/0"  # the classes, but no request is refused
 VICTIMS = tuple(Arm(name, f"victim={name}", slo=ALL, limits=ROOM) for name in ("latest", "cheapest"))
 MODES = tuple(Arm(mode, overlap=mode) for mode in ("single", "run_ahead", "two_batch", "auto"))
 OVERLAP = (
@@ -199,8 +199,8 @@ def _victims(what: str, tokens: int, tier: TierSpec | None, machine: Machine = H
 def _two_classes(scenario: Scenario) -> Scenario:
     return replace(
         scenario,
-        why=f"{scenario.why} `vLLM` admits whoever's next chunk has room and keeps none for growth, as vLLM "
-        "V1 does: without prefix caching, so that a pause loses all, and with it. Nobody is refused.",
+        why=f"{scenario.why} `vLLM` admits a request whose next chunk has room and keeps none for growth, as "
+        "vLLM V1 does: without prefix caching, so that a pause loses all, and with it. None is refused.",
         arms=tuple(replace(arm, slo=ALL, limits=ROOM) for arm in (*VLLM, *scenario.arms)),
         extra=classes,
     )

@@ -24,7 +24,7 @@ SHARES_PM = (760, 780, 800, 820, 840, 860)  # of the requests, for the fast exec
 
 
 def shared_prefixes(seed: int, rate: float, prefixes: int = 40, tokens: int = 3_000) -> Iterator[SimRequest]:
-    """Questions of 50 to 400 tokens behind one of the system prompts, which follow Zipf's law."""
+    """Questions of 50 to 400 tokens after one of the system prompts, which follow Zipf's law."""
     rng = random.Random(seed)
     weights = [1 / rank for rank in range(1, prefixes + 1)]
     for number, at_us in enumerate(_arrivals(rng, rate)):

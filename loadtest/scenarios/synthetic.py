@@ -40,7 +40,7 @@ def batch(
     slo_class: str = "batch",
 ) -> Workload:
     """`rows` equal requests at once: a steady decode batch. They end by length, or with `max_tokens` by a
-    stop id, which nobody knows before."""
+    stop id, which the scheduler cannot know before."""
     return Workload(
         tuple(
             SimRequest(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from shared.messages import Message
 
-Answer = tuple[int, str, Message]  # after so many us, to whom, what
+Answer = tuple[int, str, Message]  # after so many us, receiver, message
 
 
 @dataclass(frozen=True, slots=True)

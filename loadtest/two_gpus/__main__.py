@@ -79,7 +79,7 @@ def end(process: subprocess.Popen[bytes], limit_s: float) -> str:
         return f"cut off after {limit_s:.0f} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
+            os.killpg(process.pid, signal.SIGKILL)  # what is left of it
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=560)
     parser.add_argument("--device", default="cuda", help="of the served stages")
     parser.add_argument("--shape", type=Path, help="a config.json in place of that of Llama-3.1-8B")
-    parser.add_argument("--logs", default="", help="a folder for what the services say")
+    parser.add_argument("--logs", default="", help="a folder for the services' logs")
     parser.add_argument("--parts", default="", help="of the stage two, in order; all without")
     asked = parser.parse_args()
     shape = json.loads(asked.shape.read_text()) if asked.shape else LLAMA_8B

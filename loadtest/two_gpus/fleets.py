@@ -18,7 +18,7 @@ def up(
     gpus: str = "",
     logs: str = "",
 ) -> AbstractAsyncContextManager[Fleet]:
-    """A fleet of the model in `folder`; `gpus`: those that it sees, all without. What it says goes to a
+    """A fleet of the model in `folder`; `gpus`: those that it sees, all without. Its log goes to a
     file in the folder `logs`."""
     model = (
         "--backend",

@@ -19,7 +19,7 @@ from shared.client.client import Client
 
 PROCESSES, BEGIN_S = 4, 0.7
 TOKEN = re.compile(r"t(\d+)")  # as loadtest.gpu.serve.write_model writes most of them
-Due = tuple[float, Body]  # seconds after the begin; a closed loop takes none
+Due = tuple[float, Body]  # seconds after the start; a closed loop takes none
 
 
 @dataclass(frozen=True, slots=True)

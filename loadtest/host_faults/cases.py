@@ -19,7 +19,7 @@ from loadtest.host_faults import place as places
 from loadtest.host_faults.place import LEAST_BYTES, MIB, SHM, Memory, Place
 
 Facts = dict[str, Any]
-Harm = Callable[[Place], Awaitable[Facts]]
+Fault = Callable[[Place], Awaitable[Facts]]
 
 LASTS_S = 10.0  # of a fault that is undone
 MEETS_S = 30.0  # for a process to meet its limit
@@ -29,11 +29,11 @@ SERVICES = (*KINDS, "keeper", "nats-server")
 @dataclass(frozen=True, slots=True)
 class Case:
     """A fault of the host. `victims`: kinds whose connections it ends by its nature. `refuses`: requests may
-    be refused meanwhile, with a text that has one of `causes`. `logged`: what the log says of it.
+    be refused meanwhile, with a text that has one of `causes`. `logged`: a text that the log has then.
     `within_s`: after its end a request is answered."""
 
     name: str
-    harm: Harm
+    fault: Fault
     victims: tuple[str, ...] = ()
     refuses: bool = False
     causes: tuple[str, ...] = ()
