@@ -1,14 +1,12 @@
 """Streams of tenants with accounts of the nats-server: long silences, and a tenant at its connection limit.
 
     python -m loadtest.accounts --silence-s 60 --minutes 10 --out accounts.json
-    python -m loadtest.accounts --parts counts --out counts.json
 
 Clients are nats-py as it comes, with the usual inboxes. Part one, *limit*: the time to the first token of
 tenant acme, alone and while bob, with all of its connections in use, tries to open more; rounds take turns.
 Then readers are killed: the seconds until the scheduler has no request. Part two, *silence*: a step of the
 simulated engine takes `--silence-s`, and a stream sends nothing for as long. One stream in each of two
-accounts runs for `--minutes`; every token must arrive. Part three, *counts*: how long a bare nats-server
-takes to start, its memory, the time of a request and its reply, for users and for accounts by their number.
+accounts runs for `--minutes`; every token must arrive.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,20 +29,16 @@ from typing import Any
 import nats
 from nats.aio.client import Client as Nats
 
-from loadtest.fleet import MODEL, cpu_name
-from loadtest.memory import PAGE_BYTES
-from loadtest.running_up import running_up
+from loadtest.command_line import parser_of, report
+from loadtest.fleet import MODEL, SIM, machine, running_up
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
-from shared.nats.bus import NatsBus
-from shared.nats.interface import Delivery
 
 CONNECTIONS = 2  # of bob
 ROUNDS, ASKS = 4, 40
 LOUD, EVERY_S = 8, 0.02  # attempts to connect at a time, and how often there is a new one
 FREE_S = READY_S = 60.0
-COUNTS = (10, 100, 300, 1_000)
 
 
 @asynccontextmanager
@@ -98,7 +91,8 @@ async def free_after_kill(nc: Nats, operator: Nats, silence_s: float) -> float:
     async for frame in stream(nc, "acme", "killed", 10_000, 5 * silence_s + 60):
         if frame["type"] == "delta":
             break
-    nc._transport._io_writer.transport.abort()  # a reset: what a dead process leaves
+    transport: Any = nc._transport
+    transport._io_writer.transport.abort()  # a reset: what a dead process leaves
     began = time.monotonic()
     while time.monotonic() < began + FREE_S + 3 * silence_s:
         told = json.loads((await operator.request("$SRV.STATS.headrace-scheduler", b"", 30)).data)["data"]
@@ -131,7 +125,7 @@ def services(users: Path, sim: str, log: str) -> Iterator[str]:
 async def until_ready(nc: Nats, operator: Nats) -> None:
     """Return once there are a tokenizer, and a scheduler with an executor."""
     for client, subject in ((operator, "$SRV.STATS.headrace-scheduler"), (nc, "headrace.v1.models.acme")):
-        deadline, found = time.monotonic() + READY_S, {}
+        deadline, found = time.monotonic() + READY_S, dict[str, Any]()
         while not (found.get("data", {}) and (subject[0] == "h" or found["data"]["executors"])):
             try:
                 found = json.loads((await client.request(subject, b"", 5)).data)
@@ -180,17 +174,7 @@ async def limit(users: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Part one, and the deaths of readers."""
     times: dict[str, list[float]] = {"quiet": [], "loud": []}
     refused: list[str] = []
-    flags = [
-        "--backend",
-        "sim",
-        "--auth",
-        str(users),
-        "--sim",
-        "step=5000,token=20",
-        "--no-durable",
-        "--l1",
-        "off",
-    ]
+    flags = (*SIM, "--auth", str(users), "--sim", "step=5000,token=20", "--no-durable", "--l1", "off")
     with running_up(flags, log=args.log) as (_, url):
         async with (
             connected(users, "acme", url) as acme,
@@ -210,70 +194,27 @@ async def limit(users: Path, args: argparse.Namespace) -> dict[str, Any]:
             for _ in range(4):
                 async with connected(users, "acme", url) as another:
                     free.append(await free_after_kill(another, operator, 0.0))
-    figures = {kind: {"p50_ms": round(statistics.median(each), 1),
-                      "p99_ms": round(sorted(each)[int(len(each) * 0.99)], 1),
-                      "ttft_ms": [round(ms, 1) for ms in each]}
-               for kind, each in times.items()}  # fmt: skip
+    figures = {
+        kind: {
+            "p50_ms": round(statistics.median(each), 1),
+            "p99_ms": round(statistics.quantiles(each, n=100)[98], 1),
+        }
+        for kind, each in times.items()
+    }
     counts = {text: refused.count(text) for text in sorted(set(refused))}
     return {**figures, "attempts_of_bob": counts, "free_after_kill_s": free}
-
-
-async def counts() -> list[dict[str, Any]]:
-    """Part three."""
-    servers.START_TIMEOUT_S = 300.0
-    rows = []
-    for number, accounts in ((n, form) for n in COUNTS for form in (False, True)):
-        with tempfile.TemporaryDirectory() as home:
-            users, names = Path(home), tuple(f"t{i}" for i in range(number))
-            auth.generate(users, Plan("nats://nats:4222", "f", names, accounts=accounts), lambda _: None)
-            began = time.monotonic()
-            server = servers.start(extra=auth.authorization(users, "f"))
-            start_s = time.monotonic() - began
-            bus = await NatsBus.connect(auth.url_of(users, "tokenizer", server.url), timeout_s=60)
-            await bus.subscribe("headrace.v1.generate.*.m", partial(_echo, bus), queue="tokenizer")
-            await bus.flush()
-            async with connected(users, names[-1], server.url) as nc:
-                inbox = nc.new_inbox().replace("_INBOX", f"_INBOX.{names[-1]}")
-                replies = await nc.subscribe(inbox)
-                times = []
-                for _ in range(300):
-                    began = time.monotonic()
-                    await nc.publish(f"headrace.v1.generate.{names[-1]}.m", b"x", reply=inbox)
-                    await replies.next_msg(30)
-                    times.append(time.monotonic() - began)
-            rows.append({
-                "tenants": number, "accounts": accounts, "start_s": round(start_s, 3),
-                "rss_mb": _memory_mb(server.process.pid),
-                "request_p50_us": round(statistics.median(times) * 1e6),
-            })  # fmt: skip
-            await bus.drain()
-            server.stop()
-    return rows
 
 
 PARTS = {"limit": limit, "silence": silence}
 
 
-def _short(figures: dict[str, Any]) -> dict[str, Any]:
-    return {kind: {**each, "ttft_ms": "…"} if "ttft_ms" in each else each for kind, each in figures.items()}
-
-
-def _memory_mb(pid: int) -> float:
-    return round(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES / 1e6, 1)
-
-
-def _echo(bus: NatsBus, asked: Delivery) -> None:
-    bus.publish(asked.reply, asked.data)
-
-
 def main() -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("accounts", __doc__)
     parser.add_argument("--silence-s", type=float, default=60.0)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--parts", default="limit,silence")
-    parser.add_argument("--log", default="/dev/null")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--log", default=os.devnull)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         users = Path(home) / "auth"
@@ -282,13 +223,9 @@ def main() -> None:
             Plan("nats://nats:4222", "default", ("bob",), limits=f"connections={CONNECTIONS}"),
         ):
             auth.generate(users, plan, lambda _: None)
-        result: dict[str, Any] = {"cpu": cpu_name()}
-        for part in args.parts.split(","):
-            result[part] = asyncio.run(counts() if part == "counts" else PARTS[part](users, args))
-    print(json.dumps({**result, "limit": _short(result.get("limit", {}))}, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    if not all(each["whole"] for each in result.get("silence", {}).get("streams", ())):
+        found = {part: asyncio.run(PARTS[part](users, args)) for part in args.parts.split(",")}
+    report({**machine(), **found}, args.out)
+    if not all(each["whole"] for each in found.get("silence", {}).get("streams", ())):
         raise SystemExit("a stream was cut short")
 
 

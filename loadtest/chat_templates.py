@@ -26,7 +26,7 @@ from services.tokenizer.template_probe import PROBE_TOOLS, VARIABLE, Render, pro
 
 TABLE = Path(__file__).parent / "results" / "chat_templates.tsv"
 COLUMNS = ("sha256", "name", "format", "calls", "tools", "lost")
-TOOLS = copy.deepcopy(PROBE_TOOLS)
+TOOLS: list[Any] = copy.deepcopy(PROBE_TOOLS)
 
 
 def _call(city: str, number: int) -> dict[str, Any]:

@@ -10,14 +10,13 @@ NUMBA_CPU_FEATURES=+avx2,+fma,+f16c and ONEDNN_MAX_CPU_ISA=AVX2 are set.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from loadtest.command_line import parser_of
 from loadtest.driver import Driver
 from loadtest.eval.engines import SIDE_BY_SIDE, Arm
 from loadtest.fleet import cpu_name
@@ -73,12 +72,11 @@ def prompt_ms(engine: Backend, clock: Clock) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of("cpu_steps", __doc__)
     parser.add_argument("engines", nargs="+", help="as for `headrace eval kl`: DTYPE,SETTING=VALUE,...")
     parser.add_argument("--model", default="", help="default: the setting")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--before", type=int, default=BEFORE, help="tokens before the decode steps")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--cpu-time", action="store_true")
     given = parser.parse_args()
     clock = time.process_time if given.cpu_time else time.perf_counter

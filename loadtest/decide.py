@@ -1,6 +1,6 @@
 """Measures how long the scheduler takes to decide, with 256 running and 200 or 2,000 waiting requests.
 
-    python -m loadtest.decide [--steps 1000] [--repeats 5] [--clients 50] [--json OUT] [--profile]
+    python -m loadtest.decide [--steps 1000] [--repeats 5] [--clients 50] [--out OUT] [--profile]
 
 `decide` is the admission and planning after each event; `decide_step` is the same after the result of a step,
 the only event with much to decide; `handle` is the whole event. Requests arrive and end all the time, so
@@ -16,19 +16,17 @@ million additions: the speed of the machine in that minute.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import gc
-import json
 import pstats
 import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from loadtest.command_line import parser_of, report
 from services.scheduler.core import Scheduler, decide
 from services.scheduler.state.requests import Arrived, Event, PeerReady, Send
 from services.scheduler.state.state import Limits
@@ -119,19 +117,9 @@ class Loaded:
 
 def _hello() -> ExecHello:
     return ExecHello(
-        executor="e",
-        exec_epoch=1,
-        host_id="h",
-        model="m",
-        fingerprint="f",
-        vocab_digest="v",
-        vocab=32_000,
-        blocks=BLOCKS,
-        block_tokens=16,
-        slots=RUNNING,
-        max_step_tokens=8_192,
-        max_context=8_192,
-    )
+        executor="e", exec_epoch=1, host_id="h", model="m", fingerprint="f", vocab_digest="v", vocab=32_000,
+        blocks=BLOCKS, block_tokens=16, slots=RUNNING, max_step_tokens=8_192, max_context=8_192,
+    )  # fmt: skip
 
 
 def _result(plan: StepPlan, now_us: int) -> StepResult:
@@ -178,7 +166,7 @@ def _summary(load: Loaded, runs: list[dict[str, list[int]]]) -> dict[str, Any]:
 
 
 def _quantiles(repeats: list[list[int]]) -> dict[str, float]:
-    """Of each event's median; the repeats have the same events, in the same order."""
+    """Quantiles of the events' medians; the repeats have the same events, in the same order."""
     took_us = sorted(statistics.median(times) / 1_000 for times in zip(*repeats, strict=True))
     values = {
         "p50_us": statistics.median(took_us),
@@ -202,34 +190,28 @@ def _loop_ms() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    """Measure, or profile."""
+    parser = parser_of("decide", __doc__)
     parser.add_argument("--steps", type=int, default=1_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--clients", type=int, default=50)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true")
-    options = parser.parse_args()
-    if options.profile:
-        load, profile = Loaded(2_000, options.clients), cProfile.Profile()
-        profile.runcall(load.run, options.steps)
+    given = parser.parse_args()
+    if given.profile:
+        load, profile = Loaded(2_000, given.clients), cProfile.Profile()
+        profile.runcall(load.run, given.steps)
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
         return
-    found = measure(options.steps, options.clients, options.repeats)
+    found = measure(given.steps, given.clients, given.repeats)
     growth = {
         what: {name: round(found["2000"][what][name] / found["200"][what][name], 3) for name in GROWS}
         for what in ("decide", "decide_step", "handle")
     }
-    report = {
-        "waiting": found,
-        "growth_200_to_2000": growth,
+    about = {
         "loop_ms": _loop_ms(),
-        "steps": options.steps,
-        "repeats": options.repeats,
-        "clients": options.clients,
+        **{name: getattr(given, name) for name in ("steps", "repeats", "clients")},
     }
-    print(json.dumps(report, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    report({"waiting": found, "growth_200_to_2000": growth, **about}, given.out)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Driver:
-    """Opens sequences with blocks in shuffled order, and runs plans, two steps in flight unless told."""
+    """Opens sequences with blocks in shuffled order, and runs plans, two steps in flight by default."""
 
     def __init__(self, backend: Backend, seed: int = 0) -> None:
         self._backend = backend
@@ -40,7 +40,7 @@ class Driver:
         logprobs: int = 0,
         grammar: str = "",
     ) -> tuple[int, list[int]]:
-        """The same with tokens given; greedy unless told."""
+        """The same with tokens given; greedy by default."""
         self._backend.open_slot(
             SlotOpen(
                 slot=slot, generation=0, seq=slot, prompt_tokens=len(tokens), tokens=ints(tokens),

@@ -14,7 +14,6 @@ Flags after `--` go to `headrace up` and replace the simulated engine.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -22,23 +21,19 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 from loadtest import faults
-from loadtest.running_up import running_up
+from loadtest.command_line import parser_of, report
+from loadtest.fleet import MODEL, SIM, Body, connected, running_up
 from shared.client.client import Client
 from shared.codec import decode
 from shared.errors import HeadraceError, Unavailable
 from shared.messages import Tokenized
 from shared.nats import subjects
-from shared.nats.bus import NatsBus
-from shared.nats.interface import Delivery, RequestTimeout
+from shared.nats.interface import Bus, Delivery, RequestTimeout
 
-MODEL = "smollm2-135m-instruct"
 TENANTS = ("public", "acme", "bob")
-SIM = ("--backend", "sim")
 OPEN = 64  # submits at a time
 LOST_S = 600  # far above what any request takes: a guard against hanging
 REFUSED_S = 120  # likewise, for a submit: clusters elect leaders, and an `up` starts, in some ten seconds
@@ -51,7 +46,6 @@ ROWS = {
     "additionalProperties": False,
 }
 
-Body = dict[str, Any]
 Numbered = list[tuple[str, Body]]  # tenant and body
 
 
@@ -117,7 +111,7 @@ async def submit_all(client: Client, numbered: Numbered, replies: dict[int, Body
 class Resumed(dict[str, int]):
     """The tokens after which requests go on in one fleet, by tenant and id."""
 
-    async def listen(self, bus: NatsBus) -> None:
+    async def listen(self, bus: Bus) -> None:
         """Count what detokenizers send to schedulers."""
         await bus.subscribe("hr.*.scheduler.*.in.Tokenized", self._take)
 
@@ -131,21 +125,19 @@ async def until_records(
     url: str, numbered: Numbered, replies: dict[int, Body], ended: int, resumed: Resumed
 ) -> None:
     """Submit; returns when stream HR_DONE has `ended` records."""
-    bus = await NatsBus.connect(url, timeout_s=5)
-    await resumed.listen(bus)
-    client = await Client.open(bus)
-    submitting = asyncio.create_task(submit_all(client, numbered, replies))
-    async with asyncio.timeout(LOST_S):
-        while (await messages(bus))[subjects.RECORD_STREAM] < ended:
-            if submitting.done():
-                submitting.result()  # raises
-            await asyncio.sleep(0.02)
-    submitting.cancel()
-    await asyncio.gather(submitting, return_exceptions=True)
-    await bus.drain()
+    async with connected(url) as client:
+        await resumed.listen(client.bus)
+        submitting = asyncio.create_task(submit_all(client, numbered, replies))
+        async with asyncio.timeout(LOST_S):
+            while (await messages(client.bus))[subjects.RECORD_STREAM] < ended:
+                if submitting.done():
+                    submitting.result()  # raises
+                await asyncio.sleep(0.02)
+        submitting.cancel()
+        await asyncio.gather(submitting, return_exceptions=True)
 
 
-async def messages(bus: NatsBus) -> Counter[str]:
+async def messages(bus: Bus) -> Counter[str]:
     """The messages of the two streams."""
     counts = Counter[str]()
     for stream in (subjects.WORK_STREAM, subjects.RECORD_STREAM):
@@ -157,7 +149,7 @@ async def messages(bus: NatsBus) -> Counter[str]:
     return counts
 
 
-async def acked(bus: NatsBus) -> Counter[str]:
+async def acked(bus: Bus) -> Counter[str]:
     """The messages of the two streams once no work is left, or after the time in which an ack that a death
     lost has come again."""
     until = time.monotonic() + ACKED_S
@@ -170,62 +162,42 @@ async def all_records(
     url: str, numbered: Numbered, replies: dict[int, Body], resumed: Resumed | None = None
 ) -> tuple[list[Body], Counter[str]]:
     """Submit the rest; the record of each request, and the messages of the streams at the end (`acked`)."""
-    bus = await NatsBus.connect(url, timeout_s=5)
-    if resumed is not None:
-        await resumed.listen(bus)
-    client = await Client.open(bus)
-    await submit_all(client, numbered, replies)
-    records = [await record_of(client, tenant, body["request_id"]) for tenant, body in numbered]
-    counts = await acked(bus)
-    await bus.drain()
-    return records, counts
+    async with connected(url) as client:
+        if resumed is not None:
+            await resumed.listen(client.bus)
+        await submit_all(client, numbered, replies)
+        records = [await record_of(client, tenant, body["request_id"]) for tenant, body in numbered]
+        return records, await acked(client.bus)
 
 
 async def plain(url: str, numbered: Numbered) -> list[Body]:
     """The answers of a fleet without a keeper."""
-    bus = await NatsBus.connect(url, timeout_s=5)
-    client = await Client.open(bus)
     room = asyncio.Semaphore(OPEN)
 
-    async def ask(tenant: str, body: Body) -> Body:
+    async def ask(client: Client, tenant: str, body: Body) -> Body:
         async with room:
             asked = {**body, "model": MODEL}
             return await client.as_tenant(tenant).complete(asked, timeout_s=LOST_S)
 
-    answers = await asyncio.gather(*(ask(tenant, body) for tenant, body in numbered))
-    await bus.drain()
-    return answers
-
-
-def kill_all(pid: int) -> None:
-    """SIGKILL for `up`, each of its services and its nats-server."""
-    for victim in (*faults.children(pid), pid):
-        faults.kill(victim)
+    async with connected(url) as client:
+        return await asyncio.gather(*(ask(client, tenant, body) for tenant, body in numbered))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.durable",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("durable", __doc__, up=True)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--mix", choices=("sim", "real"), default="sim")
     parser.add_argument("--checkpoints", action="store_true", help="keep the tokens of all requests")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("up", nargs="*", help="for `headrace up`")
     given = parser.parse_args()
     make: Callable[[int], tuple[str, Body]] = real if given.mix == "real" else simulated
     numbered = [make(i) for i in range(given.requests)]
     if given.checkpoints:
         numbered = [(tenant, {**body, "durable": "tokens"}) for tenant, body in numbered]
-    report = total_loss(numbered, given.kills, given.seed, given.up or SIM)
-    print(json.dumps(report, indent=1))
-    if given.out:
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if report["holds"] else 1
+    found = total_loss(numbered, given.kills, given.seed, given.up or SIM)
+    report(found, given.out)
+    return 0 if found["holds"] else 1
 
 
 def total_loss(numbered: Numbered, kills: int, seed: int, flags: list[str] | tuple[str, ...]) -> Body:
@@ -239,39 +211,35 @@ def total_loss(numbered: Numbered, kills: int, seed: int, flags: list[str] | tup
         for ended, going_on in zip(moments, resumed, strict=False):
             print(f"until {ended} records", file=sys.stderr)
             with running_up(("--durable", *flags), env) as (pid, url):
-                run(until_records(url, numbered, replies, ended, going_on))
-                kill_all(pid)
+                asyncio.run(until_records(url, numbered, replies, ended, going_on))
+                faults.kill_all(pid)
         with running_up(("--durable", *flags), env) as (_, url):
-            records, counts = run(all_records(url, numbered, replies, resumed[-1]))
+            records, counts = asyncio.run(all_records(url, numbered, replies, resumed[-1]))
     took_s = time.monotonic() - began
     seeded = [i for i, (_, body) in enumerate(numbered) if "seed" in body]
     with running_up(("--no-durable", *flags), {"HEADRACE_SIM": "step=4000"}) as (_, url):
         asked = [(tenant, {**body, "durable": None}) for tenant, body in (numbered[i] for i in seeded)]
-        answers = run(plain(url, asked))
+        answers = asyncio.run(plain(url, asked))
     pairs = [
         (i, records[i].get("answer", {}).get("choices"), a["choices"])
         for i, a in zip(seeded, answers, strict=True)
     ]
-    different = [{"request": i, "record": found, "plain": want} for i, found, want in pairs if found != want]
+    different = [{"request": i, "record": got, "plain": want} for i, got, want in pairs if got != want]
     equal = len(seeded) - len(different)
-    report = {
+    found = {
         "requests": len(numbered), "killed_after_records": moments, "seed": seed, "up": list(flags),
         "statuses": dict(Counter(record["status"] for record in records)),
         "records": counts[subjects.RECORD_STREAM], "left_in_queue": counts[subjects.WORK_STREAM],
         "resumed": [{"requests": len(each), "tokens": sum(each.values())} for each in resumed],
         "compared": len(seeded), "equal": equal, "different": different, "seconds": round(took_s, 1),
     }  # fmt: skip
-    report["holds"] = (
-        report["statuses"] == {"completed": len(numbered)}
-        and report["records"] == len(numbered)
+    found["holds"] = (
+        found["statuses"] == {"completed": len(numbered)}
+        and found["records"] == len(numbered)
         and not different
         and any(resumed) == any("durable" in body for _, body in numbered)
     )
-    return report
-
-
-def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(work)
+    return found
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ The engine is simulated: times are those of the services.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -23,25 +22,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from loadtest import faults
-from loadtest.durable import MODEL, messages
-from loadtest.fleet import cpu_name
-from loadtest.http_readers import cpu_us
-from loadtest.running_up import running_up
+from loadtest.command_line import parser_of, report
+from loadtest.durable import messages
+from loadtest.fleet import MODEL, SIM, Body, connected, machine, running_up
+from loadtest.processes import cpu_s
 from shared.client.client import Client
 from shared.nats import subjects
-from shared.nats.bus import NatsBus
 
-SIM = ("--backend", "sim")
 ARMS = {"off": ("--no-durable",), "idle": ("--durable",), "queued": ("--durable",)}
 QUEUED = 500
 GHOST = "ghost"  # a model that has a tokenizer and no executor
 SETTLE_S = 2.0  # after ready: the last services start half a second later
 LATENCIES, AT_ONCE, COUNTED = 300, 64, 1000  # requests of a measurement
-
-Body = dict[str, Any]
 
 
 @contextmanager
@@ -63,15 +57,13 @@ def ghost(url: str) -> Iterator[None]:
 
 async def queue(url: str) -> None:
     """Submit requests that nothing answers."""
-    bus = await NatsBus.connect(url, timeout_s=5)
-    client = await Client.open(bus)
-    async with asyncio.timeout(30):
-        while GHOST not in [m["id"] for m in (await client.request(subjects.MODELS))["data"]]:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-    for number in range(QUEUED):
-        body = {"prompt": f"number {number}", "max_tokens": 8, "slo_class": "batch"}
-        await client.request(subjects.submit("public", GHOST), body)
-    await bus.drain()
+    async with connected(url) as client:
+        async with asyncio.timeout(30):
+            while GHOST not in [m["id"] for m in (await client.request(subjects.MODELS))["data"]]:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        for number in range(QUEUED):
+            body = {"prompt": f"number {number}", "max_tokens": 8, "slo_class": "batch"}
+            await client.request(subjects.submit("public", GHOST), body)
 
 
 def bench(url: str, seconds: float) -> Body:
@@ -110,11 +102,11 @@ def fast_path(rounds: int, seconds: float) -> Body:
 def cpu_of(pid: int) -> Body:
     """CPU so far of keeper and nats-server, µs."""
     kinds = ("keeper", "nats-server")
-    return {kind: sum(cpu_us(faults.pids_of(pid, kind)).values()) for kind in kinds}
+    return {kind: 1e6 * cpu_s(*faults.pids_of(pid, kind)) for kind in kinds}
 
 
 async def latencies(client: Client, at_once: int) -> Body:
-    """Of submits, in ms, and their rate."""
+    """The latencies of submits, in ms, and their rate."""
     taken: list[float] = []
 
     async def some(share: int) -> None:
@@ -133,7 +125,7 @@ async def latencies(client: Client, at_once: int) -> Body:
     }  # fmt: skip
 
 
-async def cpu_each(client: Client, bus: NatsBus, pid: int, tokens: int) -> Body:
+async def cpu_each(client: Client, pid: int, tokens: int) -> Body:
     """CPU of the two processes for a durable request and for a plain one of so many tokens, µs."""
     body = {"prompt": "Hi", "max_tokens": tokens, "ignore_eos": True}
     found: Body = {}
@@ -149,7 +141,7 @@ async def cpu_each(client: Client, bus: NatsBus, pid: int, tokens: int) -> Body:
                     await client.request(subjects.submit("public", MODEL), body)
 
         await asyncio.gather(*(one() for _ in range(COUNTED)))
-        while (await messages(bus))[subjects.WORK_STREAM]:  # noqa: ASYNC110 - no event says so
+        while (await messages(client.bus))[subjects.WORK_STREAM]:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.1)
         after = cpu_of(pid)
         found[kind] = {name: round((after[name] - before[name]) / COUNTED, 1) for name in after}
@@ -158,13 +150,11 @@ async def cpu_each(client: Client, bus: NatsBus, pid: int, tokens: int) -> Body:
 
 async def each(pid: int, url: str) -> Body:
     """The cost of each durable request."""
-    bus = await NatsBus.connect(url, timeout_s=5)
-    client = await Client.open(bus)
-    await latencies(client, 1)  # warm
-    found: Body = {"submit": await latencies(client, 1), "submit_64": await latencies(client, AT_ONCE)}
-    for tokens in (8, 200):
-        found[f"cpu_us_{tokens}_tokens"] = await cpu_each(client, bus, pid, tokens)
-    await bus.drain()
+    async with connected(url) as client:
+        await latencies(client, 1)  # warm
+        found: Body = {"submit": await latencies(client, 1), "submit_64": await latencies(client, AT_ONCE)}
+        for tokens in (8, 200):
+            found[f"cpu_us_{tokens}_tokens"] = await cpu_each(client, pid, tokens)
     return found
 
 
@@ -173,34 +163,24 @@ def compared(runs: list[Body], off: list[Body], name: str) -> list[float]:
     return [round(one[name] / other[name], 4) for one, other in zip(runs, off, strict=True)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.durable_cost",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main() -> None:
+    """Both parts."""
+    parser = parser_of("durable_cost", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10, help="of a round, about")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    report: Body = {"cpu": cpu_name(), "cores": os.cpu_count()}
+    found: Body = machine()
     with running_up((*SIM, "--durable"), {"HEADRACE_SIM": "step=1000"}) as (pid, url):
         time.sleep(SETTLE_S)
-        report["each"] = asyncio.run(each(pid, url))
-    print(json.dumps(report, indent=1), flush=True)
-    report["fast_path"] = fast_path(given.rounds, given.seconds)
-    runs = report["fast_path"]
+        found["each"] = asyncio.run(each(pid, url))
+    found["fast_path"] = runs = fast_path(given.rounds, given.seconds)
     ratios = {
         name: {arm: compared(runs[arm], runs["off"], path) for arm in runs if arm != "off"}
         for name, path in (("ttft", "median_ttft_ms"), ("tokens/s", "output_throughput"))
     }
-    report["ratios"] = ratios
-    report["median_ratios"] = {n: {a: median(r) for a, r in arms.items()} for n, arms in ratios.items()}
-    print(json.dumps({"ratios": ratios, "median_ratios": report["median_ratios"]}, indent=1))
-    if given.out:
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    medians = {n: {a: median(r) for a, r in arms.items()} for n, arms in ratios.items()}
+    report({**found, "ratios": ratios, "median_ratios": medians}, given.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

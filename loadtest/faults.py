@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -32,6 +33,17 @@ def children(pid: int) -> list[int]:
 def kill(pid: int) -> None:
     """SIGKILL: the process has no time for anything."""
     os.kill(pid, signal.SIGKILL)
+
+
+def kill_all(up_pid: int) -> None:
+    """SIGKILL for `up`, its services and its nats-server. Returns when they have gone."""
+    pids = [up_pid, *children(up_pid)]
+    handles = [os.pidfd_open(pid) for pid in pids]
+    for pid in reversed(pids):
+        send(pid, signal.SIGKILL)
+    for handle in handles:
+        select.select([handle], [], [], 30)
+        os.close(handle)
 
 
 async def stop(pid: int, seconds: float) -> None:

@@ -13,9 +13,7 @@ they depend less on other work of the machine. Files come from the page cache.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import re
 import signal
@@ -25,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -33,10 +32,10 @@ from typing import Any
 from loadtest.bench.over_http import HttpTransport
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.record import Record
-from loadtest.fleet import cpu_name
-from loadtest.idle_cores import processes, thread_s
+from loadtest.command_line import parser_of, report
+from loadtest.fleet import STOP_S, machine
 from loadtest.peers.server import Peer, read_peers, running
-from loadtest.running_up import STOP_S
+from loadtest.processes import cpu_s, name_of, tree
 from shared.config import load
 
 GOALS_S = {"cold": 6.0, "warm": 3.0}
@@ -88,10 +87,10 @@ def measured(home: Path, flags: list[str]) -> dict[str, Any]:
         threading.Thread(target=process.stdout.read, daemon=True).start()  # or its pipe fills up
         asyncio.run(first_token(url))
         phases[FIRST_TOKEN] = time.monotonic() - began_s
-        cpu_s: dict[str, float] = {"up": sum(thread_s(process.pid).values())}
-        for pid, kind in processes(process.pid).items():
-            cpu_s[kind] = cpu_s.get(kind, 0.0) + sum(thread_s(pid).values())
-        return {"phases_s": phases, "cpu_s": cpu_s, "load_before": load_before}
+        taken: dict[str, float] = defaultdict(float)
+        for pid in tree(process.pid):
+            taken[name_of(pid)] += cpu_s(pid)
+        return {"phases_s": phases, "cpu_s": taken, "load_before": load_before}
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(STOP_S)
@@ -111,8 +110,8 @@ def peer_measured(peer: Peer, home: Path) -> dict[str, Any]:
     """One start of another server."""
     load_before = os.getloadavg()[0]
     with running(peer, home / f"{peer.name}.log", CHAT) as server:
-        cpu_s = {peer.name: server.cpu_s()}
-    return {"phases_s": {FIRST_TOKEN: server.ready_s}, "cpu_s": cpu_s, "load_before": load_before}
+        taken = {peer.name: server.cpu_s()}
+    return {"phases_s": {FIRST_TOKEN: server.ready_s}, "cpu_s": taken, "load_before": load_before}
 
 
 def table(rounds: list[dict[str, Any]]) -> str:
@@ -148,14 +147,10 @@ def spread(found: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("first_token", __doc__, up=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="JSON of every round")
     parser.add_argument("--peers", type=Path, help="a TOML file of servers to start in each round, too")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some of them")
-    parser.add_argument("flags", nargs="*", help="for `headrace up`, after --")
     given = parser.parse_args()
     peers = [
         peer
@@ -165,18 +160,14 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     for _ in range(given.rounds):
         with tempfile.TemporaryDirectory() as home:
-            starts = {kind: partial(measured, Path(home), given.flags) for kind in GOALS_S}
+            starts = {kind: partial(measured, Path(home), given.up) for kind in GOALS_S}
             starts |= {peer.name: partial(peer_measured, peer, Path(home)) for peer in peers}
             for kind, start in starts.items():
                 rounds.append({"kind": kind, **start()})
                 print(kind, {name: round(s, 2) for name, s in rounds[-1]["phases_s"].items()}, flush=True)
     print(table(rounds))
-    if given.out:
-        document = {
-            "flags": given.flags, "cores": len(os.sched_getaffinity(0)), "cpu": cpu_name(),
-            "peers": [asdict(peer) for peer in peers], "rounds": rounds,
-        }  # fmt: skip
-        given.out.write_text(json.dumps(document, indent=1))
+    about = {"flags": given.up, **machine(), "peers": [asdict(peer) for peer in peers]}
+    report({**about, "rounds": rounds}, given.out, shown=about)
 
 
 if __name__ == "__main__":

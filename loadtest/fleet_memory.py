@@ -2,7 +2,7 @@
 many different prompts.
 
     python -m loadtest.fleet_memory --out fleet_memory.json
-    python -m loadtest.fleet_memory --cases f32 --prompts 40
+    python -m loadtest.fleet_memory --cases f32 --prompts 40 -- --slots 8
 
 Memory that several processes share counts once (PSS). Pages of /dev/shm count whole, mapped or not. The goals
 are for the sum of all processes after the chat, in MB.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import time
@@ -20,12 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from loadtest.fleet import MODEL, cpu_name
-from loadtest.peers.server import tree
-from loadtest.running_up import running_up
+from loadtest.command_line import parser_of, report
+from loadtest.fleet import MODEL, connected, machine, running_up
+from loadtest.processes import GONE, memory_bytes, name_of, tree
 from services.executor.engine import SHM
-from shared.client.client import Client
-from shared.nats.bus import NatsBus
 
 GOALS_MB = {"f32": 1400, "packed": 900}
 KINDS = {"Pss_Anon": "private", "Pss_File": "files", "Pss_Shmem": "shared"}
@@ -38,28 +35,19 @@ def sizes(up_pid: int) -> dict[str, dict[str, int]]:
     """Bytes of every process by kind, and of /dev/shm what no process has mapped."""
     found: dict[str, dict[str, int]] = {}
     for pid in tree(up_pid):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-            fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-            found[f"{name_of(pid)} {pid}"] = {shown: fields[kind] for kind, shown in KINDS.items()}
+        with suppress(*GONE):
+            if fields := memory_bytes(pid):
+                found[f"{name_of(pid)} {pid}"] = {shown: fields[kind] for kind, shown in KINDS.items()}
     mapped = sum(each["shared"] for each in found.values())
     found["/dev/shm, unmapped"] = {"private": 0, "files": 0, "shared": max(0, shm_bytes(found) - mapped)}
     return found
-
-
-def name_of(pid: int) -> str:
-    """The kind of a service, else the program."""
-    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    if "services.launcher.serve" in words:
-        return words[words.index("services.launcher.serve") + 1]
-    return "up" if "services.launcher.cli" in words else Path(words[0]).name
 
 
 def shm_bytes(found: dict[str, dict[str, int]]) -> int:
     """Bytes of the files in /dev/shm that these processes have open or mapped."""
     paths = set()
     for pid in (name.split()[-1] for name in found):
-        with suppress(FileNotFoundError, ProcessLookupError):
+        with suppress(*GONE):
             paths |= {
                 Path(words[5])
                 for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -86,27 +74,25 @@ async def settled(up_pid: int) -> dict[str, dict[str, int]]:
 
 async def read(up_pid: int, url: str, prompts: int) -> dict[str, Any]:
     """The sizes at each moment."""
-    bus = await NatsBus.connect(url, name="fleet-memory")
-    client = await Client.open(bus)
-    moments = {"ready": await settled(up_pid)}
-    await client.complete({"model": MODEL, "messages": CHAT, "max_tokens": 32}, timeout_s=600)
-    moments["first chat"] = await settled(up_pid)
-    if prompts:
+    async with connected(url) as client:
+        moments = {"ready": await settled(up_pid)}
+        await client.complete({"model": MODEL, "messages": CHAT, "max_tokens": 32}, timeout_s=600)
+        moments["first chat"] = await settled(up_pid)
         for i in range(prompts):
             prompt = [300 + (7919 * i + 31 * k) % 40_000 for k in range(PROMPT_TOKENS)]
             await client.complete({"model": MODEL, "prompt": prompt, "max_tokens": 2}, timeout_s=600)
-        moments[f"{prompts} prompts of {PROMPT_TOKENS}"] = await settled(up_pid)
-    await bus.drain()
+        if prompts:
+            moments[f"{prompts} prompts of {PROMPT_TOKENS}"] = await settled(up_pid)
     return moments
 
 
-def figures(dtype: str, asked: argparse.Namespace) -> dict[str, Any]:
+def figures(dtype: str, given: argparse.Namespace) -> dict[str, Any]:
     """One start of `up`."""
-    flags = ["--http", "127.0.0.1:0", "--dtype", dtype, *asked.flags.split()]
+    flags = ["--http", "127.0.0.1:0", "--dtype", dtype, *given.up]
     began_s = time.monotonic()
-    with running_up(flags, log=asked.log) as (pid, url):
+    with running_up(flags, log=given.log) as (pid, url):
         start_s = round(time.monotonic() - began_s, 2)
-        moments = asyncio.run(read(pid, url, asked.prompts))
+        moments = asyncio.run(read(pid, url, given.prompts))
     for moment, found in moments.items():
         print(f"\n{dtype}, {moment}: MB\n{table(found)}", flush=True)
     summed_mb = {moment: round(total(found) / 1e6, 1) for moment, found in moments.items()}
@@ -126,28 +112,20 @@ def table(found: dict[str, dict[str, int]]) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.fleet_memory", description=__doc__)
+    parser = parser_of("fleet_memory", __doc__, up=True)
     parser.add_argument("--cases", default="f32,packed", help="values of dtype")
-    parser.add_argument("--prompts", type=int, default=0, help="different prompts behind the chat")
-    parser.add_argument("--flags", default="", help="further flags of `up`")
-    parser.add_argument("--log", default=os.devnull, help="what the services say")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    runs = [figures(dtype, asked) for dtype in asked.cases.split(",")]
-    report = {
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "kernel": platform.release()},
-        "arguments": {"flags": asked.flags, "prompts": asked.prompts},
-        "goals_mb": GOALS_MB,
-        "met": {
-            run["dtype"]: run["sum_mb"]["first chat"] <= GOALS_MB[run["dtype"]]
-            for run in runs
-            if run["dtype"] in GOALS_MB
-        },
-        "runs": runs,
+    parser.add_argument("--prompts", type=int, default=0, help="different prompts after the chat")
+    parser.add_argument("--log", default=os.devnull, help="a file for the services' log")
+    given = parser.parse_args()
+    runs = [figures(dtype, given) for dtype in given.cases.split(",")]
+    met = {
+        run["dtype"]: run["sum_mb"]["first chat"] <= GOALS_MB[run["dtype"]]
+        for run in runs
+        if run["dtype"] in GOALS_MB
     }
-    print(json.dumps({"met": report["met"], "sums": {r["dtype"]: r["sum_mb"] for r in runs}}), flush=True)
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    about = {**machine(), "kernel": platform.release(), "flags": given.up, "prompts": given.prompts}
+    found = {"machine": about, "goals_mb": GOALS_MB, "met": met, "runs": runs}
+    report(found, given.out, shown={"met": met, "sums": {run["dtype"]: run["sum_mb"] for run in runs}})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from loadtest.grammar_engines import RefusedError, engine_of
+from loadtest.grammar_engine import RefusedError, engine
 
 ORDERS = 120  # orders of properties that are tried for one instance
 _CLOSERS = ("properties", "patternProperties")
@@ -58,7 +58,6 @@ def oracle(examples: int, chosen: int) -> dict[str, Any]:
     from support import byte_grammar
     from support.schema_oracle import PAIRS, spelled, with_definitions
 
-    engine = engine_of("llguidance", None)
     found: Counter[str] = Counter()
     keywords: Counter[str] = Counter()
     wrong: list[Any] = []
@@ -75,7 +74,7 @@ def oracle(examples: int, chosen: int) -> dict[str, Any]:
     def draw(data: st.DataObject) -> None:
         schema, instances = data.draw(PAIRS)
         schema = with_definitions(schema)
-        source = engine.prepared(schema)
+        source = engine().prepared(schema)
         judge = jsonschema_rs.validator_for(schema, validate_formats=True)
         found["schemas"] += 1
         keywords.update(set(_keywords(schema)))
@@ -117,8 +116,8 @@ def closed(schema: Any) -> Any:
 
 
 def suite(folder: Path) -> dict[str, Any]:
-    """Each file of the test suite: schemas followed and refused; tests that are right, stricter as
-    docs/reference/api.md says, or wrong."""
+    """Each file of the test suite: schemas followed and refused; tests that are right, stricter as in
+    docs/reference/api.md, or wrong."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*.json")):
         counts: Counter[str] = Counter()
@@ -138,7 +137,7 @@ def _one_group(group: dict[str, Any], counts: Counter[str], cases: list[Any]) ->
     schema, tests = group["schema"], group["tests"]
     counts["schemas"] += 1
     try:
-        source = engine_of("llguidance", None).prepared(schema)
+        source = engine().prepared(schema)
     except RefusedError as error:
         counts["refused"] += 1
         cases.append(["refused", group["description"], str(error)])

@@ -3,35 +3,31 @@
     export PYTHONPATH=.:tests
     python -m loadtest.grammars --oracle 5000 --suite tests/draft2020-12 --out conformance.json
     python -m loadtest.grammars --bench maskbench/data --hostile --out llguidance.json
-    python -m loadtest.grammars --bench maskbench/data --hostile --engine xgrammar --old FOLDER --out x.json
 
 `--oracle` draws schemas and instances as the tests do. `--suite` takes a folder of the JSON Schema Test
 Suite (npm: @json-schema-org/tests), `--bench` the files of JSONSchemaBench with their tests (MaskBench). The
-engines see the default model's vocabulary. XGrammar gets its schemas as the last version with it prepared
-them: FOLDER is a checkout of d0d851d6. Each schema runs in a fork of its own, for at most 20 s.
+engine has the default model's vocabulary. Each schema runs in a fork of its own, for at most 20 s.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.metadata
 import json
 import multiprocessing
 import os
-import platform
 import random
 import resource
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from loadtest.grammar_engines import LIMIT_S, Engine, RefusedError, engine_of
+from loadtest.bench.machine import circumstances
+from loadtest.command_line import parser_of, report
+from loadtest.grammar_engine import LIMIT_S, Engine, RefusedError, engine
 from loadtest.grammar_suite import oracle, suite, text_of
 
 STEPS = 40  # of many rows
@@ -141,7 +137,7 @@ def _one_file(engine: Engine, file: dict[str, Any]) -> dict[str, Any]:
     for test in file["tests"]:
         spellings = {text_of(one) for one in (ordered(test["data"], schema, schema), test["data"])}
         accepted = [text for text in spellings if engine.walk(compiled, text, masks)]
-        texts += [text for text in accepted if test["valid"] and len(engine.tokens(text)) > STEPS]
+        texts += [text for text in accepted if test["valid"] and len(engine.vocabulary.encode(text)) > STEPS]
         found[("valid" if test["valid"] else "invalid") + (" accepted" if accepted else " refused")] += 1
     return {
         **found,
@@ -155,8 +151,7 @@ def _one_file(engine: Engine, file: dict[str, Any]) -> dict[str, Any]:
 def _rows(engine: Engine, cases: list[tuple[Any, str]]) -> dict[str, Any]:
     """ms of a step of rows, each with a grammar of its own, one after another on one thread."""
     rows = [
-        (engine.started(engine.compiled(engine.prepared(schema))), engine.tokens(text))
-        for schema, text in cases
+        (engine.compiled(engine.prepared(schema)), engine.vocabulary.encode(text)) for schema, text in cases
     ]
     steps = []
     for k in range(STEPS):
@@ -234,46 +229,36 @@ def _one_hostile(engine: Engine, schema: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Measure what the arguments ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of("grammars", __doc__)
     parser.add_argument("--oracle", type=int, default=0, metavar="N", help="examples")
     parser.add_argument("--suite", type=Path)
     parser.add_argument("--bench", type=Path)
     parser.add_argument("--hostile", action="store_true")
-    parser.add_argument("--engine", choices=("llguidance", "xgrammar"), default="llguidance")
-    parser.add_argument("--old", type=Path, help="a checkout of d0d851d6, for xgrammar")
     parser.add_argument("--most", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    engine = engine_of(asked.engine, asked.old)
+    given = parser.parse_args()
     found: dict[str, Any] = {
-        "arguments": {name: str(value) for name, value in vars(asked).items()},
-        "engine": f"{asked.engine} {importlib.metadata.version(asked.engine)}",
-        "python": platform.python_version(),
-        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "arguments": {name: str(value) for name, value in vars(given).items()},
+        "engine": f"llguidance {importlib.metadata.version('llguidance')}",
+        "circumstances": circumstances(),
     }
-    if asked.oracle:
-        found["oracle"] = oracle(asked.oracle, asked.seed)
-    if asked.suite:
-        found["suite"] = suite(asked.suite)
-    if asked.bench:
-        found["bench"] = bench(engine, asked.bench, asked.most, asked.seed)
-    if asked.hostile:
+    if given.oracle:
+        found["oracle"] = oracle(given.oracle, given.seed)
+    if given.suite:
+        found["suite"] = suite(given.suite)
+    if given.bench:
+        found["bench"] = bench(engine(), given.bench, given.most, given.seed)
+    if given.hostile:
         found["hostile"] = {
-            name: in_fork(functools.partial(_one_hostile, engine, schema), 2 * LIMIT_S)
+            name: in_fork(functools.partial(_one_hostile, engine(), schema), 2 * LIMIT_S)
             for name, schema in hostile().items()
         }
-    found["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
-    if asked.out:
-        asked.out.write_text(json.dumps(found, indent=1))
-    hidden = ("files", "cases")
     shown = {
-        part: {name: of for name, of in all_of.items() if name not in hidden}
-        if isinstance(all_of, dict)
-        else all_of
-        for part, all_of in found.items()
+        part: {name: of for name, of in found[part].items() if name not in ("files", "cases")}
+        for part in ("oracle", "suite", "bench", "hostile")
+        if part in found
     }
-    sys.stdout.write(json.dumps(shown, indent=1) + "\n")
+    report(found, given.out, shown=shown)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def _of_scheduler(name: str, service: Status, detokenizers: int) -> list[str]:
 
 
 async def settle(bus: Bus, expected: Mapping[str, int], timeout_s: float) -> list[Status]:
-    """Wait until everybody is there and nothing is held; the status then. Raises AssertionError with
+    """Wait until every service is there and nothing is held; the status then. Raises AssertionError with
     what is still held after `timeout_s`."""
     held: list[str] = ["no answer"]
     loop = asyncio.get_running_loop()

@@ -51,7 +51,7 @@ def least_computed(candidates: list[Sequence]) -> list[Sequence]:
 
 @with_traits("leaves")
 def swap(view: OffloadView) -> str:
-    """Whatever it costs, the blocks of a preempted sequence are copied at once and leave the device."""
+    """At any cost, the blocks of a preempted sequence are copied at once and leave the device."""
     if view.preempted:
         return "copy"
     return "drop" if view.pressed else "keep"

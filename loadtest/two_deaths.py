@@ -19,20 +19,20 @@ import random
 import sys
 import time
 from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from loadtest import faults
 from loadtest.bench.machine import circumstances
-from loadtest.fleet import MODEL
+from loadtest.command_line import parser_of, report
+from loadtest.fleet import MODEL, connected, running_up
 from loadtest.leaks import settle
-from loadtest.running_up import running_up
 from shared import codec
 from shared.client.client import Client
 from shared.errors import HeadraceError
 from shared.messages import Open, Tokens
-from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 
 KINDS = ("tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "nats-server")
@@ -42,6 +42,7 @@ SHARE = (0.05, 0.4)  # of the tokens that have come when the first one dies
 GAP_S = (0.05, 4.0)  # from the first death to the second
 LIMIT_S, SETTLE_S = 300.0, 120.0
 MOST_SHOWN = 20
+TAPPED = "hr.default.detokenizer.*.in.*"
 
 Answer = tuple[str, int]  # text, tokens
 
@@ -102,16 +103,22 @@ async def ask(client: Client, body: dict[str, Any]) -> Answer:
     return reply["choices"][0]["message"]["content"], reply["usage"]["completion_tokens"]
 
 
+@asynccontextmanager
+async def tapped(url: str, take: Callable[[Delivery], None]) -> AsyncIterator[Client]:
+    """A client of a fleet that holds nothing, while `take` gets all messages to detokenizers."""
+    async with connected(url) as client:
+        await settle(client.bus, COUNTS, SETTLE_S)
+        await client.bus.subscribe(TAPPED, take)
+        await client.bus.flush()
+        yield client
+        await client.bus.flush()
+
+
 async def undisturbed(url: str, given: argparse.Namespace) -> tuple[list[Answer], list[list[int]]]:
     """The answer of each request, and its ids."""
-    bus = await NatsBus.connect(url, timeout_s=30)
-    await settle(bus, COUNTS, SETTLE_S)
-    client, ids = await Client.open(bus), Ids()
-    await bus.subscribe("hr.default.detokenizer.*.in.*", ids.take)
-    bodies = [body_of(i, "wanted", given.tokens) for i in range(given.requests)]
-    answers = await asyncio.gather(*(ask(client, body) for body in bodies))
-    await bus.flush()
-    await bus.drain()
+    ids, bodies = Ids(), [body_of(i, "wanted", given.tokens) for i in range(given.requests)]
+    async with tapped(url, ids.take) as client:
+        answers = await asyncio.gather(*(ask(client, body) for body in bodies))
     found = [ids.by_request[body["request_id"]] for body in bodies]
     return answers, [[next(iter(of[place])) for place in range(given.tokens)] for of in found]
 
@@ -125,9 +132,7 @@ async def one_round(
     """All requests at once, and both deaths meanwhile."""
     pid, url = fleet
     rng, result = random.Random(f"{given.seed} {pair}"), Round("+".join(pair))
-    bus = await NatsBus.connect(url, timeout_s=30)
-    await settle(bus, COUNTS, SETTLE_S)
-    client, ids, enough = await Client.open(bus), Ids(), asyncio.Event()
+    ids, enough = Ids(), asyncio.Event()
     share = rng.uniform(*SHARE) * given.requests * given.tokens
     result.gap_s = round(rng.uniform(*GAP_S), 2)
 
@@ -136,7 +141,7 @@ async def one_round(
         if ids.count >= share:
             enough.set()
 
-    async def timed(number: int) -> None:
+    async def timed(client: Client, number: int) -> None:
         began_s = time.monotonic()
         try:
             answer = await ask(client, body_of(number, result.pair, given.tokens))
@@ -148,24 +153,23 @@ async def one_round(
                 result.different.append(f"{number}: {answer}")
         result.longest_s = max(result.longest_s, round(time.monotonic() - began_s, 1))
 
-    await bus.subscribe("hr.default.detokenizer.*.in.*", take)
-    await bus.flush()
-    asked = [asyncio.create_task(timed(number)) for number in range(given.requests)]
-    came = asyncio.ensure_future(enough.wait())
-    await asyncio.wait([came, *asked], return_when=asyncio.FIRST_COMPLETED)
-    for kind, wait_s in zip(pair, (0.0, result.gap_s), strict=True):
-        await asyncio.sleep(wait_s)
-        result.open_at.append(sum(not task.done() for task in asked))
-        if pids := faults.pids_of(pid, kind):
-            faults.kill(rng.choice(pids))
-    await asyncio.gather(*asked)
+    async with tapped(url, take) as client:
+        asked = [asyncio.create_task(timed(client, number)) for number in range(given.requests)]
+        came = asyncio.ensure_future(enough.wait())
+        await asyncio.wait([came, *asked], return_when=asyncio.FIRST_COMPLETED)
+        for kind, wait_s in zip(pair, (0.0, result.gap_s), strict=True):
+            await asyncio.sleep(wait_s)
+            result.open_at.append(sum(not task.done() for task in asked))
+            if pids := faults.pids_of(pid, kind):
+                faults.kill(rng.choice(pids))
+        await asyncio.gather(*asked)
     result.ids = ids.count
     for number, right in enumerate(wanted[1]):
         for place, found in ids.by_request[name_of(result.pair, number)].items():
             if found != {right[place]} and len(result.other_ids) < MOST_SHOWN:
                 result.other_ids.append(f"{number}: at {place} {sorted(found)}, not {right[place]}")
-    await settle(bus, COUNTS, SETTLE_S)
-    await bus.drain()
+    async with connected(url) as client:
+        await settle(client.bus, COUNTS, SETTLE_S)
     return result
 
 
@@ -178,18 +182,12 @@ def _pair(text: str) -> tuple[str, str]:
 
 def main() -> int:
     """Run all pairs; 1 if an answer or an id is another one."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.two_deaths",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("two_deaths", __doc__, up=True)
     parser.add_argument("--pairs", nargs="+", type=_pair, default=PAIRS, help="like scheduler+executor")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--log", default="/dev/null", help="what the services say")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("up", nargs="*", help="for `headrace up`")
+    parser.add_argument("--log", default="/dev/null", help="a file for the services' log")
     given = parser.parse_args()
     rounds: list[Round] = []
     with running_up(("--no-durable", *given.up), log=given.log) as fleet:
@@ -197,17 +195,15 @@ def main() -> int:
         for pair in given.pairs:
             rounds.append(asyncio.run(one_round(fleet, pair, given, wanted)))
             print(json.dumps(asdict(rounds[-1])), file=sys.stderr, flush=True)
-    report = {
+    found: dict[str, Any] = {
         "circumstances": circumstances(), "requests": given.requests, "tokens": given.tokens,
         "seed": given.seed, "up": given.up, "pairs": len(rounds),
         "answers": given.requests * len(rounds), "equal": sum(each.equal for each in rounds),
         "ids": sum(each.ids for each in rounds), "other_ids": sum(len(each.other_ids) for each in rounds),
         "longest_s": max(each.longest_s for each in rounds), "rounds": [asdict(each) for each in rounds],
     }  # fmt: skip
-    print(json.dumps({name: value for name, value in report.items() if name != "rounds"}))
-    if given.out:
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if report["answers"] == report["equal"] and not report["other_ids"] else 1
+    report(found, given.out, shown={name: value for name, value in found.items() if name != "rounds"})
+    return 0 if found["answers"] == found["equal"] and not found["other_ids"] else 1
 
 
 if __name__ == "__main__":

@@ -20,11 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
-import os
 import random
-import re
-import signal
 import socket
 import statistics
 import subprocess
@@ -34,23 +30,23 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from loadtest.fleet import MODEL, cpu_name
+from loadtest.clients import request_bytes
+from loadtest.command_line import parser_of, report
+from loadtest.fleet import MODEL, SIM, Body, connected, machine, running_up
 from shared.client.client import Client
 from shared.errors import HeadraceError
-from shared.nats.bus import NatsBus
+from shared.processes import bind
 
 KEYS = "a key-a\nb key-b\n"
+PATH, HEADERS = "/v1/completions", "authorization: Bearer {}\r\nconnection: close\r\n"
 STEP_US, TOKEN_US, STEP_TOKENS, WINDOW = 5_000, 20, 1_024, 2
 LONGEST_STEP_S = (STEP_US + TOKEN_US * STEP_TOKENS) / 1e6
 CONTEXT = 8_192
-READY_S, STOP_S, REQUEST_S = 120.0, 60.0, 60.0
+REQUEST_S = 60.0
 BURST, BURST_EVERY_S, RATE, STREAMS, AT_A_TIME = 5_000, 5.0, 200, 1_000, 64
 WARM_UP, PAUSE_S = 5, 0.02
-
-Body = dict[str, Any]
 
 
 @dataclass
@@ -63,40 +59,16 @@ class Server:
 
 @contextlib.contextmanager
 def running() -> Iterator[Server]:
-    """A server for both tenants, until the end of the block. Raises SystemExit when it does not start."""
-    with tempfile.TemporaryDirectory() as home:
-        keys = Path(home) / "keys"
-        keys.write_text(KEYS)
-        command = [
-            sys.executable, "-m", "services.launcher.cli", "up", "--backend", "sim", "--port", "0",
-            "--http", "127.0.0.1:0", "--http-keys", str(keys), "--l1", "off",
-            "--sim", f"step={STEP_US},token={TOKEN_US}", "--step-tokens", str(STEP_TOKENS),
-        ]  # fmt: skip
-        log = (Path(home) / "log").open("w")
-        up = subprocess.Popen(
-            command,
-            env={**os.environ, "XDG_RUNTIME_DIR": home, "XDG_STATE_HOME": home},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        assert up.stdout is not None
-        said = ""
-        for line in up.stdout:
-            said += line
-            if line.startswith("ready after"):
-                break
-        else:
-            raise SystemExit(f"`headrace up` did not start: {said[-500:]}")
-        url = re.search(r"OpenAI API:\s+http://([\d.]+):(\d+)", said)
-        nats = re.search(r"nats://\S+", said)
-        assert url is not None
-        assert nats is not None
-        try:
-            yield Server(nats[0], (url[1], int(url[2])))
-        finally:
-            up.send_signal(signal.SIGTERM)
-            up.communicate(timeout=STOP_S)
+    """A server for both tenants, until the end of the block."""
+    with tempfile.NamedTemporaryFile("w") as keys, bind("127.0.0.1", 0) as free:
+        keys.write(KEYS)
+        keys.flush()
+        host, port = free.getsockname()[:2]
+        free.close()
+        sim = (*SIM, "--sim", f"step={STEP_US},token={TOKEN_US}", "--step-tokens", str(STEP_TOKENS))
+        flags = (*sim, "--l1", "off", "--http", f"{host}:{port}", "--http-keys", keys.name)
+        with running_up(flags) as (_, url):
+            yield Server(url, (host, port))
 
 
 # ---- tenant b: one request at a time --------------------------------------------------------------------
@@ -118,25 +90,17 @@ class Felt:
             "refused": {str(status): count for status, count in sorted(self.refused.items())},
             "broken_streams": self.broken,
             "ttft_p50_ms": round(statistics.median(times) * 1e3, 1) if times else None,
-            "ttft_p99_ms": round(times[min(int(len(times) * 0.99), len(times) - 1)] * 1e3, 1)
-            if times
-            else None,
+            "ttft_p99_ms": round(statistics.quantiles(times, n=100)[98] * 1e3, 1) if len(times) > 1 else None,
             "ttft_ms": [round(each * 1e3, 1) for each in self.first_token_s],
         }
 
 
 async def ask(address: tuple[str, int], felt: Felt, number: int) -> None:
     """One streamed answer of eight tokens."""
-    body = {
-        "model": MODEL,
-        "prompt": f"Tell me number {number}.",
-        "max_tokens": 8,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    body = {"model": MODEL, "prompt": f"Tell me number {number}.", "max_tokens": 8, "ignore_eos": True}
     began_s, first_s, ended = time.monotonic(), 0.0, False
     reader, writer = await asyncio.open_connection(*address, limit=2**20)
-    writer.write(request_bytes(body, "key-b"))
+    writer.write(request_bytes({**body, "stream": True}, PATH, HEADERS.format("key-b")))
     status = int((await reader.readline()).split()[1])
     while line := await reader.readline():
         if line.startswith(b"data: {") and not first_s and b'"text":""' not in line:
@@ -149,13 +113,6 @@ async def ask(address: tuple[str, int], felt: Felt, number: int) -> None:
         felt.broken += 1
     else:
         felt.first_token_s.append(first_s)
-
-
-def request_bytes(body: Body, key: str) -> bytes:
-    """A POST as it goes over the wire; the server ends the connection."""
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\nconnection: close\r\n"
-    return f"{head}content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
 
 
 async def feel(address: tuple[str, int], count: int) -> Felt:
@@ -179,8 +136,8 @@ async def feel(address: tuple[str, int], count: int) -> Felt:
 @contextlib.asynccontextmanager
 async def tenant_a(server: Server) -> AsyncIterator[Client]:
     """Tenant a over NATS."""
-    bus = await NatsBus.connect(server.nats, timeout_s=READY_S)
-    yield await Client.open(bus, "a")
+    async with connected(server.nats) as client:
+        yield client.as_tenant("a")
 
 
 async def one(client: Client, body: Body) -> str:
@@ -264,12 +221,8 @@ async def grammars(server: Server, told: Callable[[], None]) -> None:
         )
         fields = {f"f{i}": {"type": "string", "pattern": pattern} for i in range(dice.randint(1, 40))}
         schema = {"type": "object", "properties": fields, "required": list(fields)}
-        asked = (
-            {"structured_outputs": {"regex": pattern}}
-            if number % 2
-            else {"structured_outputs": {"json": schema}}
-        )
-        return {"prompt": "x", "max_tokens": 64, **asked}
+        kind = {"regex": pattern} if number % 2 else {"json": schema}
+        return {"prompt": "x", "max_tokens": 64, "structured_outputs": kind}
 
     await in_turn(server, told, body)
 
@@ -285,7 +238,9 @@ async def unread(server: Server, told: Callable[[], None]) -> None:
             each.setblocking(False)
             await loop.sock_connect(each, server.http)
             body = {"model": MODEL, "prompt": f"deaf {len(deaf)}", "max_tokens": 7_000, "ignore_eos": True}
-            await loop.sock_sendall(each, request_bytes({**body, "stream": True}, "key-a"))
+            await loop.sock_sendall(
+                each, request_bytes({**body, "stream": True}, PATH, HEADERS.format("key-a"))
+            )
             deaf.append(each)
         elif len(deaf) == STREAMS:
             await asyncio.sleep(2)
@@ -293,14 +248,8 @@ async def unread(server: Server, told: Callable[[], None]) -> None:
             await asyncio.sleep(3_600)
 
 
-LOADS: dict[str, Callable[[Server, Callable[[], None]], Awaitable[None]]] = {
-    "flood": flood,
-    "rate": rate,
-    "long": long,
-    "interactive": interactive,
-    "unread": unread,
-    "grammars": grammars,
-}
+Load = Callable[[Server, Callable[[], None]], Awaitable[None]]
+LOADS: dict[str, Load] = {each.__name__: each for each in (flood, rate, long, interactive, unread, grammars)}
 
 
 @contextlib.contextmanager
@@ -350,23 +299,18 @@ def measure(loads: list[str], count: int) -> Body:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of("two_tenants", __doc__)
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--be", nargs=3, metavar=("LOAD", "NATS", "HTTP"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.be:
-        be(*args.be)
+    given = parser.parse_args()
+    if given.be:
+        be(*given.be)
         return
-    figures = {
-        "machine": f"{cpu_name()}, {os.cpu_count()} cores",
-        "load_average": round(os.getloadavg()[0], 1),
-        "bound": f"3 x p99 alone + {WINDOW} steps of {LONGEST_STEP_S * 1e3:.1f} ms",
-        "loads": measure(args.loads.split(","), args.count),
-    }
-    if args.out is not None:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    bound = f"3 x p99 alone + {WINDOW} steps of {LONGEST_STEP_S * 1e3:.1f} ms"
+    loads = measure(given.loads.split(","), given.count)
+    shown = {load: {k: v for k, v in each.items() if k != "ttft_ms"} for load, each in loads.items()}
+    report({**machine(), "bound": bound, "loads": loads}, given.out, shown=shown)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from loadtest.otlp_receiver import Received, Receiver  # noqa: E402 - run as a script from anywhere
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from support.otlp_receiver import Received, Receiver  # noqa: E402 - run as a script from anywhere
 
 WAIT_S = 400  # a guard against a hang
 REQUESTS = 8

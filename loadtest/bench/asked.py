@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Prompt = list[int] | str  # token ids of a completion, or what the user says in a chat
+Prompt = list[int] | str  # token ids of a completion, or the user's text in a chat
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request. `prompt` may be a callable, so that the prompts of an hour need not exist at once."""
+    """One request. `prompt` may be a callable, so that the prompts of an hour do not all exist at once."""
 
     prompt: Prompt | Callable[[], Prompt]
     output_tokens: int
@@ -22,7 +22,7 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Turns that follow each other: each is sent `think_us` after the answer before it has ended. A chat
-    repeats what was said, the answers as they came; turns by token ids stand alone."""
+    repeats the turns before, the answers as they came; turns by token ids stand alone."""
 
     turns: tuple[Turn, ...]
     system: str = ""  # how a chat begins

@@ -8,7 +8,7 @@ from loadtest.bench.shape import Shape
 
 
 def multi_turn(shape: Shape, prompts: Prompts) -> list[Conversation]:
-    """chat: `turns` messages of `input_len` words behind a system text of `prefix_len` words that all
+    """chat: `turns` messages of `input_len` words after a system text of `prefix_len` words that all
     share. Always text: an answer goes back as text."""
     system = prompts.words(shape.prefix_len)
 

@@ -15,10 +15,10 @@ from loadtest.bench.flags import parser
 from loadtest.bench.loop import runner
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.page import page
+from loadtest.bench.plot import draw
 from loadtest.bench.record import Record
 from loadtest.bench.run import Bench
 from loadtest.bench.servers import server
-from loadtest.sim.plots import need_matplotlib
 from services.launcher.console import fail
 from shared.errors import HeadraceError, SetupError
 
@@ -70,9 +70,6 @@ def _check(records: list[Record]) -> None:
 
 
 def _plot(given: argparse.Namespace) -> None:
-    need_matplotlib()
-    from loadtest.bench.plot import draw
-
     results = [document.read(each) for each in given.results]
     drawn = draw(results, given.out)
     html: Path = given.out / "report.html"

@@ -23,7 +23,7 @@ COUNTED = (
     "l2_hit_blocks",
     "restored_tokens",
 )
-SAME = ("machine", "versions")  # should be equal for a ratio to say something
+SAME = ("machine", "versions")  # should be equal for a ratio to mean something
 Row = tuple[str, float | None, float | None, float | None]
 
 

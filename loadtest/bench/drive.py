@@ -31,7 +31,7 @@ class Transport(Protocol):
 
 @dataclass
 class Drive:
-    """One run. `ended` is told of every record."""
+    """One run. `ended` gets every record."""
 
     transport: Transport
     pacer: Pacer

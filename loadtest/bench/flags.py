@@ -70,7 +70,7 @@ def _run(run: argparse.ArgumentParser) -> None:
 
 def _load(group: Any) -> None:
     group.add_argument(
-        "--request-rate", default="inf", help="open loop: so many a second, whatever comes back"
+        "--request-rate", default="inf", help="open loop: so many a second, independent of answers"
     )
     group.add_argument(
         "--max-concurrency", default="", help="at most so many in flight; without a rate: a closed loop"
@@ -136,7 +136,7 @@ def asked(given: argparse.Namespace) -> Asked:
     if given.num_prompts < 1 or given.block_tokens < 1:
         raise BadRequest("--num-prompts and --block-tokens are 1 or more")
     if given.counts and not given.counts.startswith(NATS):
-        raise BadRequest("--counts takes the nats-server behind a Headrace gateway, like nats://HOST:4222")
+        raise BadRequest("--counts takes the nats-server of a Headrace gateway, like nats://HOST:4222")
     shape = Shape(
         prompts=given.num_prompts,
         input_len=given.input_len,

@@ -33,7 +33,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter here, those that are installed."""
+    """The packages that matter here and are installed."""
     found: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -44,7 +44,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of the source tree, with `+` behind it where files have been changed; None outside of one."""
+    """The source tree's commit, with a `+` where files have changed; None outside of a tree."""
     try:
         named = _git("rev-parse", "--short=12", "HEAD")
         return named + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")

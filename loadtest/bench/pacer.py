@@ -14,7 +14,7 @@ EARLY_US = 1_000  # libuv counts whole milliseconds; a request costs at most two
 
 
 class Pacer:
-    """Tells the time and waits for it. A clock of a test needs no waking early."""
+    """Reads the clock and waits for a time of it. A clock of a test needs no waking early."""
 
     def __init__(self, clock: Clock | None = None, early_us: int = EARLY_US) -> None:
         self._clock = clock or SystemClock()
@@ -33,5 +33,5 @@ class Pacer:
     async def until(self, at_us: int) -> None:
         """Return at `at_us`, or at once when it has passed."""
         await self.about(at_us - self._early_us)
-        while self.now_us() < at_us:  # noqa: ASYNC110 - no event tells of a moment
+        while self.now_us() < at_us:  # noqa: ASYNC110 - there is no event for a moment
             await asyncio.sleep(0)

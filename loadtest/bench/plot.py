@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from loadtest.bench.compare import point_name
 from loadtest.bench.document import Result
+from shared.errors import SetupError
 
 CURVES = (
     ("p99_ttft_ms", "P99 TTFT (ms)"),
@@ -28,7 +30,9 @@ Points = list[tuple[float, float]]
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Every picture that the results give; their files."""
+    """Every picture that the results give; their files. Raises SetupError without matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise SetupError("plots need matplotlib: pip install 'headrace[bench]'")
     folder.mkdir(parents=True, exist_ok=True)
     made = [_cdfs(results, folder / "cdf.png")]
     if any(len(result["runs"]) > 1 for result in results) or len(results) > 1:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from loadtest.bench.asked import Prompt
-from loadtest.storm import WORDS
+from loadtest.clients import WORDS
 
 FIRST_ID, LAST_ID = 300, 40_000  # past the special tokens and single bytes of common vocabularies
 

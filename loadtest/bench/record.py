@@ -24,9 +24,9 @@ class Record:
     sent_us: int = 0
     ended_us: int = 0
     chunks_us: list[int] = field(default_factory=list)  # when a piece of the answer that has text came
-    chunk_tokens: int = 0  # tokens in these, where the server says so, else one for each
+    chunk_tokens: int = 0  # tokens in these, where the server sends their number, else one for each
     usage: tuple[int, int] | None = None  # tokens of prompt and answer as the server counts them
-    cached_tokens: int | None = None  # of the prompt; None where the server does not say
+    cached_tokens: int | None = None  # of the prompt; None where the server does not send it
     error: str = ""
     text: str = ""
     repeated_tokens: int | None = None  # see Turn
@@ -59,7 +59,7 @@ class Record:
 
     @property
     def output_tokens(self) -> int:
-        """By the server's count, else what the pieces were said to hold."""
+        """By the server's count, else by the counts of the pieces."""
         return self.usage[1] if self.usage else self.chunk_tokens
 
     @property

@@ -16,7 +16,7 @@ from pathlib import Path
 from loadtest.bench.asked import Conversation, Prompt, Turn
 from loadtest.bench.repeats import Known, Piece, pieces
 from loadtest.bench.shape import Shape
-from loadtest.sim.traces import (
+from loadtest.scenarios.traces import (
     AZURE_SAMPLE,
     MOONCAKE_BLOCK,
     MOONCAKE_SAMPLE,

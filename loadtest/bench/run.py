@@ -28,7 +28,7 @@ from loadtest.bench.replay import TRACES, Replay
 from loadtest.bench.server_side import Counts, between
 from loadtest.bench.shape import Shape
 from loadtest.bench.workloads import WORKLOADS
-from loadtest.sim.traces import Cut
+from loadtest.scenarios.traces import Cut
 
 Run = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """What the schedulers counted during a run: the recompute overhead, preemptions, tokens by tier.
 
 Read over NATS from the status that `headrace status` shows. A tenant's credentials cannot read it, and other
-servers do not have it: then there are no such figures.
+servers do not have it: then these figures are missing.
 """
 
 from __future__ import annotations

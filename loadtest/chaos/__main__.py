@@ -19,10 +19,11 @@ import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 
 from loadtest.chaos import cells
-from loadtest.chaos.cells import COUNTED, FAULTS, MODEL, PAIRS, VICTIMS, Cell, Counts, Shape
+from loadtest.chaos.cells import COUNTED, FAULTS, PAIRS, VICTIMS, Cell, Counts, Shape
+from loadtest.command_line import parser_of
+from loadtest.fleet import MODEL
 
 
 def table(found: list[Counts]) -> str:
@@ -51,9 +52,7 @@ def _victims(text: str) -> tuple[str, ...]:
 
 def main() -> int:
     """Run the cells; 1 when one of them has a flaw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("chaos", __doc__, up=True)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--victims", nargs="+", type=_victims, default=[*VICTIMS, *PAIRS], help="like a+b")
     parser.add_argument("--models", nargs="+", default=[MODEL], help="names, GGUF files or folders")
@@ -61,18 +60,16 @@ def main() -> int:
     parser.add_argument("--executors", type=int, default=1, help="of each model")
     parser.add_argument("--requests", type=int, default=cells.REQUESTS, help="of each cell")
     parser.add_argument("--limit-s", type=float, default=cells.LIMIT_S, help="of a client's patience")
-    parser.add_argument("--log", default=os.devnull, help="file for what the services of a cell say")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("up", nargs="*", help="for `headrace up`")
+    parser.add_argument("--log", default=os.devnull, help="a file for the services' log of a cell")
     args = parser.parse_args()
     up = args.up or ["--backend", "sim"]
     shape = Shape(tuple(args.models), args.schedulers, args.executors)
-    with cells.house(up, args.log, args.limit_s, shape) as fleet:
+    with cells.target(up, args.log, args.limit_s, shape) as fleet:
         right = asyncio.run(cells.answers(fleet, args.requests))
     found: list[Counts] = []
     for fault in args.faults:
         for victims in args.victims:
-            with cells.house(up, args.log, args.limit_s, shape) as fleet:
+            with cells.target(up, args.log, args.limit_s, shape) as fleet:
                 found.append(asyncio.run(cells.run(Cell(victims, fault), fleet, right, args.requests)))
                 cells.resume(fleet)
             print(json.dumps(found[-1].row()), file=sys.stderr, flush=True)

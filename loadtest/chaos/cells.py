@@ -18,17 +18,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from loadtest import faults
-from loadtest.chaos.clients import Clients, Ended
+from loadtest.clients import Ask, Clients, Ended, mixed, oracle_key
+from loadtest.fleet import MODEL, connected, running_up
 from loadtest.leaks import settle
-from loadtest.running_up import running_up
-from loadtest.storm import Ask, mixed, oracle_key
-from shared.client.client import Client
-from shared.config import Settings
-from shared.nats.bus import NatsBus
+from shared.config import load
 from shared.processes import bind
 from shared.vocab.files import resolve
 
-MODEL = "smollm2-135m-instruct"
 KINDS = ("gateway", "tokenizer", "scheduler", "executor", "kv_offload", "detokenizer")
 BROKER = "nats-server"
 VICTIMS = tuple((kind,) for kind in (*KINDS, BROKER))
@@ -38,7 +34,7 @@ FAULTS = {"kill": 0.0, "stop10": 10.0, "stop40": 40.0}  # seconds
 HTTP_CLIENTS, NATS_CLIENTS = 12, 12
 REQUESTS = 600
 KINDS_OF_REQUEST = 150  # distinct; each one's answer is known from an undisturbed fleet
-AFTER_S = 10.0  # requests go on for so long behind a stop, at least
+AFTER_S = 10.0  # requests go on for so long after a stop, at least
 LIMIT_S = 90.0
 SETTLE_S = 120.0  # of an executor that loads a model beside much else
 SOON_S = 5.0  # a 503 comes by then; what a broker took along ends so long after its return
@@ -59,7 +55,7 @@ class Shape:
     @property
     def names(self) -> list[str]:
         """Under which its models are served."""
-        return [resolve(model, Settings().cache_dir).name for model in self.models]
+        return [resolve(model, load().settings.cache_dir).name for model in self.models]
 
     @property
     def of_each(self) -> dict[str, int]:
@@ -80,7 +76,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class Target:
     """A running `headrace up`."""
 
     pid: int
@@ -91,23 +87,23 @@ class House:
 
 
 @contextmanager
-def house(
+def target(
     up: Sequence[str] = ("--backend", "sim"),
     log: str = "/dev/null",
     limit_s: float = LIMIT_S,
     shape: Shape = Shape(),
     env: Mapping[str, str] | None = None,
-) -> Iterator[House]:
+) -> Iterator[Target]:
     """A fleet of this shape, for the length of a block; `env` is added to its environment."""
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     with running_up([f"--http=127.0.0.1:{port}", *shape.flags, *up], env, log) as (pid, url):
-        yield House(pid, url, f"http://127.0.0.1:{port}", limit_s, shape)
+        yield Target(pid, url, f"http://127.0.0.1:{port}", limit_s, shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Whom a fault meets, one process of each kind, and which."""
+    """The kinds that a fault meets, one process of each, and the fault."""
 
     victims: tuple[str, ...]
     fault: str
@@ -172,15 +168,14 @@ class Counts:
 
 
 def known(requests: int, models: Sequence[str] = (MODEL,)) -> list[Ask]:
-    """The requests of a cell with so many, to the models in turn. Greedy, so that a real engine says the same
-    again, too."""
+    """`requests` requests of a cell, to the models in turn; greedy: a real engine repeats its answer."""
     asks = mixed(random.Random(1), min(requests, KINDS_OF_REQUEST), MODEL, temperature=0)
     for ask, model in zip(asks, itertools.cycle(models), strict=False):
         ask.body["model"] = model
     return asks
 
 
-async def answers(fleet: House, requests: int = REQUESTS) -> Answers:
+async def answers(fleet: Target, requests: int = REQUESTS) -> Answers:
     """What each known request answers in a fleet without a fault, over NATS. Raises AssertionError."""
     clients = Clients(fleet.nats_url, fleet.http_url, fleet.limit_s)
     asks = known(requests, fleet.shape.names)
@@ -191,19 +186,19 @@ async def answers(fleet: House, requests: int = REQUESTS) -> Answers:
     return {oracle_key(each.outcome.ask): each.outcome.answer for each in clients.ended}
 
 
-async def run(cell: Cell, fleet: House, right: Answers, requests: int = REQUESTS) -> Counts:
+async def run(cell: Cell, fleet: Target, right: Answers, requests: int = REQUESTS) -> Counts:
     """Do it to a fleet that nothing has happened to yet, and count."""
     fault_s, rng = FAULTS[cell.fault], random.Random(cell.name)
     clients, middle = Clients(fleet.nats_url, fleet.http_url, fleet.limit_s), asyncio.Event()
     begin = min(requests // 4, 2 * (HTTP_CLIENTS + NATS_CLIENTS))
-    clients.on_end = lambda: middle.set() if len(clients.ended) >= begin else None
+    clients.on_end = lambda _: middle.set() if len(clients.ended) >= begin else None
     await settled(fleet)
     asks = rng.choices(known(requests, fleet.shape.names), k=requests)
     running = asyncio.create_task(clients.run(asks, HTTP_CLIENTS, NATS_CLIENTS))
     await middle.wait()
     if fault_s:
         clients.pace(fault_s + AFTER_S, requests)
-    away = await _harm(cell, fleet, fault_s, rng)
+    away = await _do(cell, fleet, fault_s, rng)
     await running
     counts = judged(cell, clients, right, away)
     try:
@@ -213,7 +208,7 @@ async def run(cell: Cell, fleet: House, right: Answers, requests: int = REQUESTS
     return counts
 
 
-async def _harm(cell: Cell, fleet: House, fault_s: float, rng: random.Random) -> Span:
+async def _do(cell: Cell, fleet: Target, fault_s: float, rng: random.Random) -> Span:
     """Kill or stop one process of each kind, all at once."""
     pids = [rng.choice(faults.pids_of(fleet.pid, victim)) for victim in cell.victims]
     span = Span()
@@ -230,11 +225,10 @@ async def _harm(cell: Cell, fleet: House, fault_s: float, rng: random.Random) ->
     return span
 
 
-async def _returned(fleet: House, span: Span) -> None:
+async def _returned(fleet: Target, span: Span) -> None:
     """Note when the broker answers again."""
-    bus = await NatsBus.connect(fleet.nats_url, timeout_s=SETTLE_S)
-    span.back_s = time.monotonic()
-    await bus.drain()
+    async with connected(fleet.nats_url, SETTLE_S):
+        span.back_s = time.monotonic()
 
 
 def judged(cell: Cell, clients: Clients, right: Answers, away: Span) -> Counts:
@@ -278,19 +272,15 @@ def verdict_of(each: Ended, right: Answers, away: Span, *, gateway_fell: bool) -
     return "refused" if outcome.code in REFUSALS else "odd"
 
 
-async def settled(fleet: House) -> None:
+async def settled(fleet: Target) -> None:
     """Return when every service is there and nothing is held. Raises AssertionError."""
-    bus = await NatsBus.connect(fleet.nats_url, timeout_s=SETTLE_S)
-    try:
-        await settle(bus, fleet.shape.counts, SETTLE_S)
-        client = await Client.open(bus)
+    async with connected(fleet.nats_url, SETTLE_S) as client:
+        await settle(client.bus, fleet.shape.counts, SETTLE_S)
         for model in fleet.shape.names:
             await client.complete({**known(1, [model])[0].body, "stream": False}, timeout_s=fleet.limit_s)
-    finally:
-        await bus.drain()
 
 
-def resume(fleet: House) -> None:
-    """Wake whoever still sleeps, so that the fleet can end."""
+def resume(fleet: Target) -> None:
+    """Wake every process that still sleeps, so that the fleet can end."""
     for pid in faults.children(fleet.pid):
         faults.send(pid, signal.SIGCONT)

@@ -3,9 +3,8 @@ compares what each process holds: memory over the later half, and at the end fil
 slots.
 
     python -m loadtest.churn --per-second 250 --out churn.json
-    python -m loadtest.churn --requests 20000 --trace scheduler     (what holds what has grown)
 
-`headrace up` with the simulated engine and its default services. Of each process: resident, proportional and
+`headrace up` with the simulated engine and its default services. Each process has: resident, proportional and
 anonymous memory, objects of Python's allocator, bytes in use of the C library's, open files. Resident
 memory has pages of files, too, which the kernel maps when it likes. Anonymous memory that grows while what is
 allocated does not is fragmentation. A process fails if over the later half of the requests its anonymous
@@ -18,66 +17,55 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import random
 import sys
 import tempfile
 import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
 from loadtest.bench.machine import circumstances
 from loadtest.churn import heap
-from loadtest.churn.clients import Clients
+from loadtest.churn.clients import Traffic
 from loadtest.churn.watch import Watch, line, monitoring_url
+from loadtest.command_line import parser_of, report
+from loadtest.fleet import connected, running_up
 from loadtest.leaks import settle
-from loadtest.running_up import running_up
-from shared.nats.bus import NatsBus
 from shared.processes import bind
 
 COUNTS = {"tokenizer": 2, "scheduler": 1, "executor": 1, "kv_offload": 1, "detokenizer": 2}
 SETTLE_S = 60
 REST_S, RESTS = 12.0, 3  # until the broker and the services have noticed the last clients that are gone
-TRACED_LINES = 25
 ARENA_BYTES = 1 << 20  # what Python's allocator takes at once
 
 
 async def run(args: argparse.Namespace, up_pid: int, urls: tuple[str, str], folder: Path) -> dict[str, Any]:
     """All requests; the figures."""
-    clients = Clients(*urls, per_second=args.per_second)
+    clients = Traffic(*urls, per_second=args.per_second)
     watch = Watch(up_pid, folder, monitoring_url(up_pid))
-    bus = await NatsBus.connect(urls[0], timeout_s=10)
-    await settle(bus, COUNTS, SETTLE_S)
+    await settled(urls[0])
     await clients.learn()
     await watch.sample(0)
-    rng, began_s = random.Random(args.seed), time.monotonic()
-    before: dict[int, tracemalloc.Snapshot] = {}
-    running = asyncio.create_task(clients.run(rng, args.requests, args.clients))
+    began_s = time.monotonic()
+    running = asyncio.create_task(clients.run(args.seed, args.requests, args.clients))
     every = max(args.requests // args.samples, 1)
     for at in range(every, args.requests, every):
         await asyncio.wait(
             [running, asyncio.ensure_future(clients.until(at))], return_when=asyncio.FIRST_COMPLETED
         )
         await watch.sample(clients.done)
-        if args.trace and at >= args.requests // 2 and not before:
-            before = await watch.trace()
     await running
     took_s = time.monotonic() - began_s
     held: list[str] = []
     for _ in range(RESTS):
         await asyncio.sleep(REST_S)
         try:
-            await settle(bus, COUNTS, SETTLE_S)
+            await settled(urls[0])
         except AssertionError as error:
             held.append(str(error))
         await watch.sample(args.requests)
         if not kept(watch):
             break
-    if args.trace:
-        compare(args.trace, watch, before, await watch.trace())
-    await bus.drain()
     return {
         "seconds": round(took_s, 1),
         "requests_per_s": round(args.requests / took_s, 1),
@@ -89,6 +77,12 @@ async def run(args: argparse.Namespace, up_pid: int, urls: tuple[str, str], fold
         "broker": watch.broker,
         "samples": {f"{watch.names[pid]} {pid}": of for pid, of in watch.samples.items()},
     }
+
+
+async def settled(url: str) -> None:
+    """Return when every service is there and nothing is held. Raises AssertionError."""
+    async with connected(url) as client:
+        await settle(client.bus, COUNTS, SETTLE_S)
 
 
 def processes(watch: Watch, growth_pct: float) -> dict[int, dict[str, Any]]:
@@ -131,24 +125,9 @@ def kept(watch: Watch) -> list[str]:
     return found
 
 
-def compare(kind: str, watch: Watch, before: dict[int, Any], after: dict[int, Any]) -> None:
-    """Print what the lines of the processes of this kind have allocated more."""
-    for pid in (pid for pid in before.keys() & after.keys() if kind in ("all", watch.names[pid])):
-        print(f"{watch.names[pid]} {pid}")
-        for stat in after[pid].compare_to(before[pid], "traceback")[:TRACED_LINES]:
-            print(
-                f"  {stat.size_diff:+10} bytes, {stat.count_diff:+7} blocks of {stat.size:10}, {stat.count:7}"
-            )
-            print("\n".join(f"    {where}" for where in stat.traceback.format()))
-
-
 def main() -> int:
     """Run, print, write; 1 if a process has grown, an answer is wrong, or something is held."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.churn",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("churn", __doc__, up=True)
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--clients", type=int, default=48)
     parser.add_argument("--per-second", type=float, default=0, help="requests begun in a second, at most")
@@ -156,37 +135,22 @@ def main() -> int:
     parser.add_argument("--step-us", type=int, default=1_000)
     parser.add_argument("--growth-pct", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--trace", default="", help="a kind of service, or all")
-    parser.add_argument("--log", default=os.devnull, help="what the services say")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("up", nargs="*", help="for `headrace up`")
+    parser.add_argument("--log", default=os.devnull, help="a file for the services' log")
     args = parser.parse_args()
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    flags = [
-        "--backend",
-        "sim",
-        "--sim",
-        f"step={args.step_us},token=20",
-        f"--http=127.0.0.1:{port}",
-        *args.up,
-    ]
+    sim = ("--backend", "sim", "--sim", f"step={args.step_us},token=20")
+    flags = [*sim, f"--http=127.0.0.1:{port}", *args.up]
     with tempfile.TemporaryDirectory() as folder:
         heap.sitecustomize(Path(folder))
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {"PYTHONPATH": os.pathsep.join(paths)}
-        if args.trace:
-            env["PYTHONTRACEMALLOC"] = "4"
         with running_up(flags, env, args.log) as (up_pid, url):
             found = asyncio.run(run(args, up_pid, (url, f"http://127.0.0.1:{port}"), Path(folder)))
-    report = {
-        "arguments": {k: str(v) for k, v in vars(args).items() if k not in ("out", "log")},
-        "circumstances": circumstances(),
-        **found,
-    }
-    print(json.dumps({k: v for k, v in report.items() if k not in ("broker", "samples")}, indent=1))
-    if args.out is not None:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    arguments = {k: str(v) for k, v in vars(args).items() if k not in ("out", "log")}
+    document = {"arguments": arguments, "circumstances": circumstances(), **found}
+    shown = {k: v for k, v in document.items() if k not in ("broker", "samples")}
+    report(document, args.out, shown=shown)
     return 1 if found["wrong"] or found["held_at_the_end"] or found["grown"] else 0
 
 

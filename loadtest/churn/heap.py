@@ -11,13 +11,12 @@ import json
 import os
 import signal
 import sys
-import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
-ASK, ASK_TRACE = signal.SIGRTMIN + 7, signal.SIGRTMIN + 8
+ASK = signal.SIGRTMIN + 7
 SITE = "from loadtest.churn.heap import answer\nanswer({folder!r})\n"
 
 
@@ -39,7 +38,7 @@ def sitecustomize(folder: Path) -> None:
 
 
 def answer(folder: str) -> None:
-    """Write to `folder` at each signal: sizes, or the traced allocations (PYTHONTRACEMALLOC is set)."""
+    """Write sizes to `folder` at each signal."""
     mallinfo2 = None
     with suppress(AttributeError):  # another C library
         mallinfo2 = ctypes.CDLL(None).mallinfo2  # once: each call of CDLL allocates
@@ -47,20 +46,15 @@ def answer(folder: str) -> None:
 
     def write(number: int, frame: FrameType | None) -> None:
         path = Path(folder) / str(os.getpid())
-        if number == ASK_TRACE and tracemalloc.is_tracing():
-            tracemalloc.take_snapshot().dump(f"{path}.trace.part")
-            os.replace(f"{path}.trace.part", f"{path}.trace")
-        elif number == ASK:
-            # objects of Python's own allocator (512 bytes and less), and bytes in use of the C library's
-            found = {"blocks": sys.getallocatedblocks()}
-            if mallinfo2 is not None:
-                info = mallinfo2()
-                found["malloc_bytes"] = info.uordblks + info.hblkhd
-            Path(f"{path}.part").write_text(json.dumps(found))
-            os.replace(f"{path}.part", path)
+        # objects of Python's own allocator (512 bytes and less), and bytes in use of the C library's
+        found = {"blocks": sys.getallocatedblocks()}
+        if mallinfo2 is not None:
+            info = mallinfo2()
+            found["malloc_bytes"] = info.uordblks + info.hblkhd
+        Path(f"{path}.part").write_text(json.dumps(found))
+        os.replace(f"{path}.part", path)
 
     signal.signal(ASK, write)
-    signal.signal(ASK_TRACE, write)
 
 
 def answers(pid: int) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import time
-import tracemalloc
 import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,10 +13,9 @@ from pathlib import Path
 
 from loadtest import faults
 from loadtest.churn import heap
-from loadtest.fleet_memory import name_of
-from loadtest.peers.server import tree
+from loadtest.processes import GONE, memory_bytes, name_of, tree
 
-ANSWER_S, TRACE_S, POLL_S = 5.0, 120.0, 0.02
+ANSWER_S, POLL_S = 5.0, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class Watch:
             os.kill(pid, heap.ASK)
         await _written([self.folder / str(pid) for pid in asked], ANSWER_S)
         for pid in pids:
-            with suppress(FileNotFoundError, ProcessLookupError):
+            with suppress(*GONE):
                 self.names.setdefault(pid, name_of(pid))
                 found = {"requests": requests, **sizes(pid)}
                 if pid in asked:
@@ -77,28 +75,14 @@ class Watch:
             found = json.load(answer)
         return {name: found[name] for name in ("connections", "subscriptions", "slow_consumers")}
 
-    async def trace(self) -> dict[int, tracemalloc.Snapshot]:
-        """The traced allocations of each process that has them."""
-        pids = [pid for pid in tree(self.up_pid) if _answers(pid)]
-        paths = {pid: self.folder / f"{pid}.trace" for pid in pids}
-        for pid, path in paths.items():
-            path.unlink(missing_ok=True)
-            os.kill(pid, heap.ASK_TRACE)
-        await _written(list(paths.values()), TRACE_S)
-        return {pid: tracemalloc.Snapshot.load(str(path)) for pid, path in paths.items() if path.exists()}
-
 
 def sizes(pid: int) -> dict[str, int]:
     """Resident, proportional and anonymous bytes of a process, and its open files. Raises
     FileNotFoundError or ProcessLookupError when it has ended."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return {
-        "rss": fields["Rss"],
-        "pss": fields["Pss"],
-        "anonymous": fields["Anonymous"],
-        "fds": len(os.listdir(f"/proc/{pid}/fd")),
-    }
+    fds, fields = len(os.listdir(f"/proc/{pid}/fd")), memory_bytes(pid)
+    if not fields:
+        raise ProcessLookupError(pid)
+    return {"fds": fds, **{name.lower(): fields[name] for name in ("Rss", "Pss", "Anonymous")}}
 
 
 def monitoring_url(up_pid: int) -> str:
@@ -117,6 +101,6 @@ async def _written(paths: list[Path], timeout_s: float) -> None:
 
 
 def _answers(pid: int) -> bool:
-    with suppress(FileNotFoundError, ProcessLookupError):
+    with suppress(*GONE):
         return heap.answers(pid) and name_of(pid) != "nats-server"
     return False

@@ -1,6 +1,6 @@
 """Compares the greedy answers of engines with those of a reference, over 300 fixed questions.
 
-    python -m loadtest.eval.greedy packed packed8 --json greedy.json
+    python -m loadtest.eval.greedy packed packed8 --out greedy.json
 
 An answer may differ where two tokens are nearly as likely. So the first 16 tokens count where the reference
 is sure: where each of them leads the next likeliest one by more than --margin in the logits.
@@ -8,15 +8,13 @@ is sure: where each of them leads the next likeliest one by more than --margin i
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import product
-from pathlib import Path
 
 import kernels.cpu_jit
+from loadtest.command_line import parser_of, report
 from loadtest.driver import Driver
 from loadtest.eval.engines import SIDE_BY_SIDE, Arm
 from loadtest.fleet import cpu_name
@@ -94,14 +92,11 @@ def answers(engine: Backend, asked: Sequence[list[int]]) -> Iterator[Answer]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("eval.greedy", __doc__)
     parser.add_argument("engines", nargs="*", default=["auto"], help="as for `headrace eval kl`")
     parser.add_argument("--model", default="", help="default: the setting")
     parser.add_argument("--reference", default="f32")
     parser.add_argument("--margin", type=float, default=MARGIN)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     asked = prompts(given.model)
 
@@ -119,7 +114,6 @@ def main() -> int:
         "questions": len(asked),
         "sure": sum(sure),
     }
-    print(found)
     wrong = 0
     for arm in given.engines:
         same = [[t for t, _ in one] == [t for t, _ in two] for one, two in zip(wanted, ask(arm), strict=True)]
@@ -127,8 +121,7 @@ def main() -> int:
         found[arm] = {"equal": sum(same), "leads_of_the_others": sorted(lost)}
         wrong += sum(lead > given.margin for lead in lost)
         print(f"{arm}: {sum(same)} equal; the least lead of the reference's other answers: {sorted(lost)}")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    report(found, given.out)
     return 1 if wrong else 0
 
 

@@ -20,7 +20,7 @@ from shared.processes import usable_threads
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What of BackendInfo there is to say."""
+    """The fields of BackendInfo that it has."""
 
     model: str
     backend: str = "llama.cpp"

@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.sim.traces import SAMPLES
+from loadtest.scenarios.traces import SAMPLES
 from services.executor.checkpoint.config import from_hf
 from shared.errors import BadRequest
 from shared.vocab.files import ModelFiles
@@ -28,7 +28,7 @@ _RANDOM_WINDOWS = 16
 def windows(
     tokens: Sequence[int], context: int, most: int = 0, prefix: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Whole windows of `context` tokens, at most `most` (0: all); each begins with `prefix`, in the place of
+    """Whole windows of `context` tokens, at most `most` (0: all); each starts with `prefix`, in the place of
     as many tokens of its own. Raises BadRequest when there is none."""
     count = len(tokens) // context
     if not count:

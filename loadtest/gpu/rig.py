@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -66,10 +67,18 @@ def llama_8b(step_tokens: int, config: dict[str, Any] | None = None, ranks: int 
     torch.cuda.synchronize()
     warm_s = time.monotonic()
     built = Built(backend, loaded_s - began_s, warm_s - loaded_s, ranks)
-    cache = built.own._cache
+    cache: Any = built.own._cache
     for block in cache.tensor.split(256):
         block.copy_(torch.randn(block.shape, dtype=cache.activations, device=block.device))
     return built
+
+
+def end(built: Built | None) -> None:
+    """Give an engine's memory back."""
+    if built is not None:
+        built.backend.close()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _give_up(why: str) -> None:

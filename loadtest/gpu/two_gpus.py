@@ -6,11 +6,10 @@ Run by `python -m loadtest.two_gpus`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from loadtest.gpu import engine, pp
+from loadtest.gpu import engine, ranks
 from loadtest.gpu.limits import limits
 from loadtest.gpu.rig import llama_8b
 from loadtest.two_gpus.record import Record
@@ -44,7 +43,7 @@ def decodes(name: str, record: Record) -> None:
     record.add("limits", found := limits())
     torch.cuda.empty_cache()
     built = llama_8b(STEP_TOKENS, ranks=wanted.ranks, dtype=wanted.dtype, blocks=BLOCKS)
-    record.add("start", {"dtype": built.backend.info.dtype, **_start(built)})
+    record.add("start", {"dtype": built.backend.info.dtype, **ranks.start(built)})
     for batch in wanted.batches:
         record.add(f"decode_{batch}", engine.decode(built, found, (batch,))[0])
 
@@ -52,12 +51,7 @@ def decodes(name: str, record: Record) -> None:
 def pipeline(record: Record) -> None:
     """Decodes of two stages, one and two steps in flight."""
     built = llama_8b(STEP_TOKENS, ranks=2, pipeline=True, blocks=BLOCKS)
-    record.add("start", _start(built))
-    record.add("prefill", pp.prefill(built.backend, max(pp.ROWS), STEP_TOKENS))
-    for rows in reversed(pp.ROWS):
-        record.add(f"decode_{rows}", pp.decode(built.backend, rows))
-
-
-def _start(built: Any) -> dict[str, Any]:
-    info = built.backend.info
-    return {"load_s": built.load_s, "warm_up_s": built.warm_up_s, "blocks": info.blocks}
+    record.add("start", ranks.start(built))
+    record.add("prefill", ranks.prefill(built.backend, max(ranks.ROWS), STEP_TOKENS))
+    for rows in reversed(ranks.ROWS):
+        record.add(f"decode_{rows}", ranks.decode(built.backend, rows))

@@ -13,7 +13,6 @@ processes; what it mounts no other process sees. Flags after `--` replace the re
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -29,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.chaos import cells
-from loadtest.chaos.cells import Answers, Shape, Span, house
+from loadtest.chaos.cells import Answers, Shape, Span, target
+from loadtest.command_line import parser_of
 from loadtest.host_faults import place as places
 from loadtest.host_faults import watch
-from loadtest.host_faults.harms import CASES, Case
+from loadtest.host_faults.cases import CASES, Case
 from loadtest.host_faults.place import Place
 
 UP = ("--backend", "torch", "--dtype", "f32")
@@ -47,7 +47,7 @@ def fleet(place: Place, flags: Sequence[str], executors: int = 1) -> Iterator[No
     """A fleet that serves what is in a place."""
     env = {"XDG_STATE_HOME": str(place.state)}
     shape = Shape((str(place.served),), executors=executors)
-    with house(flags, str(place.log), watch.LIMIT_S, shape, env) as place.fleet:
+    with target(flags, str(place.log), watch.LIMIT_S, shape, env) as place.fleet:
         yield
     place.fleet = None
 
@@ -105,7 +105,7 @@ async def one(case: Case, place: Place, right: Sequence[Answers]) -> dict[str, A
     await traffic.begin(BEFORE)
     span = Span(time.monotonic()) if "nats-server" in case.victims else Span()
     began_s = time.monotonic()
-    facts = await case.harm(place)
+    facts = await case.fault(place)
     undone_s = time.monotonic()
     if "nats-server" in case.victims:
         span = replace(span, back_s=undone_s)
@@ -179,17 +179,11 @@ def case_of(
 
 def main() -> int:
     """Run the cases; 1 when one of them has a flaw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.host_faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("host_faults", __doc__, up=True)
     parser.add_argument("--cases", nargs="+", default=[""], help="those whose names start so")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--log", type=Path, help="folder for what the services of each case say")
+    parser.add_argument("--log", type=Path, help="a folder for the services' log of each case")
     parser.add_argument("--answers", type=Path, help="file that keeps the undisturbed answers for other runs")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("up", nargs="*", help="for `headrace up`")
     given = parser.parse_args()
     up = given.up or UP
     chosen = [case for case in CASES if case.name.startswith(tuple(given.cases))]

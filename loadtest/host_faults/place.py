@@ -1,4 +1,4 @@
-"""What a case may harm: a fleet with folders of its own, on disks of its own, and limits of its processes.
+"""What a case may touch: a fleet with folders of its own, on disks of its own, and limits of its processes.
 
 Everything that is mounted is in a mount namespace of this program (`enter`): it ends with the program, and
 no other process sees it. A limit of memory is a cgroup of version 1 or 2, made for one case.
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest import faults
-from loadtest.chaos.cells import MODEL, House
+from loadtest.chaos.cells import Target
+from loadtest.fleet import MODEL
 from services.executor.checkpoint.gguf import GgufTensors
-from shared.config import Settings
+from shared.config import load
 from shared.vocab.files import resolve
 
 INSIDE = "HEADRACE_HOST_FAULTS_INSIDE"  # set once this program has its own mount namespace
@@ -57,7 +58,7 @@ class Place:
 
     folder: Path
     log: Path
-    fleet: House | None = None
+    fleet: Target | None = None
 
     @property
     def models(self) -> Path:
@@ -261,8 +262,8 @@ def little_address_space(pid: int, more_bytes: int) -> None:
 
 def write_models(folder: Path) -> tuple[Path, Path, Path]:
     """Three files of one size: the model; the same with the halves of its embedding exchanged, and two
-    matrices, which says something else; and that one with two tokens of its vocabulary exchanged as well."""
-    source = resolve(MODEL, Settings().cache_dir).path
+    matrices, which gives other answers; and that one with two tokens of its vocabulary exchanged as well."""
+    source = resolve(MODEL, load().settings.cache_dir).path
     first, other, foreign = (folder / f"{name}.gguf" for name in ("first", "other", "foreign"))
     shutil.copyfile(source, first)
     entries, data = GgufTensors(first).entries, bytearray(first.read_bytes())

@@ -1,4 +1,4 @@
-"""Clients that send until told to stop, durable requests beside them, and the verdict over each of them.
+"""Clients that send until they are stopped, durable requests beside them, and the verdict over each of them.
 
 An answer is right if a whole model of the case gives it: texts and counts of tokens, greedy, in float32. What
 mixes two models, or is none of theirs, is wrong.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -16,14 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from loadtest.chaos.cells import COUNTED, MODEL, Answers, Cell, Counts, House, Span, judged
-from loadtest.chaos.clients import Clients
+from loadtest.chaos.cells import COUNTED, Answers, Cell, Counts, Span, Target, judged
+from loadtest.clients import Ask, Clients, Outcome, mixed, oracle_key, send
 from loadtest.durable import record_of
-from loadtest.storm import Ask, Outcome, mixed, oracle_key, send
+from loadtest.fleet import MODEL, connected
 from shared.client.client import Client
 from shared.errors import HeadraceError
 from shared.nats import subjects
-from shared.nats.bus import NatsBus
 from shared.nats.interface import NoResponders, RequestTimeout
 
 HTTP_CLIENTS, NATS_CLIENTS = 3, 3
@@ -37,15 +37,14 @@ def asks() -> list[Ask]:
     return mixed(random.Random(1), 24, MODEL, temperature=0, max_tokens=24)
 
 
-async def answers(fleet: House) -> Answers:
+async def answers(fleet: Target) -> Answers:
     """What each request answers in a fleet without a fault."""
-    bus = await NatsBus.connect(fleet.nats_url, timeout_s=60)
-    client, found = await Client.open(bus), {}
-    for ask in asks():
-        outcome = Outcome(ask)
-        await send(client, ask, outcome, LIMIT_S)
-        found[oracle_key(ask)] = outcome.answer
-    await bus.drain()
+    found = {}
+    async with connected(fleet.nats_url, 60) as client:
+        for ask in asks():
+            outcome = Outcome(ask)
+            await send(client, ask, outcome, LIMIT_S)
+            found[oracle_key(ask)] = outcome.answer
     return found
 
 
@@ -59,47 +58,41 @@ class Durable:
 
     async def run(self, url: str, stop: asyncio.Event) -> None:
         """Submit until `stop`."""
-        bus = await NatsBus.connect(url, timeout_s=60)
-        client, number = await Client.open(bus), 0
-        known = asks()
-        while not stop.is_set():
-            ask, name = known[number % len(known)], f"d{number}"
-            number += 1
-            body = {**ask.body, "stream": False, "request_id": name}
-            try:
-                await submitted(client, body)
-                self.accepted[name] = ask
-            except TimeoutError:
-                self.silent += 1
-            except HeadraceError as error:
-                key = f"{error.code} {shortened(error.message)}"
-                self.refused[key] = self.refused.get(key, 0) + 1
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), DURABLE_EVERY_S)
-        await bus.drain()
+        async with connected(url, 60) as client:
+            for number, ask in enumerate(itertools.cycle(asks())):
+                try:
+                    await submitted(client, {**ask.body, "stream": False, "request_id": f"d{number}"})
+                    self.accepted[f"d{number}"] = ask
+                except TimeoutError:
+                    self.silent += 1
+                except HeadraceError as error:
+                    key = f"{error.code} {shortened(error.message)}"
+                    self.refused[key] = self.refused.get(key, 0) + 1
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), DURABLE_EVERY_S)
+                if stop.is_set():
+                    return
 
     async def judged(self, url: str, right: Sequence[Answers]) -> dict[str, Any]:
         """What became of the accepted ones."""
-        bus = await NatsBus.connect(url, timeout_s=60)
-        client, counts = await Client.open(bus), {"right": 0, "wrong": 0, "lost": 0, "failed": 0}
-        why: dict[str, int] = {}
-        for name, ask in self.accepted.items():
-            try:
-                async with asyncio.timeout(RECORDS_S):
-                    record = await record_of(client, "public", name)
-            except TimeoutError:
-                counts["lost"] += 1
-                continue
-            if "answer" not in record:
-                counts["lost" if record.get("code") == 404 else "failed"] += 1
-                key = shortened(json.dumps(record.get("error", record)))
-                why[key] = why.get(key, 0) + 1
-                continue
-            answer = record["answer"]
-            texts = {c["index"]: c["message"]["content"] for c in answer["choices"]}
-            got = {i: text for i, text in texts.items() if text}, answer["usage"]["completion_tokens"]
-            counts["right" if any(got == each[oracle_key(ask)] for each in right) else "wrong"] += 1
-        await bus.drain()
+        counts, why = {"right": 0, "wrong": 0, "lost": 0, "failed": 0}, dict[str, int]()
+        async with connected(url, 60) as client:
+            for name, ask in self.accepted.items():
+                try:
+                    async with asyncio.timeout(RECORDS_S):
+                        record = await record_of(client, "public", name)
+                except TimeoutError:
+                    counts["lost"] += 1
+                    continue
+                if "answer" not in record:
+                    counts["lost" if record.get("code") == 404 else "failed"] += 1
+                    key = shortened(json.dumps(record.get("error", record)))
+                    why[key] = why.get(key, 0) + 1
+                    continue
+                outcome = Outcome(ask)
+                outcome.take(record["answer"])
+                is_right = any(outcome.answer == each[oracle_key(ask)] for each in right)
+                counts["right" if is_right else "wrong"] += 1
         found: dict[str, Any] = {"accepted": len(self.accepted), **counts, "silent": self.silent}
         return {**found, "refused": self.refused, **({"why_failed": why} if why else {})}
 
@@ -118,7 +111,7 @@ async def submitted(client: Client, body: dict[str, Any]) -> None:
 class Traffic:
     """Clients over HTTP and NATS, from `begin` to `end`."""
 
-    def __init__(self, fleet: House) -> None:
+    def __init__(self, fleet: Target) -> None:
         self.clients = Clients(fleet.nats_url, fleet.http_url, LIMIT_S)
         self.durable = Durable()
         self._url = fleet.nats_url
@@ -128,7 +121,7 @@ class Traffic:
     async def begin(self, answered: int) -> None:
         """Return once so many requests have ended."""
         some = asyncio.Event()
-        self.clients.on_end = lambda: some.set() if len(self.clients.ended) >= answered else None
+        self.clients.on_end = lambda _: some.set() if len(self.clients.ended) >= answered else None
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self.clients.run(self._endless(), HTTP_CLIENTS, NATS_CLIENTS)),
@@ -161,7 +154,7 @@ class Traffic:
         await asyncio.gather(*self._tasks)
 
     def counts(self, name: str, victims: tuple[str, ...], right: Sequence[Answers], away: Span) -> Counts:
-        """The verdicts: right is what one of the models says. A typed error is a refusal, also after the
+        """The verdicts: right is the answer of one of the models. A typed error is a refusal, also after the
         request was accepted: `lost` has no reason."""
         found = Counts(name)
         for each in self.clients.ended:

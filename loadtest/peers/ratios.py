@@ -42,7 +42,7 @@ def starts(turns: Sequence[Turn]) -> list[Row]:
 
 
 def table(turns: Sequence[Turn]) -> str:
-    """As Markdown; the ratio says how the first server's figure stands to this one's."""
+    """As Markdown; the ratio is the first server's figure by this one's."""
     first = turns[0].peer
     lines = [f"| load | figure | server | median | spread | {first} / this | spread |", "|---" * 7 + "|"]
     for row in sorted(rows(turns), key=lambda row: (row["point"], FIGURES.index(row["figure"]))):

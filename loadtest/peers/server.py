@@ -18,12 +18,11 @@ from typing import Any
 from loadtest.bench.over_http import HttpTransport
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.record import Record
-from loadtest.faults import children
+from loadtest.processes import cpu_s, memory_bytes, tree
 from shared.errors import BadRequest, SetupError
 from shared.processes import die_with_parent
 
 READY_S, POLL_S, STOP_S = 600.0, 0.02, 30.0
-TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _FIRST = {"prompt": list(range(300, 308)), "max_tokens": 2, "temperature": 0}
 
 
@@ -38,7 +37,7 @@ class Peer:
 
     def environment(self) -> dict[str, str]:
         """What it adds to the environment, `~` expanded in each part of a path list. Raises SetupError for a
-        preload that is not there: the loader would go on without it, and nobody would see that."""
+        preload that is not there: the loader would go on without it and without an error."""
         made = {
             name: ":".join(os.path.expanduser(part) for part in value.split(":"))
             for name, value in self.env.items()
@@ -59,12 +58,12 @@ class Running:
     ready_s: float
 
     def memory_bytes(self) -> int:
-        """Of all its processes; what they share counts once (PSS)."""
-        return sum(_pss_bytes(pid) for pid in tree(self.process.pid))
+        """The memory of all its processes; what they share counts once (PSS)."""
+        return sum(memory_bytes(pid).get("Pss", 0) for pid in tree(self.process.pid))
 
     def cpu_s(self) -> float:
         """That all its processes have used since their start."""
-        return sum(_cpu_s(pid) for pid in tree(self.process.pid))
+        return cpu_s(*tree(self.process.pid))
 
 
 def read_peers(path: Path) -> list[Peer]:
@@ -98,13 +97,6 @@ def running(peer: Peer, log: Path, body: Mapping[str, Any] = _FIRST) -> Iterator
         _end(process)
 
 
-def tree(pid: int) -> list[int]:
-    """A process and all that it has started, those that have just gone left out."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return [pid, *(each for child in children(pid) for each in tree(child))]
-    return []
-
-
 async def _until_it_answers(
     peer: Peer, process: subprocess.Popen[bytes], log: Path, body: Mapping[str, Any]
 ) -> None:
@@ -114,14 +106,14 @@ async def _until_it_answers(
         try:
             await transport.find_model()
             await transport.send({**body}, record)
-        except SetupError as error:  # nobody listens yet
+        except SetupError as error:  # the server does not listen yet
             record.error = error.message
         finally:
             await transport.close()
         if not record.error:
             return
         if process.poll() is not None or time.monotonic() > deadline_s:
-            raise SetupError(f"{peer.name} does not answer ({record.error}): {log} has what it said")
+            raise SetupError(f"{peer.name} does not answer ({record.error}): see {log}")
         await asyncio.sleep(POLL_S)
 
 
@@ -133,18 +125,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _pss_bytes(pid: int) -> int:
-    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return 0
-
-
-def _cpu_s(pid: int) -> float:
-    """In user and system mode, with that of children that have ended."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        behind_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return sum(int(ticks) for ticks in behind_name[11:15]) / TICKS_A_SECOND
-    return 0

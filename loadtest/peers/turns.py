@@ -47,7 +47,7 @@ class Turn:
 
 
 def order(peers: Sequence[Peer], number: int) -> list[Peer]:
-    """Who comes when in round `number`: each is first as often as the others."""
+    """The order of the servers in round `number`: each is first as often as the others."""
     first = number % len(peers)
     return [*peers[first:], *peers[:first]]
 

@@ -24,7 +24,7 @@ Body = dict[str, Any]
 
 
 def replay(path: Path, *, last_only: bool, as_json: bool) -> int:
-    """Recompute the log at `path` and tell what came out; the exit status is 1 where it differs. Raises
+    """Recompute the log at `path` and print the result; the exit status is 1 where it differs. Raises
     SetupError, and LogError for a file that is no log."""
     body: Body = rerun_file(path, last_only=last_only).body
     if as_json:

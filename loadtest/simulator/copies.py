@@ -17,7 +17,7 @@ class Link:
 
     d2h_bytes_s: int = 50_000_000_000
     h2d_bytes_s: int = 50_000_000_000
-    job_us: int = 30  # of each job, whatever its size
+    job_us: int = 30  # of each job of any size
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """One request. `prompt` may be a callable, so that the prompts of an hour need not exist at once."""
+    """One request. `prompt` may be a callable, so that the prompts of an hour do not all exist at once."""
 
     request: str
     arrival_us: int
@@ -33,7 +33,7 @@ class SimRequest:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests in order of arrival. With `clients`, a closed loop: so many clients at once, each of which
-    sends the next request when its last has ended, whatever `arrival_us` says."""
+    sends the next request when its last has ended, independent of `arrival_us`."""
 
     requests: tuple[SimRequest, ...]
     clients: int = 0

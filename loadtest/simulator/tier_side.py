@@ -28,7 +28,7 @@ class TierSide:
 
     @property
     def ready(self) -> TierReady:
-        """What the scheduler is told of it."""
+        """The answers for the scheduler."""
         tier = self.tier
         return TierReady(tier.name, tier.generation, tier.host_id, tier.generation, tier.tiers)
 
@@ -42,7 +42,7 @@ class TierSide:
         return [(delay_us, message) for delay_us, _, message in answers]
 
     def wake_us(self) -> int:
-        """When to wake it, if nobody has been told to yet; else 0."""
+        """When to wake it, if that is not planned yet; else 0."""
         due_us = self.tier.due_us
         if due_us is None or (self._woken_us and self._woken_us <= due_us):
             return 0

@@ -4,7 +4,7 @@
                            advance(now) at due_us: what L2 has brought by then
 
 The core of kv_offload fits the protocol. It belongs to another service, so the caller that runs a world
-passes it in (loadtest/sim/real_tier.py).
+passes it in (loadtest/scenarios/real_tier.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from shared.messages import Message
 
-Answer = tuple[int, str, Message]  # after so many us, to whom, what
+Answer = tuple[int, str, Message]  # after so many us, receiver, message
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class World:
         heappush(self._heap, (at_us, self._number, event))
 
     def _prepared(self, event: Event | SimRequest) -> Event:
-        """What the scheduler is told of an event, after this world has noted it."""
+        """The scheduler's part of an event, after this world has noted it."""
         if isinstance(event, SimRequest):
             if not self._live:
                 for engine in self.engines.values():

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from loadtest.command_line import parser_of, report
 from loadtest.gpu.shape import LLAMA_8B
 from loadtest.two_gpus.record import Record
 from services.launcher import host_agent
@@ -78,22 +79,18 @@ def end(process: subprocess.Popen[bytes], limit_s: float) -> str:
         return f"cut off after {limit_s:.0f} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
+            os.killpg(process.pid, signal.SIGKILL)  # what is left of it
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.two_gpus", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("two_gpus", __doc__)
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--stage", choices=list(STAGES), help="one, in this process")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, default=560)
     parser.add_argument("--device", default="cuda", help="of the served stages")
     parser.add_argument("--shape", type=Path, help="a config.json in place of that of Llama-3.1-8B")
-    parser.add_argument("--logs", default="", help="a folder for what the services say")
+    parser.add_argument("--logs", default="", help="a folder for the services' logs")
     parser.add_argument("--parts", default="", help="of the stage two, in order; all without")
     asked = parser.parse_args()
     shape = json.loads(asked.shape.read_text()) if asked.shape else LLAMA_8B
@@ -122,7 +119,11 @@ def main() -> None:
                 found[name] = json.loads(part.read_text()) if part.exists() else {}
                 found[name]["ended"] = ended
                 print(f"== {name}: {ended}, {time.monotonic() - began_s:.1f} s", flush=True)
-            asked.out.write_text(json.dumps(found, indent=1) + "\n")
+            report(
+                found,
+                asked.out,
+                shown={name: each.get("ended") for name, each in found.items() if name in STAGES},
+            )
 
 
 def machine() -> dict[str, Any]:

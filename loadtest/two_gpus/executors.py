@@ -7,18 +7,18 @@ import itertools
 import random
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loadtest import faults
-from loadtest.gpu.readers import bodies, body_of, some_tokens
-from loadtest.two_gpus.fleets import Up, up
-from loadtest.two_gpus.load import Answer, Chats, Due, Load, read
+from loadtest.bench.arrivals import arrivals_us
+from loadtest.fleet import Fleet
+from loadtest.gpu.readers import Answer, bodies, body_of, read, some_tokens
+from loadtest.two_gpus.fleets import up
+from loadtest.two_gpus.load import Chats, Due, Load
 from loadtest.two_gpus.record import Record
 from loadtest.two_gpus.served import closed
-from loadtest.two_gpus.steps import slow_steps
 
 FLAGS = ("--dtype", "bf16", "--max-context", "40960", "--slots", "256", "--kv-blocks", "20480")
 NEEDS_S = {"throughput": 0, "routing": 45, "apart": 45, "move": 30, "more_ways": 60}
@@ -34,27 +34,20 @@ CHAT_RATE, CHAT_PROMPT, CHAT_ANSWER = 16.0, (50, 400), (200, 600)
 LONG = ((8_000, 1.0), (32_000, 0.2))  # tokens, a second
 WINDOW_S, SETTLE_S, ROLE_S = 18.0, 3.0, 20.0
 LONG_ANSWER = 32
-TRACED = 12  # every so many-th chat's steps are looked at
 PREFILL_1 = "loadtest.policies:prefill_1"
 
 MOVED, MOVED_ANSWER, MOVE_AFTER_S = 32_000, 1_200, 0.5
 KILLED_ROWS, KILLED_ANSWER = 64, 400
 
 
-async def throughput(one: Up, two: Up, load: Load, record: Record) -> None:
+async def throughput(one: Fleet, two: Fleet, load: Load, record: Record) -> None:
     """Closed loops of one executor and of two."""
     cells = {"one_64": (one, 64), "two_128": (two, 128), "one_128": (one, 128)}
     for fleet in (one, two):
         await closed(fleet, load, f"warm-{fleet.executors}", 128, 1)
     for number in range(ROUNDS):
         for name, (fleet, in_flight) in cells.items():
-            rows = list[str]()
-            watch = asyncio.create_task(_watch_rows(fleet, rows))
-            found = await closed(fleet, load, f"{name}-{number}", in_flight)
-            watch.cancel()
-            traced = [f"{name}-{number}-{i}" for i in range(0, found["requests"], TRACED)]
-            found |= {"rows": " ".join(rows), "steps": await slow_steps(fleet.bus, traced)}
-            record.add(f"{name}_{number}", found)
+            record.add(f"{name}_{number}", await closed(fleet, load, f"{name}-{number}", in_flight))
     rates = {
         name: statistics.mean(record.found[f"{name}_{number}"]["tok_s"] for number in range(ROUNDS))
         for name in cells
@@ -65,14 +58,7 @@ async def throughput(one: Up, two: Up, load: Load, record: Record) -> None:
     })  # fmt: skip
 
 
-async def _watch_rows(fleet: Up, seen: list[str]) -> None:
-    """Note how many sequences each executor runs, until cancelled."""
-    while True:
-        executors = (await fleet.scheduler())["executors"].values()
-        seen.append("/".join(str(each["running"]) for each in executors))
-
-
-async def routing(fleet: Up, load: Load, record: Record) -> None:
+async def routing(fleet: Fleet, load: Load, record: Record) -> None:
     """Chats that come back, with long prompts beside them, by two ways to choose an executor."""
     chats = CHATS
     for number, arm in itertools.product(range(ROUNDS), ARMS):
@@ -82,7 +68,7 @@ async def routing(fleet: Up, load: Load, record: Record) -> None:
         spans = chats.spread_s + chats.turns * 1.6
         others = [
             (at_s, body_of(f"{name}-long-{i}", some_tokens(rng, DOCUMENT), 16, slo_class="standard"))
-            for i, at_s in enumerate(_times(rng, DOCUMENTS_S, spans))
+            for i, at_s in enumerate(_times(name, DOCUMENTS_S, spans))
         ]
         beside = asyncio.create_task(load_documents(fleet, others))
         answers = await load.chat(fleet.url, name, chats)
@@ -93,8 +79,7 @@ async def routing(fleet: Up, load: Load, record: Record) -> None:
             "later_turns": _first(later), "first_turns": _first([a for a in answers if not a.turn]),
             "documents": _first(documents), "errors": sum(bool(a.error) for a in (*answers, *documents)),
             "said": _said((*answers, *documents)),
-            **{key: after["measured"]["tokens"][key] - before["measured"]["tokens"][key]
-               for key in ("prefix_hits", "prefilled")},
+            **_counted(before, after, "prefix_hits", "prefilled"),
             "restored": after["measured"]["tiers"]["restored_tokens"]
                         - before["measured"]["tiers"]["restored_tokens"],
             "chat_seconds": max(a.ended_s for a in answers) - min(a.sent_s for a in answers),
@@ -103,7 +88,7 @@ async def routing(fleet: Up, load: Load, record: Record) -> None:
     await fleet.policy("routing=ttft")
 
 
-async def load_documents(fleet: Up, asked: Sequence[Due]) -> list[Answer]:
+async def load_documents(fleet: Fleet, asked: Sequence[Due]) -> list[Answer]:
     """Long prompts, sent from this process: few frames come back."""
     begins_s = time.monotonic()
 
@@ -120,7 +105,7 @@ WAYS = {  # name: roles, whether long prompts come
 MORE_WAYS = {"apart_alone": (PREFILL_1, False), "adaptive": ("adaptive", True)}
 
 
-async def apart(fleet: Up, load: Load, record: Record, ways: Mapping[str, tuple[str, bool]]) -> None:
+async def apart(fleet: Fleet, load: Load, record: Record, ways: Mapping[str, tuple[str, bool]]) -> None:
     """Chats alone and beside long prompts: both executors do both, one of them only prefills, by the rule."""
     for name, (roles, has_documents) in ways.items():
         if not record.has(WINDOW_S + 14 + 12 * (roles != "colocated"), name):
@@ -147,7 +132,7 @@ async def apart(fleet: Up, load: Load, record: Record, ways: Mapping[str, tuple[
         })  # fmt: skip
 
 
-async def _roles_taken(fleet: Up, load: Load, name: str, has_documents: bool) -> None:
+async def _roles_taken(fleet: Fleet, load: Load, name: str, has_documents: bool) -> None:
     """Return once one executor only prefills, or after ROLE_S; load goes on, by which the rule chooses."""
     until_s, number = time.monotonic() + ROLE_S, 0
     while time.monotonic() < until_s:
@@ -158,14 +143,13 @@ async def _roles_taken(fleet: Up, load: Load, name: str, has_documents: bool) ->
         number += 1
 
 
-async def _beside(fleet: Up, load: Load, name: str, seconds: float, has_documents: bool) -> dict[str, Any]:
+async def _beside(fleet: Fleet, load: Load, name: str, seconds: float, has_documents: bool) -> dict[str, Any]:
     """Chats at a fixed rate, and long prompts beside them: what the readers of both feel."""
-    rng = random.Random(f"apart {seconds} {has_documents}")  # the same arrivals for each way
-    fresh = random.Random(name)
+    rng, fresh = random.Random(f"apart {seconds}"), random.Random(name)
     chats = [
         (at_s, body_of(f"{name}-{i}", some_tokens(fresh, rng.randrange(*CHAT_PROMPT)),
                        rng.randrange(*CHAT_ANSWER), slo_class="interactive"))
-        for i, at_s in enumerate(_times(rng, CHAT_RATE, seconds))
+        for i, at_s in enumerate(_times(f"apart {seconds}", CHAT_RATE, seconds))
     ]  # fmt: skip
     documents = [
         (at_s, body_of(f"{name}-{length}-{i}", some_tokens(fresh, length), LONG_ANSWER, slo_class="standard"))
@@ -198,11 +182,10 @@ async def _beside(fleet: Up, load: Load, name: str, seconds: float, has_document
         "documents": len(long), "tokens_s": tokens / took_s, "took_s": took_s,
         "chat_tokens_s_in_window": in_window / (span[1] - span[0]),
         "errors": len(answers) + len(long) - len(whole), "said": _said((*answers, *long)),
-        "steps": await slow_steps(fleet.bus, [answer.name for answer in answers[::TRACED]]),
     }  # fmt: skip
 
 
-async def move(fleet: Up, record: Record) -> None:
+async def move(fleet: Fleet, record: Record) -> None:
     """A long sequence whose executor gets SIGTERM: it goes on at the other one."""
     prompt = some_tokens(random.Random("move"), MOVED)
     for i in range(4):  # both executors know their steps and their links
@@ -235,7 +218,7 @@ async def move(fleet: Up, record: Record) -> None:
     })  # fmt: skip
 
 
-async def killed(fleet: Up, load: Load, record: Record) -> None:
+async def killed(fleet: Fleet, load: Load, record: Record) -> None:
     """SIGKILL for one executor while both answer; each answer against the same request undisturbed."""
 
     def asked(name: str) -> list[Due]:
@@ -279,7 +262,6 @@ async def two(
         folder, *FLAGS, device=device, executors=2, l1_mib=L1_MIB, gpus=GPUS, logs=logs
     ) as fleet:  # fmt: skip
         await load.warm()
-        record.add("memory", _memory())
         for part in parts or NEEDS_S:
             if part != "throughput" and not record.has(NEEDS_S[part], part):
                 continue
@@ -320,11 +302,9 @@ def _said(answers: Sequence[Answer]) -> list[str]:
     return sorted({answer.error for answer in answers if answer.error})[:3]
 
 
-def _times(rng: random.Random, rate: float, seconds: float) -> list[float]:
-    """Poisson arrivals, as many as the rate has in this time."""
-    count = int(rate * seconds)
-    at_s = list(itertools.accumulate(rng.expovariate(rate) for _ in range(count)))
-    return [at * seconds / at_s[-1] for at in at_s]
+def _times(name: str, rate: float, seconds: float) -> list[float]:
+    """Poisson arrivals, as many as the rate has in this time; the same ones for the same name."""
+    return [us / 1e6 for us in arrivals_us(int(rate * seconds), rate, 1.0, name)]
 
 
 def _first(answers: Sequence[Answer]) -> dict[str, float]:
@@ -344,11 +324,3 @@ def _differs(one: str, other: str) -> int | None:
     pairs = enumerate(zip(one, other, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
     return None if one == other else at
-
-
-def _memory() -> str:
-    command = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.replace("\n", "; ")
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"

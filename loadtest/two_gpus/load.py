@@ -8,42 +8,18 @@ import multiprocessing
 import random
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.gpu.readers import LAST_ID, Read, body_of, some_tokens
-from loadtest.real.served import Body
+from loadtest.fleet import Body, connected
+from loadtest.gpu.readers import LAST_ID, Answer, body_of, read, read_all, some_tokens
 from shared.client.client import Client
-from shared.errors import HeadraceError
-from shared.nats.bus import NatsBus
 
 PROCESSES, BEGIN_S = 4, 0.7
-LIMIT_S = 120.0
 TOKEN = re.compile(r"t(\d+)")  # as loadtest.gpu.serve.write_model writes most of them
-Due = tuple[float, Body]  # seconds after the begin; a closed loop takes none
-
-
-@dataclass(slots=True)
-class Answer(Read):
-    """An answer as its reader sees it."""
-
-    name: str = ""
-    prompt_tokens: int = 0
-    turn: int = 0
-    text: str = ""
-    starts: int = 0  # how often it began
-    error: str = ""
-    ended_s: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def longest_gap_s(self) -> float:
-        return max((b - a for a, b in zip(self.parts_s, self.parts_s[1:], strict=False)), default=0.0)
+Due = tuple[float, Body]  # seconds after the start; a closed loop takes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,42 +68,21 @@ class Load:
         return [answer for part in found for answer in part]
 
 
-async def read(client: Client, body: Body, turn: int = 0) -> Answer:
-    """One answer, also one that ends with an error."""
-    answer = Answer(time.monotonic(), name=str(body["request_id"]), turn=turn)
-    answer.prompt_tokens = len(body["prompt"])
-    try:
-        async for frame in client.stream(body, timeout_s=LIMIT_S):
-            if frame["type"] == "accepted":
-                answer.text, answer.starts = "", answer.starts + 1
-            elif frame["type"] == "delta":
-                answer.parts_s.append(time.monotonic())
-                answer.counts.append(frame["choices"][0]["count"])
-                answer.text += frame["choices"][0]["text"]
-    except HeadraceError as error:
-        answer.error = f"{error.code} {error.message}"
-    answer.ended_s = time.monotonic()
-    return answer
-
-
 def _run(url: str, begins_s: float, all_of: Callable[[Client], Coroutine[Any, Any, list[Answer]]]) -> Any:
-    async def connected() -> list[Answer]:
-        bus = await NatsBus.connect(url, name="bench", timeout_s=10)
-        client = await Client.open(bus)
-        gc.collect()
-        gc.freeze()
-        await asyncio.sleep(max(0.0, begins_s - time.monotonic()))
-        found = await all_of(client)
-        await bus.drain()
-        return found
+    async def run() -> list[Answer]:
+        async with connected(url) as client:
+            gc.collect()
+            gc.freeze()
+            await asyncio.sleep(max(0.0, begins_s - time.monotonic()))
+            return await all_of(client)
 
-    return asyncio.run(connected())
+    return asyncio.run(run())
 
 
 def _read_share(begins_s: float, url: str, asked: Sequence[Due], in_flight: int) -> Any:
     async def all_of(client: Client) -> list[Answer]:
         if in_flight:
-            return await _closed(client, iter(asked), in_flight)
+            return await read_all(client, [body for _, body in asked], in_flight)
 
         async def one(due_s: float, body: Body) -> Answer:
             await asyncio.sleep(max(0.0, begins_s + due_s - time.monotonic()))
@@ -136,17 +91,6 @@ def _read_share(begins_s: float, url: str, asked: Sequence[Due], in_flight: int)
         return list(await asyncio.gather(*(one(*due) for due in asked)))
 
     return _run(url, begins_s, all_of)
-
-
-async def _closed(client: Client, left: Iterator[Due], in_flight: int) -> list[Answer]:
-    found = list[Answer]()
-
-    async def worker() -> None:
-        for _, body in left:
-            found.append(await read(client, body))
-
-    await asyncio.gather(*(worker() for _ in range(in_flight)))
-    return found
 
 
 def _chat_share(begins_s: float, url: str, name: str, numbers: Sequence[int], chats: Chats) -> Any:

@@ -42,7 +42,7 @@ class Record:
             self.add(f"failed_{name}", f"{type(error).__name__}: {error}"[:600])
 
     def has(self, seconds: float, what: str) -> bool:
-        """Whether so much time is left; if not, it says what is left out."""
+        """Whether so much time is left; if not, it notes what is left out."""
         if self.left_s >= seconds:
             return True
         self.add(f"left_out_{what}", f"{self.left_s:.0f} s are left, it takes {seconds:.0f}")
@@ -50,7 +50,7 @@ class Record:
 
 
 def _short(value: Any) -> Any:
-    """Without long lists, three digits behind the point."""
+    """Without long lists, three digits after the point."""
     if isinstance(value, dict):
         kept = {k: _short(v) for k, v in value.items() if not isinstance(v, list) or len(v) < 9}
         return {k: v for k, v in kept.items() if v is not None}

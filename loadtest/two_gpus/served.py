@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from loadtest.fleet import Fleet
 from loadtest.gpu.readers import bodies, figures
-from loadtest.two_gpus.fleets import Up, up
-from loadtest.two_gpus.load import Answer, Due, Load
+from loadtest.two_gpus.fleets import up
+from loadtest.two_gpus.load import Due, Load
 from loadtest.two_gpus.record import Record
 
 ANSWER, PER_CLIENT = 256, 3
@@ -21,22 +22,11 @@ def due(asked: Sequence[dict[str, Any]]) -> list[Due]:
     return [(0.0, body) for body in asked]
 
 
-async def closed(fleet: Up, load: Load, name: str, in_flight: int, per_client: int = PER_CLIENT) -> Any:
+async def closed(fleet: Fleet, load: Load, name: str, in_flight: int, per_client: int = PER_CLIENT) -> Any:
     """So many requests in flight until all are answered, as their readers see it."""
     asked = due(bodies(name, in_flight * per_client, ANSWER))
-    return of_closed(await load.run(fleet.url, asked, in_flight), in_flight)
-
-
-def of_closed(answers: Sequence[Answer], in_flight: int) -> dict[str, Any]:
-    """Tokens a second from the first request to the last answer, and what readers feel."""
-    whole = [answer for answer in answers if not answer.error and answer.parts_s]
-    took_s = max(a.ended_s for a in whole) - min(a.sent_s for a in whole)
-    tokens = sum(answer.tokens for answer in whole)
-    found = figures(whole, took_s)
-    return {
-        **found, "tok_s": tokens / took_s, "in_flight": in_flight, "requests": len(answers),
-        "errors": len(answers) - len(whole), "longest": None,
-    }  # fmt: skip
+    found = figures(await load.run(fleet.url, asked, in_flight))
+    return {**found, "in_flight": in_flight, "longest": None}
 
 
 async def ranks(folder: str, record: Record, device: str = "cuda", logs: str = "") -> None:

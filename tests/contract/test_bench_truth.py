@@ -1,7 +1,7 @@
 """The load client against a server whose latencies are known, over both transports, on a virtual clock:
 what it reports is the truth to the microsecond, whatever is in flight.
 
-How near it is on a real clock, between processes, is measured by `python -m loadtest.bench.truth`.
+How near it is on a real clock, between processes, is measured by `python -m support.bench.truth`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bench.known import MODEL, Known, Latency
+from support.bench.known_http import serve_http
+from support.bench.known_nats import serve_nats
+from support.bench.truth import truth_of
 from support.memory_bus import MemoryBroker
 from support.virtual_loop import LoopClock, run
 
 from loadtest.bench.asked import Options
 from loadtest.bench.drive import LEAD_US, Transport
-from loadtest.bench.known import MODEL, Known, Latency
-from loadtest.bench.known_http import serve_http
-from loadtest.bench.known_nats import serve_nats
 from loadtest.bench.over_http import HttpTransport
 from loadtest.bench.over_nats import NatsTransport
 from loadtest.bench.pacer import Pacer
 from loadtest.bench.run import Asked, Bench, Point, Run
 from loadtest.bench.shape import Shape
-from loadtest.bench.truth import truth_of
 from shared.client.client import Client
 
 TOKENS = 6

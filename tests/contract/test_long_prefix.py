@@ -26,7 +26,7 @@ NEAR = {
     "f32": 1e-3,
     "bf16": 0.5,
     "fp8": 3.0,
-}  # of bf16 only that it is the same model: loadtest.gpu measures how near
+}  # of bf16 only that it is the same model: `headrace eval kl` measures how near
 
 
 def engine(name: str, dtype: str, kind: str, folder: Path) -> Backend:

@@ -1,19 +1,20 @@
-"""What one sequence brings is its own error: a tenth of the rows of loadtest.gpu.poison_rows, on a CPU."""
+"""The content of a sequence is its own error: HEADRACE_POISON_ROWS hostile rows, on a GPU if there is one."""
 
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
+from support.executor import poison_rows
+from support.executor.gpu_side import DEVICE
 
-from loadtest.gpu import poison_rows
-
-ROWS = 1_000
+ROWS = int(os.environ.get("HEADRACE_POISON_ROWS", "1000"))
 
 
 @pytest.fixture(scope="module")
 def found() -> tuple[dict[str, object], list[str]]:
-    return poison_rows.report("cpu", ROWS, 7)
+    return poison_rows.report(DEVICE, ROWS, 7)
 
 
 def test_no_hostile_row_changes_a_bystander_or_fails_a_step(

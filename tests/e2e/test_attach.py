@@ -16,7 +16,6 @@ import pytest
 from support.running_up import HEADRACE, StartUp, Up, running_up
 
 from loadtest import faults
-from loadtest.durable import kill_all
 from loadtest.leaks import settle
 from services.launcher import nats_server as servers
 from services.launcher.commands import auth
@@ -219,7 +218,7 @@ async def test_a_durable_request_is_followed_through_the_loss_of_everything(
         while len(reader.texts.get(0, "")) < 40:
             await asyncio.sleep(0.01)
         server.process.kill()
-        kill_all(up.process.pid)
+        faults.kill_all(up.process.pid)
         up.process.wait()
         server.process.wait()
         server.restart()

@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 
 import pytest
+from support.bench.known import MODEL, Latency
+from support.bench.truth import known_server, truth_of
 
 from loadtest.bench.document import read
-from loadtest.bench.known import MODEL, Latency
-from loadtest.bench.truth import known_server, truth_of
 from services.launcher.cli import main as headrace
 from services.launcher.nats_server import NatsServer
 from services.launcher.session import RunState

@@ -18,8 +18,8 @@ import pytest
 from support.running_up import Up, running_up
 
 from loadtest import faults
+from loadtest.clients import Ask, Clients, Outcome, mixed
 from loadtest.leaks import settle
-from loadtest.storm import Ask, Outcome, Storm, mixed
 from shared.client.client import Client
 from shared.nats.bus import NatsBus
 
@@ -67,10 +67,9 @@ def undisturbed(house: Up) -> dict[int, Outcome]:
     """What each request (by its seed) answers when nothing is wrong."""
 
     async def run() -> list[Outcome]:
-        async with connected(house) as client:
-            storm = Storm(client, DEADLINE_S)
-            await storm.run(asks(), CLIENTS)
-            return storm.outcomes
+        clients = Clients(house.nats_url, "", DEADLINE_S)
+        await clients.run(asks(), 0, CLIENTS)
+        return clients.outcomes
 
     outcomes = {o.ask.body["seed"]: o for o in asyncio.run(run())}
     assert [o.end for o in outcomes.values()] == ["answer"] * REQUESTS
@@ -79,13 +78,13 @@ def undisturbed(house: Up) -> dict[int, Outcome]:
 
 
 async def under_load(up: Up, victim: str) -> list[Outcome]:
-    """The outcomes of a storm with a stop in its middle; afterwards nothing is held, and a request works."""
+    """Outcomes with a stop in the middle; afterwards nothing is held, and a request works."""
     async with connected(up) as client:
         await settle(client.bus, EXPECTED, SETTLE_S)
         deadline_s = BROKER_DEADLINE_S if victim == "nats-server" else DEADLINE_S
-        storm, middle = Storm(client, deadline_s + 2), asyncio.Event()
-        storm.on_outcome = lambda _: middle.set() if len(storm.outcomes) >= CLIENTS else None
-        running = asyncio.create_task(storm.run(asks(deadline_s), CLIENTS))
+        clients, middle = Clients(up.nats_url, "", deadline_s + 2), asyncio.Event()
+        clients.on_end = lambda _: middle.set() if len(clients.ended) >= CLIENTS else None
+        running = asyncio.create_task(clients.run(asks(deadline_s), 0, CLIENTS))
         await middle.wait()
         pids = [faults.pids_of(up.process.pid, each)[0] for each in victim.split("+")]
         await asyncio.gather(*(faults.stop(pid, STOPPED_S) for pid in pids))
@@ -93,8 +92,8 @@ async def under_load(up: Up, victim: str) -> list[Outcome]:
         await settle(client.bus, EXPECTED, SETTLE_S)
         after = await client.complete({**asks()[0].body, "stream": False}, timeout_s=DEADLINE_S)
         assert after["choices"]
-        assert client.waiting == 0
-        return storm.outcomes
+        assert clients.waiting == client.waiting == 0
+        return clients.outcomes
 
 
 @pytest.mark.timeout(180)

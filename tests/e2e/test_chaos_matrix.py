@@ -13,7 +13,8 @@ import pytest
 from support.small_llama import write_small_llama
 
 from loadtest.chaos import cells
-from loadtest.chaos.cells import MODEL, Answers, Cell, House, Shape
+from loadtest.chaos.cells import Answers, Cell, Shape, Target
+from loadtest.fleet import MODEL
 
 REQUESTS = 48
 CELLS = [
@@ -23,19 +24,19 @@ CELLS = [
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with cells.house(log=str(tmp_path_factory.mktemp("chaos") / "log")) as house:
-        yield house
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with cells.target(log=str(tmp_path_factory.mktemp("chaos") / "log")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def right(fleet: House) -> Answers:
+def right(fleet: Target) -> Answers:
     return asyncio.run(cells.answers(fleet, REQUESTS))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victims", CELLS, ids="+".join)
-def test_a_death_costs_no_answer(fleet: House, right: Answers, victims: tuple[str, ...]) -> None:
+def test_a_death_costs_no_answer(fleet: Target, right: Answers, victims: tuple[str, ...]) -> None:
     counts = asyncio.run(cells.run(Cell(victims, "kill"), fleet, right, REQUESTS))
     print(counts)
     assert counts.flaws == [], counts.messages
@@ -48,15 +49,15 @@ def test_a_death_costs_no_answer(fleet: House, right: Answers, victims: tuple[st
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp("several")
     models = MODEL, str(write_small_llama(folder / "small-llama", hidden=64, layers=1))
-    with cells.house(log=str(folder / "log"), shape=Shape(models, schedulers=2, executors=2)) as house:
-        yield house
+    with cells.target(log=str(folder / "log"), shape=Shape(models, schedulers=2, executors=2)) as found:
+        yield found
 
 
 @pytest.mark.timeout(300)
-def test_one_of_two_of_each_dies(several: House) -> None:
+def test_one_of_two_of_each_dies(several: Target) -> None:
     right = asyncio.run(cells.answers(several, REQUESTS))
     counts = asyncio.run(cells.run(Cell(("scheduler", "executor"), "kill"), several, right, REQUESTS))
     print(counts)

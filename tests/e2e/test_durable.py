@@ -30,7 +30,6 @@ from loadtest.durable import (
     MODEL,
     acked,
     all_records,
-    kill_all,
     plain,
     record_of,
     simulated,
@@ -78,7 +77,7 @@ async def outcome(up: Up) -> tuple[list[dict[str, Any]], list[str], Counter[str]
 def kill(up: Up) -> None:
     """SIGKILL for `up`, each of its services and its nats-server."""
     pids = up.children()
-    kill_all(up.process.pid)
+    faults.kill_all(up.process.pid)
     up.process.wait()
     wait_until_gone(pids)
 

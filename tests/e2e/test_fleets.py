@@ -21,8 +21,8 @@ from support.running_up import HEADRACE, StartUp, Up, running_up, wait_until_gon
 from support.text_models import write_bpe_gguf
 
 from loadtest import faults
-from loadtest.storm import Storm, mixed
-from shared.client.client import Client, request_all
+from loadtest.clients import Clients, mixed
+from shared.client.client import request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 
@@ -67,9 +67,9 @@ async def through(up: Up, fault: signal.Signals | None) -> Counter[str]:
     """How the requests of 24 clients ended, with the first scheduler killed or stopped in their middle."""
     bus = await NatsBus.connect(up.nats_url, timeout_s=30)
     assert sorted((await schedulers(bus, 2)).values()) == [0, 1]
-    storm, middle = Storm(await Client.open(bus), DEADLINE_S), asyncio.Event()
-    storm.on_outcome = lambda _: middle.set() if len(storm.outcomes) >= CLIENTS else None
-    running = asyncio.create_task(storm.run(mixed(random.Random(4), REQUESTS, MODEL), CLIENTS))
+    clients, middle = Clients(up.nats_url, "", DEADLINE_S), asyncio.Event()
+    clients.on_end = lambda _: middle.set() if len(clients.ended) >= CLIENTS else None
+    running = asyncio.create_task(clients.run(mixed(random.Random(4), REQUESTS, MODEL), 0, CLIENTS))
     await middle.wait()
     (victim,) = faults.pids_of(up.process.pid, "scheduler")
     if fault is not None:
@@ -78,9 +78,9 @@ async def through(up: Up, fault: signal.Signals | None) -> Counter[str]:
     if fault == signal.SIGSTOP:  # back, it knows that its executor has gone
         os.kill(victim, signal.SIGCONT)
         assert sorted((await schedulers(bus, 2)).values()) == [0, 1]
-        await storm.run(mixed(random.Random(5), CLIENTS, MODEL), CLIENTS)
+        await clients.run(mixed(random.Random(5), CLIENTS, MODEL), 0, CLIENTS)
     await bus.drain()
-    return Counter(f"{o.end} {o.code} {o.message}".strip() for o in storm.outcomes)
+    return Counter(f"{o.end} {o.code} {o.message}".strip() for o in clients.outcomes)
 
 
 @pytest.mark.timeout(180)

@@ -10,8 +10,8 @@ from pathlib import Path
 from support.hosts.fleet import HostFleet, host_fleet
 from support.hosts.network import Host, network
 
-from loadtest.storm import Storm, mixed, oracle_key
-from shared.client.client import Client, request_all
+from loadtest.clients import Clients, mixed, oracle_key
+from shared.client.client import request_all
 from shared.nats import subjects
 from shared.nats.bus import NatsBus
 
@@ -26,20 +26,20 @@ async def answers(fleet: HostFleet, host: Host, victim: Host | None) -> dict[str
     """What each request answers, from a client on `host`. Two schedulers with an executor each have requests
     when all processes of `victim` die."""
     bus = await NatsBus.connect(fleet.url_of(host), timeout_s=LONGEST_S)
-    storm = Storm(await Client.open(bus), LONGEST_S)
+    clients = Clients(fleet.url_of(host), "", LONGEST_S)
     async with asyncio.timeout(LONGEST_S):
         while [len(s["executors"]) for s in await schedulers(bus)] != [1, 1]:
             pass
-    running = asyncio.create_task(storm.run(mixed(random.Random(4), REQUESTS, MODEL), CLIENTS))
+    running = asyncio.create_task(clients.run(mixed(random.Random(4), REQUESTS, MODEL), 0, CLIENTS))
     if victim is not None:
         while [s["running"] > 0 for s in await schedulers(bus)] != [True, True]:
             assert not running.done(), "one of them had no request"
         victim.kill()
     await running
     await bus.drain()
-    ends = Counter(f"{o.end} {o.code} {o.message}".strip() for o in storm.outcomes)
+    ends = Counter(f"{o.end} {o.code} {o.message}".strip() for o in clients.outcomes)
     assert ends == {"answer 0": REQUESTS}
-    return {oracle_key(o.ask): o.answer for o in storm.outcomes}
+    return {oracle_key(o.ask): o.answer for o in clients.outcomes}
 
 
 async def schedulers(bus: NatsBus) -> list[dict[str, object]]:

@@ -18,9 +18,9 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from support.otlp_receiver import Receiver
 from support.running_up import StartUp, Up, running_up
 
-from loadtest.otlp_receiver import Receiver
 from shared.telemetry.traces import covered_us
 
 MODEL = "smollm2-135m-instruct"

@@ -13,9 +13,8 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.client import Client as Nats
+from support.otlp_receiver import Received, Receiver
 from support.running_up import StartUp, Up
-
-from loadtest.otlp_receiver import Received, Receiver
 
 SUBJECT = "headrace.v1.generate.public.smollm2-135m-instruct"
 ROWS, TOKENS = 8, 32

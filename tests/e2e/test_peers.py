@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.bench.known import Latency
 from support.default_model import greedy_cases, model_path
 from support.running_up import wait_until_gone
 
-from loadtest.bench.known import Latency
 from loadtest.peers.__main__ import main
 from loadtest.peers.export import export
-from loadtest.peers.server import TICKS_A_SECOND, Peer, _cpu_s, read_peers, running, tree
+from loadtest.peers.server import Peer, read_peers, running
 from loadtest.peers.turns import order
+from loadtest.processes import TICKS_A_SECOND, cpu_s, tree
 from services.executor.checkpoint.gguf import load_gguf
 from services.executor.checkpoint.weights import load_hf
 from shared.errors import BadRequest, SetupError
@@ -32,7 +33,8 @@ def known(name: str, latency: Latency, folder: Path) -> dict[str, str]:
     """A known server as a peer."""
     url = f"unix:{folder}/{name}.sock"
     flags = f"--http {url} --latency '{json.dumps(asdict(latency))}' --out {folder}/{name}.stamps"
-    return {"url": url, "command": f"{sys.executable} -m loadtest.bench.known {flags}"}
+    python = f"env PYTHONPATH={ROOT}:{ROOT}/tests {sys.executable}"
+    return {"url": url, "command": f"{python} -m support.bench.known {flags}"}
 
 
 def toml(peers: dict[str, dict[str, str]]) -> str:
@@ -113,7 +115,7 @@ def test_the_time_of_cores_that_a_server_has_used() -> None:
     least = ticks()
     while ticks() < least + 10:
         pass
-    assert least < round(_cpu_s(os.getpid()) * TICKS_A_SECOND) <= ticks()
+    assert least < round(cpu_s(os.getpid()) * TICKS_A_SECOND) <= ticks()
 
 
 def test_a_preload_that_is_not_there(tmp_path: Path) -> None:

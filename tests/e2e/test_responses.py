@@ -15,7 +15,7 @@ import pytest
 from openai import OpenAI
 from support.running_up import StartUp, Up, running_up, wait_until_gone
 
-from loadtest.durable import kill_all
+from loadtest import faults
 from services.gateway.durable.store import KEPT_S
 from services.keeper import core
 from services.launcher.commands import auth
@@ -347,7 +347,7 @@ def test_a_stream_starts_over_after_the_loss_of_every_process(start_up: StartUp,
         stream = client.responses.create(**asked, stream=True)
         had = [event for event, _ in zip(stream, range(20), strict=False)]
         pids = first.children()
-        kill_all(first.process.pid)
+        faults.kill_all(first.process.pid)
         first.process.wait()
         wait_until_gone(pids)
     response_id, last = had[0].response.id, had[-1].sequence_number  # type: ignore[union-attr]

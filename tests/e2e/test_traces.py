@@ -16,9 +16,9 @@ import nats
 import pytest
 from nats.aio.client import Client as Nats
 from nats.aio.msg import Msg
+from support.otlp_receiver import Received, Receiver
 from support.running_up import StartUp
 
-from loadtest.otlp_receiver import Received, Receiver
 from shared.telemetry.traces import covered_us
 
 SUBJECT = "headrace.v1.generate.public.smollm2-135m-instruct"

@@ -11,10 +11,9 @@ from pathlib import Path
 import nats
 import pytest
 from support.kv_offload.traffic import prompt
+from support.otlp_receiver import Received, Receiver
 from support.running_up import SMALL_L1, running_up
 from support.small_llama import write_small_llama
-
-from loadtest.otlp_receiver import Received, Receiver
 
 SUBJECT = "headrace.v1.generate.public.small-llama"
 RANKS = ("--backend", "torch", "--dtype", "f32", "--device", "cpu/tp2", "--threads", "1")

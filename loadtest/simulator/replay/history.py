@@ -37,7 +37,7 @@ class Ran:
 
     shape: StepShape
     took_us: int  # forward and sampling
-    loop_us: int  # the rest of the time from its plan to its result, but for waiting behind another step
+    loop_us: int  # the rest of the time from its plan to its result, but for waiting for another step
     host_rows: int
     host_us: int
 
@@ -112,7 +112,7 @@ class History:
             request=f"{message.tenant}/{message.request}",
             arrival_us=now_us - self.began_us,
             prompt=message.tokens,
-            output_tokens=0,  # nobody knows yet
+            output_tokens=0,  # not known yet
             max_tokens=message.max_tokens,
             slo_class=message.slo_class,
             tenant=message.tenant,

@@ -118,7 +118,7 @@ class _Rerun:
         return False
 
     def _snapshot(self, number: int, data: bytes) -> bool:
-        """The first one is where to begin; a later one tells what of the state differs."""
+        """The first one is the start; a later one shows which part of the state differs."""
         self.report.snapshots += 1
         if self.core is None:
             self.core, self._number, self._equal_until = core_of(data), number, number
@@ -141,7 +141,7 @@ class _Rerun:
             self._differs("failure", record.digest, b"", [f"{type(record.event).__name__}: {error!r}"])
             return True
         if self.report.difference is not None:
-            return False  # on to a snapshot that tells where the states differ
+            return False  # on to a snapshot that shows where the states differ
         self.report.events += 1
         self.report.commands += len(commands)
         self.report.virtual_us = record.now_us - self._began_us

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.executor.draws import slot_table
 from support.executor.gpu_side import (
     BLOCK,
     BLOCKS,
@@ -47,7 +48,6 @@ from kernels.elementwise.ref import apply_rope, rope_table
 from kernels.gemm.gpu import MatmulTuning, matmul
 from kernels.sampling import ref as sampler
 from kernels.sampling.gpu import Choices, choose, mask_room, scratch
-from loadtest.gpu.draw import slot_table
 
 CLOSE = 1e-5
 

@@ -22,8 +22,6 @@ from loadtest.eval.engines import Arm
 from loadtest.eval.llama_cpp import LlamaCpp
 from loadtest.eval.logits import decode, logits_by, path_for, prefill
 from loadtest.eval.text import TEXT, scored, windows
-from loadtest.eval.wider import write_wider
-from services.executor.checkpoint.gguf import GgufTensors
 from services.executor.cpu.engine import TorchBackend, TorchOptions, build
 from services.executor.engine import Backend
 from services.launcher.cli import main as headrace
@@ -236,18 +234,3 @@ def test_without_the_package_llama_cpp_says_what_it_needs(
     monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=OfOnes))
     with pytest.raises(SetupError, match=r"does not load .*none\.gguf: Model path does not exist"):
         LlamaCpp(tmp_path / "none.gguf", CONTEXT)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_a_wider_model_computes_the_same(kind: str, tmp_path: Path) -> None:
-    path = write_gguf(kind, tmp_path / "m.gguf")
-    write_wider(path, tmp_path / "wide.gguf")
-    engines = [
-        build(TorchOptions(
-            model_path=each, model_name="m", device="cpu", dtype="f32", slots=8, blocks=32, threads=1
-        )) for each in (path, tmp_path / "wide.gguf")
-    ]  # fmt: skip
-    matrix = GgufTensors(tmp_path / "wide.gguf").entries["blk.0.attn_k.weight"].shape
-    assert matrix[1] == 256
-    for (one, _), (other, _) in zip(*(prefill(engine, WINDOWS) for engine in engines), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 
-from loadtest.recompute_overhead import simulated
-from loadtest.recompute_overhead.protocol import ARMS, Arm, Lengths, Outcome, checks, points
+from loadtest import recompute_overhead
+from loadtest.recompute_overhead import ARMS, Arm, Lengths, Outcome, points
 from services.scheduler.state.counters import Counters
 
 SMALL = Lengths(60, prompt=(32, 256), answer=(64, 768))
-LATEST, LEAST, SWAP, TIERED = ARMS
+LATEST, TIERED = ARMS[0], ARMS[-1]
 
 
 def test_the_points_of_the_protocol() -> None:
@@ -30,22 +30,6 @@ def test_the_points_of_the_protocol() -> None:
     assert SMALL.draw() == SMALL.draw() != SMALL.draw(1)
 
 
-def test_what_is_asked_of_tiered() -> None:
-    def outcome(again: int, moved: int, late_s: float) -> Outcome:
-        return Outcome(1_000, again, 1, moved, 1.0, (1.0, late_s), 1.0)
-
-    full, quarter = "holds the victims", "a quarter of that"
-    runs = {
-        (95, "", LATEST.name): outcome(100, 0, 9.0),
-        (95, "", LEAST.name): outcome(80, 0, 9.5),
-        (95, full, SWAP.name): outcome(0, 10, 8.0),
-        (95, full, TIERED.name): outcome(11, 5, 8.0),
-        (95, quarter, SWAP.name): outcome(40, 10, 8.5),
-        (95, quarter, TIERED.name): outcome(20, 9, 8.6),
-    }
-    assert [holds for _, holds in checks(runs)] == [False, True, True, False]
-
-
 @cache
 def run_of(arm: Arm, at: int) -> tuple[Outcome, list[float]]:
     """What a run came to, and how far off the predicted time of each return was."""
@@ -56,9 +40,9 @@ def run_of(arm: Arm, at: int) -> tuple[Outcome, list[float]]:
             errors.append(abs(took_us - predicted_us) / predicted_us)
 
     lengths = SMALL.draw()
-    point = points(lengths, simulated.SLOTS, simulated.BLOCK_TOKENS)[at]
+    point = points(lengths, recompute_overhead.SLOTS, recompute_overhead.BLOCK_TOKENS)[at]
     with mock.patch.object(Counters, "add_restore" if arm.tiers else "add_recompute", add):
-        return simulated.outcome(lengths, point, arm), errors
+        return recompute_overhead.outcome(lengths, point, arm), errors
 
 
 @pytest.mark.parametrize("at", [0, 4])

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.executor.host_memory import HostMemory
 from support.executor.rank_side import on_ranks
 from torch import Tensor
 
 from kernels.elementwise import ref
-from loadtest.gpu.comm_memory import HostMemory
 from services.executor.checkpoint.weights import gathered_logits
 from services.executor.parallel.ranks import DistributedRanks, Ranks
 

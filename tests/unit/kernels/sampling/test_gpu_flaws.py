@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from support.executor.draws import slot_table
 from support.executor.gpu_side import DEVICE, normal, words
 
 from kernels.sampling import INVALID
 from kernels.sampling.gpu import Choices, choose, mask_room, scratch
-from loadtest.gpu.draw import slot_table
 
 LEAST = 1.1754944e-38
 FILTERS = [

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from support.executor.draws import slot_table
 from support.executor.gpu_side import DEVICE, normal, words
 
 from kernels.sampling import INVALID
 from kernels.sampling.gpu import Choices, choose, mask_room, scratch
-from loadtest.gpu.draw import slot_table
 
 FILTERS = [
     (0, 0, 1, 0), (1, 0, 1, 0), (0.7, 5, 1, 0), (1, 40, 0.9, 0.01), (1.3, 0, 0.8, 0), (1, 0, 1, 0.1),

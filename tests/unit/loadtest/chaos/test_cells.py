@@ -9,8 +9,7 @@ import pytest
 
 from loadtest.chaos.__main__ import table
 from loadtest.chaos.cells import Cell, Counts, Span, judged, verdict_of
-from loadtest.chaos.clients import Clients, Ended
-from loadtest.storm import Ask, Outcome
+from loadtest.clients import Ask, Clients, Ended, Outcome
 
 ASK = Ask({"seed": 7, "stream": True})
 RIGHT = {"7": ({0: "one two", 1: "three"}, 4)}

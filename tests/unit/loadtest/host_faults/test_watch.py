@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from loadtest.chaos.cells import House, Span
-from loadtest.chaos.clients import Ended
+from loadtest.chaos.cells import Span, Target
+from loadtest.clients import Ask, Ended, Outcome
 from loadtest.host_faults.__main__ import flaws, kept
-from loadtest.host_faults.harms import CASES, Case
+from loadtest.host_faults.cases import CASES, Case
 from loadtest.host_faults.place import Place
 from loadtest.host_faults.watch import Traffic
-from loadtest.storm import Ask, Outcome
 
 ASK = Ask({"seed": 7, "stream": True})
 FIRST, OTHER = {"7": ({0: "one two"}, 2)}, {"7": ({0: "three"}, 2)}
@@ -38,7 +37,7 @@ def ended(**outcome: Any) -> Ended:
 def test_an_answer_of_one_whole_model_is_right_and_a_typed_error_is_a_refusal(
     outcome: dict[str, Any], verdict: str
 ) -> None:
-    traffic = Traffic(House(0, "", "", 90.0))
+    traffic = Traffic(Target(0, "", "", 90.0))
     traffic.clients.ended = [ended(**outcome)]
     counts = traffic.counts("c", (), [FIRST, OTHER], Span())
     assert (counts.requests, getattr(counts, verdict)) == (1, 1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from loadtest.sim.real_tier import RealTier
+from loadtest.scenarios.real_tier import RealTier
 from loadtest.simulator.copies import Link
 from loadtest.simulator.engine import Machine, VirtualEngine
 from loadtest.simulator.fences import FenceBroken

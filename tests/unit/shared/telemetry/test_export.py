@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support.otlp_receiver import Receiver
 
-from loadtest.otlp_receiver import Receiver
 from shared.telemetry import otel_sdk, traces
 from shared.telemetry.export import Tracer, tracer_from_env
 from shared.telemetry.otel import is_on

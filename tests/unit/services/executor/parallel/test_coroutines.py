@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from loadtest.gpu.comm_ways import run_in_turn
 from services.executor.engine import MAX_SEGMENTS, HostSegmentTimer, Segment
 from services.executor.parallel.coroutines import (
     Collective,
@@ -19,6 +18,16 @@ from services.executor.parallel.coroutines import (
 )
 
 WITHIN_S = 90.0
+
+
+def run_in_turn(forward_passes: Sequence[ForwardPass]) -> list[Tensor]:
+    """As `run_interleaved`, without overlap."""
+
+    def start(forward_pass: int, collective: Collective) -> Callable[[], object]:
+        collective()
+        return lambda: None
+
+    return run_interleaved(forward_passes, start)
 
 
 @pytest.fixture

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.executor.host_memory import GroupCollectives, HostMemory
 from support.executor.rank_side import on_ranks
 from torch import Tensor
 
-from loadtest.gpu.comm_memory import HostMemory
-from loadtest.gpu.comm_ways import GroupTalks
 from services.executor.parallel.ranks import PeerCopies, Ranks
 
 ROUNDS = 6
@@ -16,7 +15,7 @@ ROUNDS = 6
 
 def _on_rank(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """What copies and the process group made of the same, in every way, one after the other."""
-    copies, group = PeerCopies(HostMemory(1 << 12)), GroupTalks()
+    copies, group = PeerCopies(HostMemory(1 << 12)), GroupCollectives()
     found = []
     for turn in range(ROUNDS):
         generator = torch.Generator().manual_seed(100 * turn + ranks.rank)

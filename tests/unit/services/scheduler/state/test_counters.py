@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.otlp_receiver import Receiver
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
-from loadtest.otlp_receiver import Receiver
 from services.launcher.commands.status import Fleet, every_fact
 from services.scheduler.reports import status
 from services.scheduler.state.counters import Counters, Histogram
