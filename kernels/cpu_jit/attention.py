@@ -512,7 +512,8 @@ def attention_call(query: Tensor, kv: Tensor, layer: Number, sequences: Sequence
     pieces = sequences.pieces(shared, kv_heads)
     rows = int((pieces[:, 2] * pieces[:, 5]).max()) * shared
     room = -(-rows // amx.ROWS) * amx.ROWS + amx.ROWS  # tiles may compute more
-    scratch = torch.empty(team_size() * _numbers(room, dim))
+    numbers_each = _numbers.py_func(room, dim)  # in Python: Numba would compile it at each start
+    scratch = torch.empty(team_size() * numbers_each)
     addresses = [each.data_ptr() for each in (query, kv, out, scratch)]
     sizes = len(pieces), shared, kv_heads, query.stride(0), tables.shape[1], block_tokens, kv.stride(0)
     in_tiles = kv.dtype == torch.bfloat16 and dim % amx.COLUMNS == 0 and amx.usable()

@@ -396,13 +396,14 @@ def _panels(matrix: Blocks) -> Tensor:
     """`[panels, bytes]` uint8."""
     numbers, bits = matrix.numbers, matrix.format.bits
     if bits == 4:
-        low, high = numbers.unflatten(1, (-1, 2, _HALF)).unbind(2)
-        numbers = (low | high << 4).flatten(1)
+        low, high = numbers.contiguous().view(torch.int32).unflatten(1, (-1, 2, _HALF // 4)).unbind(2)
+        numbers = (low | high << 4).flatten(1).view(torch.uint8)
     else:
         numbers = numbers + (matrix.format.stored_offset & 0xFF)
     blocks = matrix.numbers.shape[1] // BLOCK
-    words = _by_panel(numbers).unflatten(2, (blocks, -1, 4))  # [panels, PANEL, blocks, words, 4]
-    found = [words.permute(0, 2, 3, 1, 4).flatten(2)]
+    words = _by_panel(numbers.contiguous().view(torch.int32))
+    words = words.unflatten(2, (blocks, -1))  # [panels, PANEL, blocks, words]
+    found = [words.permute(0, 2, 3, 1).flatten(2).view(torch.uint8)]
     if matrix.format.by_row:
         return torch.cat((found[0].flatten(1), _by_panel(matrix.scales).flatten(1).view(torch.uint8)), 1)
     for scales in (matrix.scales, matrix.minima):

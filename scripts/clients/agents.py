@@ -52,7 +52,7 @@ TOOLS: dict[str, dict[str, Any]] = {
     "shell_command": {"command": COMMAND},
     "run_shell_command": {"command": COMMAND, "is_background": False},
     "bash": {"command": COMMAND, "description": "write hello"},
-    "developer__shell": {"command": COMMAND},
+    "shell": {"command": COMMAND},
 }
 OVER_CONTEXT = (b"context_length_exceeded", b"prompt is too long", b"exceed context limit")
 FAILED = re.compile(rb'event: error|response\.failed|"error": ?\{')  # of a stream with status 200
@@ -74,7 +74,9 @@ def agents() -> list[Agent]:
     found = []
     for section in PAGE.read_text().split("\n## ")[1:]:
         agent = Agent(section.partition("\n")[0].lower().replace(" ", "-"))
-        for title, kind, text in re.findall(r"(?:`~/(\S+)`:\n\n)?```(\w+)\n(.*?)```", section, re.DOTALL):
+        for title, kind, text in re.findall(
+            r"(?:`~/(\S+)`[:;][^\n]*\n\n)?```(\w+)\n(.*?)```", section, re.DOTALL
+        ):
             if title:
                 agent.files[title] = text
             elif installed := re.match(r"(npm|pip) install (?:-g )?(\S+)\n$", text):

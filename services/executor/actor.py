@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.executor.device_thread import DeviceThread, Reset, Switch, checked_slot
 from services.executor.engine import Alarm, Backend, BackendInfo, GrammarNews, open_error, plan_error
@@ -46,9 +46,13 @@ from shared.messages import (
     StepPlan,
     StepResult,
 )
+from shared.processes import importing
 from shared.telemetry.readings import Attributes, MetricPoint, Metrics
 from shared.vocab import files
 from shared.vocab.files import resolve, served_names
+
+if TYPE_CHECKING:
+    from services.executor.checkpoint.loader import TorchOptions
 
 log = logging.getLogger("headrace.executor")
 
@@ -59,6 +63,8 @@ MAX_FAILED_STEPS = 3  # one may be a request's fault, three in a row are the eng
 SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
 OURS = "headrace.executor"
 _US = 1e6
+
+Build = Callable[["TorchOptions"], Backend]
 
 
 class ExecutorActor(Actor):
@@ -452,12 +458,30 @@ def _wanted_digest(settings: Settings) -> str:
 
 
 def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
+    with importing():
+        build, options, encodes = _chosen(settings, news)
+    wanted, ranks = _wanted_digest(settings), settings.device_and_ranks[1]
+    if encodes:
+        return _of_digest(build(options), wanted)
+    if wanted:
+        from services.executor.checkpoint.loader import check_digest
+
+        check_digest(options, wanted)
+    if ranks == 1:
+        return build(options)
+    from services.executor.group.driver import build_group
+
+    return build_group(options, ranks, alarm.ring, settings.to_env())
+
+
+def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions, bool]:
+    """What builds the engine, its options, and whether it is an encoder. It imports the libraries."""
     device, ranks = settings.device_and_ranks
     try:
-        from services.executor.checkpoint.loader import TorchOptions, best_dtype, check_digest, device_of
+        from services.executor.checkpoint.loader import TorchOptions, best_dtype, device_of
         from services.executor.encoder.model import is_encoder
 
-        build: Callable[[TorchOptions], Backend]
+        build: Build
         if not (on_gpu := device_of(device).type == "cuda"):
             _check_threads(settings.threads)
         files = resolve(settings.model, settings.cache_dir)
@@ -507,16 +531,7 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         processors=processors,
         report_grammar=lambda of_grammar: news.report(of_grammar),
     )
-    wanted = _wanted_digest(settings)
-    if encodes:
-        return _of_digest(build(options), wanted)
-    if wanted:
-        check_digest(options, wanted)
-    if ranks == 1:
-        return build(options)
-    from services.executor.group.driver import build_group
-
-    return build_group(options, ranks, alarm.ring, settings.to_env())
+    return build, options, encodes
 
 
 def _check_threads(asked: int) -> None:

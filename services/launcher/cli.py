@@ -385,24 +385,19 @@ def _load(given: argparse.Namespace) -> Loaded:
 
 
 def _up(given: argparse.Namespace) -> int:
-    from services.launcher import session
+    from services.launcher.fork_server import started_ahead
 
-    given.model, *more = given.model or [None]
-    loaded = _load(given)
-    must_be_durable = loaded.origins["durable"] != "default"
-    with session.noted(loaded.settings):
-        from services.launcher.up import up
+    with started_ahead() as forks:
+        from services.launcher import session
 
-        return up(
-            loaded.settings,
-            given.auth,
-            more,
-            leaves=given.leaves,
-            join=given.join,
-            schedulers=given.schedulers,
-            until_idle=given.until_idle,
-            must_be_durable=must_be_durable,
-        )
+        given.model, *more = given.model or [None]
+        loaded = _load(given)
+        with session.noted(loaded.settings):
+            from services.launcher.up import Flags, up
+
+            flags = Flags(given.leaves, given.join, given.schedulers, given.until_idle)
+            must_be_durable = loaded.origins["durable"] != "default"
+            return up(loaded.settings, given.auth, more, flags, must_be_durable=must_be_durable, forks=forks)
 
 
 def _run_model(given: argparse.Namespace) -> None:

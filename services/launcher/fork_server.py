@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
-import gc
 import importlib
 import json
 import os
@@ -22,14 +21,19 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.processes import LIBC, die_with_parent, module_command
+from shared.processes import LIBC, die_with_parent, importing, module_command, with_import_path
 
 SERVE = tuple(module_command("services.launcher.serve"))
 IMPORTED = (SERVE[-1], "shared.actor.runtime", "shared.config", "shared.nats.bus", "uvloop")
+IMPORTED_LATER = (
+    "shared.api",
+)  # of most services: after the first one, which waits for no more than it needs
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # each line of a log arrives at once
 ANSWER_S = 30.0  # a server that hangs is given up: the first answer takes the time of the imports
 _ROOM = 2_000  # bytes of a service's command line that `ps` shows
 _PR_SET_CHILD_SUBREAPER = 36
@@ -101,10 +105,28 @@ class ForkServer:
         return Forked(int.from_bytes(pid))
 
     def close(self) -> None:
-        """End the process, not the services."""
+        """End the process, not the services. A second call does nothing."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
+
+
+@contextmanager
+def started_ahead() -> Generator[ForkServer | None]:
+    """One that imports while this process reads its settings; None where it cannot work. It gets no settings:
+    one may have a password that no service needs."""
+    from shared.config import PREFIX
+
+    others = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+    try:
+        forks = ForkServer(with_import_path({**others, **UNBUFFERED}))
+    except OSError:
+        yield None
+        return
+    try:
+        yield forks
+    finally:
+        forks.close()
 
 
 def _adopt(*, on: bool) -> None:
@@ -116,9 +138,7 @@ def main() -> int:
     """Serve until the other end of the socket closes; in each service, run it."""
     control, up = socket.socket(fileno=int(sys.argv[1])), os.getppid()
     _show(sys.orig_argv[:-1])
-    for name in IMPORTED:
-        importlib.import_module(name)
-    gc.freeze()  # a collection would write to each object, hence copy its page
+    _import(IMPORTED)
     while fds := socket.recv_fds(control, 1, 2)[1]:
         given, output = fds
         if (between := os.fork()) == 0:
@@ -131,7 +151,14 @@ def main() -> int:
         os.close(given)
         os.close(output)
         control.send(b"1")
+        _import(IMPORTED_LATER)
     return 0
+
+
+def _import(names: Sequence[str]) -> None:
+    with importing():  # later collections in a service would write to each object, hence copy its page
+        for name in names:
+            importlib.import_module(name)
 
 
 def _serve(given: int, output: int, up: int) -> int:

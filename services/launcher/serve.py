@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from services.launcher.heartbeats import HeartbeatFile, runtime_path
 from services.launcher.supervisor import leave
 from shared.errors import SetupError
-from shared.processes import ensure_home
+from shared.processes import ensure_home, importing
 
 if TYPE_CHECKING:
     from shared.actor.runtime import Actor
@@ -61,7 +61,8 @@ def builder(kind: str) -> Callable[[Settings], Actor]:
     if kind not in BUILDERS:
         raise SetupError(f"there is no service {kind!r}: choose one of {', '.join(KINDS)}")
     try:
-        module = importlib.import_module(BUILDERS[kind])
+        with importing():
+            module = importlib.import_module(BUILDERS[kind])
     except ModuleNotFoundError as error:
         raise SetupError(f"the {kind} needs the package {error.name}: pip install 'headrace[all]'") from error
     build: Callable[[Settings], Actor] = module.build

@@ -117,13 +117,20 @@ class Supervisor:
     `first_failure` resolves to the name and end of the first service that ended by itself. `on_end` is called
     with each process that has ended, but for those that the supervisor killed, before the next one starts."""
 
-    def __init__(self, specs: Sequence[ServiceSpec], env: Mapping[str, str], log_line: LogLine) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ServiceSpec],
+        env: Mapping[str, str],
+        log_line: LogLine,
+        forks: ForkServer | None = None,
+    ) -> None:
+        """`forks`: None starts one with the first service."""
         self.services = [Service(spec) for spec in specs]
         self.first_failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._env = dict(env)
         self._log_line = log_line
         self.on_end: Callable[[ServiceSpec, int], None] = lambda _spec, _pid: None
-        self._forks: ForkServer | None = None  # started with the first service
+        self._forks = forks
 
     def start(self, *, without: Collection[str] = ()) -> None:
         """Start every service that was not started or dismissed before, except those named in `without`."""

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from services.keeper.webhooks import read_hosts
 from services.launcher import background, console, host_agent, leaf, nats_server, own_folder, session
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
 from services.launcher.console import ServiceLines, print_line
+from services.launcher.fork_server import UNBUFFERED, ForkServer
 from services.launcher.heartbeats import HANGS_S, HeartbeatNote, SilenceTimers, Watch, ticks_of
 from services.launcher.host_agent import HostAgent, Joined, MemoryRule
 from services.launcher.nats_server import NatsServer, ServerLimits
@@ -82,25 +82,33 @@ CONNECT_S = 5.0  # to a nats-server on another continent
 OWN_CONNECT_S = 60.0  # to that of `up`, which runs, however busy the machine is
 
 
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What `up` is asked for beside its settings. Edges connect at `leaves`, HOST:PORT. With `join`, a URL,
+    it adds executors and a kv_offload to the fleet there (see host_agent.py). `schedulers`: of each model.
+    With `until_idle` it ends by itself (see background.py)."""
+
+    leaves: str = ""
+    join: str = ""
+    schedulers: int = 1
+    until_idle: bool = False
+
+
 def up(
     settings: Settings,
     users: Path | None = None,
     more: Sequence[str] = (),
+    flags: Flags = Flags(),
     *,
-    leaves: str = "",
-    join: str = "",
-    schedulers: int = 1,
-    until_idle: bool = False,
     must_be_durable: bool = True,
+    forks: ForkServer | None = None,
 ) -> int:
     """Run until a signal. Exit status: 0 after a drain on SIGTERM, 130 after Ctrl-C, 1 on failure. With
     `users`, a folder made by `headrace auth`, each service has its own credentials, and HTTP requires an API
-    key. `more` names models to serve in addition to that of the settings. Edges connect at `leaves`,
-    HOST:PORT. With `join`, a URL, it adds executors and a kv_offload to the fleet there (see host_agent.py).
-    `schedulers`: of each model.
-    With `until_idle` it ends by itself (see background.py). Unless it `must_be_durable`, it runs without
-    durable requests where their folder cannot be had, or with a server of others."""
-    noted = _note_signals()
+    key. `more` names models to serve in addition to that of the settings. Unless it `must_be_durable`, it
+    runs without durable requests where their folder cannot be had, or with a server of others. `forks`: what
+    starts the services, if it was started ahead."""
+    noted, leaves, join = _note_signals(), flags.leaves, flags.join
     if join:
         settings = settings.model_copy(update={"nats_url": join, "http": "off", "durable": False})
     elif users is not None and not settings.http_keys:
@@ -111,8 +119,10 @@ def up(
         )
     models = served_models(settings, more)
     if settings.durable and settings.webhooks:  # its keeper starts last
+        from services.keeper.webhooks import read_hosts
+
         WatchedFile("webhooks", settings.webhooks, read_hosts, logging.getLogger(__name__))
-    if schedulers > 1 and settings.event_log not in ("", "nats"):
+    if flags.schedulers > 1 and settings.event_log not in ("", "nats"):
         raise SetupError("an event log in a file is for one scheduler: use --event-log nats with several")
     address = settings.http_address  # fail on a taken one before anything starts
     if isinstance(address, str):
@@ -155,8 +165,7 @@ def up(
         joined = asyncio.run(_look(logins.of("executor"), settings, [*models])) if join else None
         if noted:
             raise KeyboardInterrupt
-        running = _run(settings, models, server, logins, joined, schedulers, until_idle=until_idle)
-        return asyncio.run(running)
+        return asyncio.run(_run(settings, models, server, logins, joined, flags, forks))
 
 
 def _note_signals() -> list[int]:
@@ -259,11 +268,11 @@ async def _run(
     server: NatsServer | None,
     logins: _Logins,
     joined: Joined | None,
-    schedulers: int,
-    *,
-    until_idle: bool,
+    flags: Flags,
+    forks: ForkServer | None,
 ) -> int:
-    return await _Up(settings, models, server, logins, joined, schedulers).run(until_idle=until_idle)
+    running = _Up(settings, models, server, logins, joined, flags.schedulers, forks)
+    return await running.run(until_idle=flags.until_idle)
 
 
 class _Up:
@@ -277,10 +286,11 @@ class _Up:
         logins: _Logins,
         joined: Joined | None = None,
         schedulers: int = 1,
+        forks: ForkServer | None = None,
     ) -> None:
         """`models` by name; the first is that of the settings. An edge may have none. `schedulers`: of each
         model."""
-        self._schedulers = schedulers
+        self._schedulers, self._forks = schedulers, forks
         self._settings = settings
         self._models = models
         self._server = server
@@ -385,7 +395,7 @@ class _Up:
             specs = host_agent.placed(specs, ranks, host_agent.seen(os.environ))
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
-        env = with_import_path({**os.environ, **s.to_env(), "PYTHONUNBUFFERED": "1"})
+        env = with_import_path({**os.environ, **s.to_env(), **UNBUFFERED})
         env["HEADRACE_LEAF"] = access.shown(s.leaf)  # no service needs the password
         env["HEADRACE_AWAITED_MODELS"] = ",".join(self._models)
         names = [spec.name for spec in specs]
@@ -397,7 +407,7 @@ class _Up:
             shown(name, line)
             kept(name, line)
 
-        return Supervisor(specs, env, log_line)
+        return Supervisor(specs, env, log_line, self._forks)
 
     def _on_end(self, spec: ServiceSpec, pid: int) -> None:
         if (note := self._watch.unannounced(spec.name, pid)) is not None:

@@ -280,7 +280,7 @@ def size_bytes(weights: Weights) -> int:
     """The size of a model in memory. A tied head counts once."""
     of_layers = (stored for layer in weights.layers for stored in layer.values())
     stored = {id(each): each for each in (weights.embedding, weights.head, *of_layers)}
-    return weights.norm.nbytes + sum(part.nbytes for each in stored.values() for part in each.data)
+    return weights.norm.nbytes + sum(each.size_bytes for each in stored.values())
 
 
 def tensors_of(weights: Weights) -> Iterator[Tensor]:

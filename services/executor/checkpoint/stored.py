@@ -59,8 +59,13 @@ class Stored(Protocol):
 
     @property
     def data(self) -> tuple[Tensor, ...]:
-        """What is in memory, for digests and sizes."""
+        """What is in memory, for digests."""
         return (self.values,)
+
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes in memory."""
+        return sum(part.nbytes for part in self.data)
 
     def rows(self, order: Tensor) -> Stored:
         """The rows at the indices `order`."""

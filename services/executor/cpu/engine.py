@@ -54,7 +54,7 @@ from services.executor.sampling.sampler import Sampler, append_sampled, end_slot
 from shared.errors import EngineError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
-from shared.processes import CoreWaits, give_back_memory, usable_cores, usable_threads
+from shared.processes import CoreWaits, give_back_memory, importing, usable_cores, usable_threads
 
 TRIAL_STEPS = 4
 SOONEST, LATEST = 8, 256  # steps between two trials: doubled after each trial that found nothing faster
@@ -73,8 +73,13 @@ def build(options: TorchOptions, ranks: Ranks = SOLO) -> TorchBackend:
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each context length: 82 ms, not 4
     elif kernels.cpu_jit.available():
         # Numba's import takes a third of a second, while the weights load; `operators_for` waits for its end.
-        threading.Thread(target=import_module, args=("services.executor.cpu.compiled",), daemon=True).start()
+        threading.Thread(target=_import_kernels, daemon=True).start()
     return TorchBackend(options, load(options, ranks))
+
+
+def _import_kernels() -> None:
+    with importing():
+        import_module("services.executor.cpu.compiled")
 
 
 class TorchBackend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import site
 import subprocess
@@ -12,7 +13,13 @@ import pytest
 from support.source_tree import ROOT
 
 from shared import processes
-from shared.processes import give_back_memory, module_command, unchanged_libraries, with_import_path
+from shared.processes import (
+    give_back_memory,
+    importing,
+    module_command,
+    unchanged_libraries,
+    with_import_path,
+)
 
 HERE = str(ROOT)
 
@@ -50,6 +57,22 @@ def test_a_module_runs_beside_files_of_any_name(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage:")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_imports_are_not_interrupted_by_collections_and_their_objects_are_left_alone_later(
+    fails: bool,
+) -> None:
+    gc.unfreeze()
+    try:
+        with pytest.raises(ModuleNotFoundError) if fails else importing(), importing():
+            assert not gc.isenabled()
+            if fails:
+                raise ModuleNotFoundError
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 1_000
+    finally:
+        gc.unfreeze()
 
 
 SMAPS = """\

@@ -76,8 +76,10 @@ def test_what_is_compiled_here_is_for_the_kind_and_not_for_this_cpu(
 
 @pytest.mark.skipif(HERE is None, reason="this CPU is of no kind")
 def test_the_first_start_with_default_settings_compiles_nothing(tmp_path: Path) -> None:
-    """What is compiled is kept in a folder, which does not appear."""
+    """What is compiled is kept in a folder, which does not appear. Nor does Numba compile a function that
+    Python calls, which it would keep nowhere."""
     code = (
+        "from numba.core.dispatcher import Dispatcher; Dispatcher.compile = None; "
         "from pathlib import Path; import sys; from services.executor.actor import engine_builder; "
         "from shared.config import load; "
         "engine = engine_builder(load(flags={'model': sys.argv[1], 'slots': 2}).settings)(); "

@@ -12,8 +12,9 @@ import pytest
 
 from loadtest import faults
 from services.launcher import fork_server
-from services.launcher.fork_server import SERVE, ForkServer
+from services.launcher.fork_server import SERVE, ForkServer, started_ahead
 from services.launcher.supervisor import ServiceSpec, Supervisor
+from shared.errors import SetupError
 from shared.processes import with_import_path
 
 ENV = with_import_path({**os.environ, "HEADRACE_NATS_URL": "nats://127.0.0.1:1"})
@@ -84,6 +85,30 @@ async def test_where_it_cannot_work_services_start_as_before(monkeypatch: pytest
         await ended.wait()
         assert servers(us) == []
     await supervisor.kill()
+
+
+async def test_one_that_was_started_ahead_starts_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    us = os.getpid()
+    monkeypatch.setenv("HEADRACE_LEAF", "nats://a:password@centre:7422")
+    with started_ahead() as forks:
+        (server,) = servers(us)
+        assert b"HEADRACE_LEAF" not in Path(f"/proc/{server}/environ").read_bytes()
+        supervisor = Supervisor(
+            [ServiceSpec("a", "a", (*SERVE, "scheduler"))], ENV, lambda *line: None, forks
+        )
+        supervisor.start()
+        async with asyncio.timeout(60):
+            while not faults.pids_of(us, "scheduler"):
+                await asyncio.sleep(0)
+        assert servers(us) == [server]
+        await supervisor.kill()
+    assert servers(us) == []
+    with pytest.raises(SetupError), started_ahead():
+        raise SetupError("a port is taken")
+    assert servers(us) == []
+    monkeypatch.setattr(fork_server, "LIBC", None)
+    with started_ahead() as forks:
+        assert forks is None
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])

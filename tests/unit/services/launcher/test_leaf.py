@@ -8,7 +8,7 @@ import pytest
 
 from services.launcher import leaf
 from services.launcher.nats_server import ServerLimits
-from services.launcher.up import served_models, up
+from services.launcher.up import Flags, served_models, up
 from shared.config import Settings
 from shared.errors import SetupError
 
@@ -86,4 +86,4 @@ def test_only_an_edge_may_have_no_model() -> None:
 )
 def test_only_the_embedded_server_is_an_edge_or_has_some(settings: dict[str, str], leaves: str) -> None:
     with pytest.raises(SetupError, match="use one"):
-        up(Settings(**settings), leaves=leaves)
+        up(Settings(**settings), flags=Flags(leaves=leaves))

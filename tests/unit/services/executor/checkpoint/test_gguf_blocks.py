@@ -29,6 +29,13 @@ def test_values_are_those_of_the_library(kind: Kind) -> None:
         assert found.equal(wanted)
 
 
+def test_the_size_of_joined_matrices_is_that_of_their_blocks() -> None:
+    four, eight = (InBlocks.of(random_blocks(kind, 64, 512), kind, 64) for kind in (Kind.Q4_1, Kind.Q8_0))
+    joined = four.join([eight])
+    assert joined.size_bytes == 64 * 512 // 32 * (20 + 34)
+    assert joined.size_bytes == joined.data[0].nbytes
+
+
 def test_other_types_are_left_to_the_library() -> None:
     assert all(stays_in_blocks(kind) for kind in SCALES)
     assert not any(stays_in_blocks(kind) for kind in (Kind.F16, Kind.Q2_K, Kind.IQ4_XS))
