@@ -44,7 +44,16 @@ from shared.errors import (
     Unavailable,
     UnknownRequest,
 )
-from shared.openai.batch_lines import BatchLine, answered, read_line, refused
+from shared.openai.batch_lines import (
+    CANCELLED,
+    COMPLETED,
+    EXPIRED,
+    FAILED,
+    BatchLine,
+    answered,
+    read_line,
+    refused,
+)
 from shared.openai.call import Call
 
 FIRST_WINDOW = 8  # lines in flight at first
@@ -58,7 +67,6 @@ NOTE_AGE_US = 60_000_000  # and, if nothing else has changed, of its age
 CLOSE_US = 5_000_000  # for the lines in flight of a cancelled or expired batch to end
 GIVEN_UP_S = 3_600  # after its time, a batch whose files find no room has failed
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
-COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"
 AGE = "_age_s"  # the private field with the seconds for which keepers have held it
 _PROMPT = re.compile(rb'"(?:instructions|messages|prompt|input)"\s*:')  # within a text its quotes are escaped
 

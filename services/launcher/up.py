@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import shlex
 import signal
@@ -24,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from services.keeper.webhooks import read_hosts
-from services.launcher import background, console, host_agent, leaf, nats_server, own_folder, session
+from services.launcher import background, console, host_agent, leaf, nats_server, own_folder, serve, session
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
 from services.launcher.console import ServiceLines, print_line
@@ -33,7 +31,6 @@ from services.launcher.heartbeats import HANGS_S, HeartbeatNote, SilenceTimers, 
 from services.launcher.host_agent import HostAgent, Joined, MemoryRule
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.own_folder import OwnFolder
-from services.launcher.serve import KINDS
 from services.launcher.session import RunState
 from services.launcher.supervisor import (
     BACKOFF_FIRST_S,
@@ -51,7 +48,7 @@ from shared.actor.membership import Peers, missing
 from shared.actor.runtime import FORCED
 from shared.client.client import PROBE, Client, probe, request_all
 from shared.clock import SystemClock, end_task
-from shared.config import Settings, WatchedFile
+from shared.config import Settings
 from shared.errors import BadRequest, HeadraceError, SetupError, WireError
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
@@ -72,7 +69,7 @@ _FEW_CORES = 4
 _FIRST_ANSWER_S = 0.5  # from ready to the start of the rest: a first request gets all cores
 _TEXT = ("tokenizer", "detokenizer")
 _EDGE = ("gateway", "tokenizer")  # drain together: one must not accept requests that the other refuses
-DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
+DRAIN_ORDER = (_EDGE, *((kind,) for kind in serve.KINDS if kind not in _EDGE))
 
 REPORT_EVERY_S = 10.0
 STATUS_S = 0.3
@@ -110,8 +107,7 @@ def up(
             "--leaf and --leaves are of the server that `up` starts, without --nats-url: use one"
         )
     models = served_models(settings, more)
-    if settings.durable and settings.webhooks:  # its keeper starts last
-        WatchedFile("webhooks", settings.webhooks, read_hosts, logging.getLogger(__name__))
+    serve.check(settings)
     if schedulers > 1 and settings.event_log not in ("", "nats"):
         raise SetupError("an event log in a file is for one scheduler: use --event-log nats with several")
     address = settings.http_address  # fail on a taken one before anything starts
@@ -370,7 +366,7 @@ class _Up:
             "executor": s.executors,
             "detokenizer": s.detokenizers,
         }
-        kinds = KINDS if self._joined is None else host_agent.JOINING_KINDS
+        kinds = serve.KINDS if self._joined is None else host_agent.JOINING_KINDS
         specs = service_specs({kind: counts.get(kind, 1) for kind in SHARED if kind in kinds})
         of_model = {kind: counts.get(kind, 1) for kind in kinds if kind not in SHARED}
         for name, model in self._models.items():
@@ -379,7 +375,7 @@ class _Up:
             if self._joined is not None:
                 own["HEADRACE_MODEL_DIGEST"] = s.model_digest or self._joined.digests[name]
             specs += service_specs(of_model, suffix, own)
-        specs.sort(key=lambda spec: KINDS.index(spec.kind))
+        specs.sort(key=lambda spec: serve.KINDS.index(spec.kind))
         device, ranks = s.device_and_ranks
         if device != "cpu" and s.backend != "sim":
             specs = host_agent.placed(specs, ranks, host_agent.seen(os.environ))

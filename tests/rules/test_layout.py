@@ -6,6 +6,7 @@ be deleted, and of a service only `core` and `actor` import those.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from support.source_tree import PRODUCT, ROOT, circles, imported, named, product
+from support.source_tree import PRODUCT, ROOT, Source, circles, imported, named, product
+from support.without_folder import DELETABLE, module_of, names
 
 MOST_LINES, LEAST_LINES, MOST_FILES = 850, 30, 20
 SMALL = 100
@@ -193,6 +195,27 @@ def test_what_hangs_off_the_path_is_imported_by_core_and_actor_alone() -> None:
         if any(to.startswith(HANGING) for to in imported()[name]) and Path(name).stem not in ("core", "actor")
     }
     assert knows == KNOWS_HANGING
+
+
+@pytest.mark.parametrize("path", DELETABLE)
+def test_a_deletable_folder_is_named_by_its_table_alone(path: str) -> None:
+    outside = [s for s in product() if s.name.split("/")[0] in PRODUCT and not s.name.startswith(path)]
+    assert {s.name for s in outside if any(to.startswith(path) for to in imported()[s.name])} == set()
+    assert {s.name for s in outside if _mentions(s, path)} == {DELETABLE[path]}
+    lines = (ROOT / DELETABLE[path]).read_text().splitlines()
+    assert sum(names(line, path) for line in lines) == 1
+
+
+def _mentions(source: Source, path: str) -> bool:
+    """Whether a file names a module of `path` in a string that is no docstring."""
+    module = module_of(path)
+    return any(
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and " " not in node.value
+        and f"{node.value.replace(':', '.')}.".startswith(f"{module}.")
+        for node in source.nodes
+    )
 
 
 def _part(service: str, name: str) -> str:

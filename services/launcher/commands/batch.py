@@ -16,8 +16,6 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import IO, Any
 
-from services.keeper.batch_core import CANCELLED, COMPLETED, EXPIRED, FAILED
-from services.keeper.verbs import MAX_FILE_BYTES
 from services.launcher.console import StatusLine
 from services.launcher.session import Target, connected
 from shared.client.chunks import CHUNK_BYTES
@@ -28,7 +26,7 @@ from shared.errors import SetupError, Unavailable, UnknownRequest
 from shared.nats import subjects
 from shared.nats.interface import RequestTimeout
 from shared.nats.object_store import UnknownFile
-from shared.openai.batch_lines import read_line
+from shared.openai.batch_lines import CANCELLED, COMPLETED, EXPIRED, FAILED, MAX_FILE_BYTES, read_line
 
 Body = dict[str, Any]
 
