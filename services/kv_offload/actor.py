@@ -10,12 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.kv_offload.backends import arena as arenas
 from services.kv_offload.backends.arena import SHM, Arena, NoRoom, Opened, Plan
-from services.kv_offload.backends.interface import Remote
+from services.kv_offload.backends.interface import Remote, connector
 from services.kv_offload.core import KvCore
 from services.kv_offload.events import (
     Abandon,
@@ -35,10 +34,8 @@ from services.kv_offload.events import (
     Ticked,
 )
 from services.kv_offload.l2.worker import L2Job, L2Pool
-from services.kv_offload.peers import nixl
 from services.kv_offload.peers.book import Book
-from services.kv_offload.peers.nixl import NixlWire
-from services.kv_offload.peers.wire import PeerThreads, Wire
+from services.kv_offload.peers.wire import OpenWire, PeerThreads, wire
 from services.kv_offload.state import Counters, ReadLease, State, WriteLease
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import ONLY_TIER, PEER_READS, Peer
@@ -54,7 +51,6 @@ OURS = "headrace.kv_offload"
 AGAIN_US = 30_000_000  # until the arena is tried again for which there was no room
 
 Connect = Callable[[], Remote]
-OpenWire = Callable[[Path], Wire]
 
 
 class KvOffloadActor(Actor):
@@ -287,14 +283,11 @@ def copy_in(arena: Arena, values: Sequence[memoryview], command: Fill) -> None:
 def build(settings: Settings) -> KvOffloadActor:
     """kv_offload with the tiers of the settings. Raises SetupError."""
     plan = arenas.plan(settings.l1, settings.fleet, settings.host_id)
-    open_wire = NixlWire if nixl.installed() else None
     if not settings.l2:
-        return KvOffloadActor(plan, open_wire=open_wire)
+        return KvOffloadActor(plan, open_wire=wire())
     if not plan.bytes:
         log.warning("l2 is not used: values pass through L1, which is off")
-    from services.kv_offload.backends.lmcache import connector
-
-    return KvOffloadActor(plan, connector(settings.l2), _without_password(settings.l2), open_wire)
+    return KvOffloadActor(plan, connector(settings.l2), _without_password(settings.l2), wire())
 
 
 def _without_password(url: str) -> str:

@@ -27,6 +27,9 @@ DELETABLE = {
     "services/gateway/": "services/launcher/serve.py",
     "services/keeper/": "services/launcher/serve.py",
     "services/kv_offload/": "services/launcher/serve.py",
+    "services/kv_offload/peers/nixl.py": "services/kv_offload/peers/wire.py",
+    "services/kv_offload/backends/folder.py": "services/kv_offload/backends/interface.py",
+    "services/kv_offload/backends/lmcache.py": "services/kv_offload/backends/interface.py",
 }
 
 PIPELINE = ("scheduler", "detokenizer", "executor", "tokenizer")
