@@ -404,6 +404,31 @@ def fields_of(data: bytes) -> Body:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+async def served_models(client: Client) -> Body:
+    """OpenAI's list of models."""
+    return await client.request(subjects.models(client.tenant))
+
+
+async def served_model(client: Client, name: str) -> Body:
+    """A model in OpenAI's form. Raises UnknownModel."""
+    served = {entry["id"]: entry for entry in (await served_models(client))["data"]}
+    if name not in served:
+        raise unknown_model(name, [*served])
+    return dict(served[name])
+
+
+async def roots_of(client: Client) -> list[str]:
+    """The served models, each under its own name; a tokenizer of an older version sends no `root`."""
+    entries = (await served_models(client))["data"]
+    return sorted({entry.get("root", entry["id"]) for entry in entries})
+
+
+def unknown_model(model: str, served: list[str]) -> UnknownModel:
+    """The error for a model that is not served."""
+    there = ", ".join(served)
+    return UnknownModel(f"no service serves model {model!r:.80}; there is {there:.200}", param="model")
+
+
 def model_of(fields: Body, served: list[str]) -> str:
     """The model of a request; without one, the only model of `served`. Raises BadRequest."""
     model = fields.get("model")
