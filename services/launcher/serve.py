@@ -68,7 +68,7 @@ def builder(kind: str) -> Callable[[Settings], Actor]:
     return build
 
 
-def check(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
     """Raise SetupError for settings that a service refuses at its start, if its package has a `check`."""
     for target in BUILDERS.values():
         package = importlib.import_module(target.rpartition(".")[0])

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from services.launcher import background, console, host_agent, leaf, nats_server, own_folder, serve, session
+from services.launcher import background, console, host_agent, leaf, nats_server, own_folder, session
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
 from services.launcher.console import ServiceLines, print_line
@@ -31,6 +31,7 @@ from services.launcher.heartbeats import HANGS_S, HeartbeatNote, SilenceTimers, 
 from services.launcher.host_agent import HostAgent, Joined, MemoryRule
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.own_folder import OwnFolder
+from services.launcher.serve import KINDS, check_settings
 from services.launcher.session import RunState
 from services.launcher.supervisor import (
     BACKOFF_FIRST_S,
@@ -69,7 +70,7 @@ _FEW_CORES = 4
 _FIRST_ANSWER_S = 0.5  # from ready to the start of the rest: a first request gets all cores
 _TEXT = ("tokenizer", "detokenizer")
 _EDGE = ("gateway", "tokenizer")  # drain together: one must not accept requests that the other refuses
-DRAIN_ORDER = (_EDGE, *((kind,) for kind in serve.KINDS if kind not in _EDGE))
+DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 
 REPORT_EVERY_S = 10.0
 STATUS_S = 0.3
@@ -107,7 +108,7 @@ def up(
             "--leaf and --leaves are of the server that `up` starts, without --nats-url: use one"
         )
     models = served_models(settings, more)
-    serve.check(settings)
+    check_settings(settings)
     if schedulers > 1 and settings.event_log not in ("", "nats"):
         raise SetupError("an event log in a file is for one scheduler: use --event-log nats with several")
     address = settings.http_address  # fail on a taken one before anything starts
@@ -366,7 +367,7 @@ class _Up:
             "executor": s.executors,
             "detokenizer": s.detokenizers,
         }
-        kinds = serve.KINDS if self._joined is None else host_agent.JOINING_KINDS
+        kinds = KINDS if self._joined is None else host_agent.JOINING_KINDS
         specs = service_specs({kind: counts.get(kind, 1) for kind in SHARED if kind in kinds})
         of_model = {kind: counts.get(kind, 1) for kind in kinds if kind not in SHARED}
         for name, model in self._models.items():
@@ -375,7 +376,7 @@ class _Up:
             if self._joined is not None:
                 own["HEADRACE_MODEL_DIGEST"] = s.model_digest or self._joined.digests[name]
             specs += service_specs(of_model, suffix, own)
-        specs.sort(key=lambda spec: serve.KINDS.index(spec.kind))
+        specs.sort(key=lambda spec: KINDS.index(spec.kind))
         device, ranks = s.device_and_ranks
         if device != "cpu" and s.backend != "sim":
             specs = host_agent.placed(specs, ranks, host_agent.seen(os.environ))
