@@ -17,10 +17,19 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from services.executor.device_thread import DeviceThread, Reset, Switch, checked_slot
-from services.executor.engine import Alarm, Backend, BackendInfo, GrammarNews, open_error, plan_error
+from services.executor.engine import (
+    Alarm,
+    Backend,
+    BackendInfo,
+    GrammarNews,
+    engine_of,
+    open_error,
+    plan_error,
+)
 from services.executor.kv_transfer.worker import ArenaTransfers, CopyWorker, on_loop
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
@@ -57,6 +66,8 @@ THREADS_A_CORE = 4  # at most: more are a mistake, and 1,000 of them need minute
 STUCK_US = 120_000_000  # far above any step: the device call never returns, so the process must be replaced
 MAX_FAILED_STEPS = 3  # one may be a request's fault, three in a row are the engine's
 SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
+OF_MODELS = ("services.executor.encoder.engine:of_model",)  # what builds the engine of a model; None: another
+GROUPS = ("services.executor.group.driver:build_group",)  # what runs several ranks
 OURS = "headrace.executor"
 _US = 1e6
 
@@ -455,18 +466,15 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
     device, ranks = settings.device_and_ranks
     try:
         from services.executor.checkpoint.loader import TorchOptions, best_dtype, check_digest, device_of
-        from services.executor.encoder.model import is_encoder
 
-        build: Callable[[TorchOptions], Backend]
         if not (on_gpu := device_of(device).type == "cuda"):
             _check_threads(settings.threads)
         files = resolve(settings.model, settings.cache_dir)
-        if encodes := is_encoder(files.path):
-            from services.executor.encoder.engine import build
-        elif on_gpu:
-            from services.executor.cuda.engine import build
-        else:
-            from services.executor.cpu.engine import build
+        of_model = [*filter(None, (resolve_name(name)(files.path) for name in OF_MODELS))]
+        encodes = bool(of_model)
+        build: Callable[[TorchOptions], Backend] = (
+            of_model[0] if encodes else engine_of("cuda" if on_gpu else "cpu")
+        )
     except ModuleNotFoundError as error:
         raise SetupError(
             f"the torch engine needs {error.name}: pip install 'headrace[executor]', "
@@ -514,9 +522,10 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         check_digest(options, wanted)
     if ranks == 1:
         return build(options)
-    from services.executor.group.driver import build_group
-
-    return build_group(options, ranks, alarm.ring, settings.to_env())
+    for name in GROUPS:
+        group: Backend = resolve_name(name)(options, ranks, alarm.ring, settings.to_env())
+        return group
+    raise SetupError(f"no engine here runs {ranks} ranks: give `device` one GPU")
 
 
 def _check_threads(asked: int) -> None:

@@ -28,12 +28,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import NO_TEXT, HeadraceError
+from shared.errors import NO_TEXT, HeadraceError, SetupError
 from shared.kv_blocks import blocks_for
 from shared.messages import (
     Floats,
@@ -53,6 +54,11 @@ if TYPE_CHECKING:
     from torch.cuda import Event
 
 
+# By the type of device: each `build` takes TorchOptions, and the ranks of a group.
+ENGINES = {
+    "cpu": "services.executor.cpu.engine:build",
+    "cuda": "services.executor.cuda.engine:build",
+}
 LAST_TOKEN = "lasttoken"  # its name in sentence-transformers
 WARM_ROWS = 64  # matrix products are compiled up to here: in larger steps a compilation does not show
 MAX_SEGMENTS = 32  # about four layers
@@ -155,6 +161,14 @@ class StepOutput:
     row_errors: tuple[tuple[int, str], ...] = ()
     segments: tuple[Segment, ...] = ()  # of a split step
     vectors: tuple[tuple[int, bytes], ...] = ()
+
+
+def engine_of(device: str) -> Callable[..., Any]:
+    """The function that builds the engine of this type of device. Raises SetupError."""
+    if device not in ENGINES:
+        raise SetupError(f"there is no engine for {device}: set `device` to one of {', '.join(ENGINES)}")
+    build: Callable[..., Any] = resolve_name(ENGINES[device])
+    return build
 
 
 class EngineGone(HeadraceError):

@@ -7,8 +7,9 @@ nothing and harms nothing: block numbers are the scheduler's, without memory her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from services.executor.checkpoint.config import pooling_of
 from services.executor.checkpoint.loader import TorchOptions, device_of, sampled_digest, vocab_digests
 from services.executor.checkpoint.stored import check_unchanged, states_of
 from services.executor.checkpoint.weights import stored_hf
-from services.executor.encoder.model import Encoder
+from services.executor.encoder.model import Encoder, is_encoder
 from services.executor.engine import (
     WARM_ROWS,
     Arena,
@@ -56,6 +57,11 @@ class NoCopier:
 
     def finish(self) -> int:
         return 0
+
+
+def of_model(folder: Path) -> Callable[[TorchOptions], EncoderBackend] | None:
+    """What builds the engine of an encoder; None for any other model."""
+    return build if is_encoder(folder) else None
 
 
 def build(options: TorchOptions) -> EncoderBackend:

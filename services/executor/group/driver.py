@@ -43,6 +43,7 @@ from services.executor.engine import (
     ReportGrammar,
     StepOutput,
     YieldDevice,
+    engine_of,
     ignore_grammar_news,
     no_yield,
 )
@@ -193,13 +194,7 @@ def build_group(
 
 def rank_builder(device: str) -> BuildRank:
     """The function that builds a rank's engine on a device of this type."""
-    if device == "cuda":
-        from services.executor.cuda.engine import build as build_cuda
-
-        return build_cuda
-    from services.executor.cpu.engine import build
-
-    return build
+    return engine_of(device)
 
 
 class GroupBackend:
