@@ -31,6 +31,13 @@ DELETABLE = {
     "services/executor/encoder/": "services/executor/actor.py",
     "services/executor/group/": "services/executor/actor.py",
     "services/scheduler/reports/event_log.py": "services/scheduler/actor.py",
+    "services/launcher/commands/batch.py": "services/launcher/cli.py",
+    "services/launcher/commands/chat.py": "services/launcher/cli.py",
+    "services/launcher/commands/doctor.py": "services/launcher/cli.py",
+    "services/launcher/commands/kv.py": "services/launcher/cli.py",
+    "services/launcher/commands/model.py": "services/launcher/cli.py",
+    "services/launcher/commands/submit.py": "services/launcher/cli.py",
+    "services/launcher/commands/trace.py": "services/launcher/cli.py",
     "shared/telemetry/otel_sdk.py": "shared/telemetry/export.py",
     "kernels/attention/hopper.py": "kernels/attention/prefill.py",
     "services/gateway/dialects/anthropic.py": "services/gateway/app.py",
@@ -42,6 +49,8 @@ DELETABLE = {
     "services/kv_offload/backends/folder.py": "services/kv_offload/backends/interface.py",
     "services/kv_offload/backends/lmcache.py": "services/kv_offload/backends/interface.py",
 }
+
+LINES = {"services/launcher/commands/chat.py": 2, "services/launcher/commands/submit.py": 4}  # one a command
 
 PIPELINE = ("scheduler", "detokenizer", "executor", "tokenizer")
 BYTECODE = f".{sys.implementation.cache_tag}.pyc"
