@@ -13,7 +13,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from services.detokenizer.checkpoints import GROWN, TURN_S, is_due
+from services.detokenizer.durable.checkpoints import GROWN, TURN_S, is_due
 from shared.checkpoints import body_hash, pack
 from shared.messages import Tokenized, ints
 

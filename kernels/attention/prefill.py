@@ -229,7 +229,9 @@ class PrefillTuning:
 
 
 # By the release of Triton for which it is written: another one may not have what it imports.
-GLUON = {"3.6": "kernels.attention.hopper:attend"}
+GLUON = {
+    "3.6": "kernels.attention.hopper:attend",
+}
 _resolved = cache(resolve_name)
 
 

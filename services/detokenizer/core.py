@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from services.detokenizer.attach import Attachments
 from services.detokenizer.backups import Backups
-from services.detokenizer.checkpoints import Checkpoints
 from services.detokenizer.failover import Failover
 from services.detokenizer.reconnect import Reconnect
 from services.detokenizer.response import (
@@ -55,12 +53,10 @@ class DetokenizerCore:
     """The open requests of one shard and their text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._table = OpenRequests(vocabulary)
+        self.table = self._table = OpenRequests(vocabulary)
         self.reconnect = Reconnect()
         self.failover = Failover(self._table, self._fail, self._forget)
         self.backups = Backups()
-        self.attachments = Attachments(self._table, self.reconnect)
-        self.checkpoints = Checkpoints(self._table)
         self.frames = 0
         self.tokens = 0
         self._torn: set[str] = set()  # schedulers with requests that missed messages at the last heartbeat
@@ -105,12 +101,6 @@ class DetokenizerCore:
                 commands.append(self._publish(request, delta))
         return commands
 
-    def attach(self, tenant: str, request: str, inbox: str, body: bytes, *, full: bool) -> list[Command]:
-        """A reader asks for the rest of a request's text; `full`: too much waits to leave this process."""
-        commands = self.attachments.attach(tenant, request, inbox, body, full=full)
-        self.frames += len(commands)
-        return commands
-
     def client_gone(self, number: int) -> list[Command]:
         """The client of request `number` has gone. Its text is still built: the scheduler decides whether the
         request continues."""
@@ -128,9 +118,10 @@ class DetokenizerCore:
         return [detached(key, request)]
 
     def broker_lost(self) -> None:
-        """The connection is cut."""
+        """The connection is cut: what was sent to the readers of plain requests may be lost, too."""
         self.reconnect.broker_lost()
-        self.attachments.forget()
+        for request in [*self._table.readers.values()]:
+            self._table.read_by(request, None)
 
     @property
     def streams(self) -> list[ResponseText]:

@@ -66,8 +66,12 @@ THREADS_A_CORE = 4  # at most: more are a mistake, and 1,000 of them need minute
 STUCK_US = 120_000_000  # far above any step: the device call never returns, so the process must be replaced
 MAX_FAILED_STEPS = 3  # one may be a request's fault, three in a row are the engine's
 SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
-OF_MODELS = ("services.executor.encoder.engine:of_model",)  # what builds the engine of a model; None: another
-GROUPS = ("services.executor.group.driver:build_group",)  # what runs several ranks
+OF_MODELS = {  # what builds the engine of a model; None: another engine is for it
+    "encoder": "services.executor.encoder.engine:of_model",
+}
+GROUPS = {  # what runs several ranks
+    "ranks": "services.executor.group.driver:build_group",
+}
 OURS = "headrace.executor"
 _US = 1e6
 
@@ -470,7 +474,7 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         if not (on_gpu := device_of(device).type == "cuda"):
             _check_threads(settings.threads)
         files = resolve(settings.model, settings.cache_dir)
-        of_model = [*filter(None, (resolve_name(name)(files.path) for name in OF_MODELS))]
+        of_model = [*filter(None, (resolve_name(name)(files.path) for name in OF_MODELS.values()))]
         encodes = bool(of_model)
         build: Callable[[TorchOptions], Backend] = (
             of_model[0] if encodes else engine_of("cuda" if on_gpu else "cpu")
@@ -522,7 +526,7 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         check_digest(options, wanted)
     if ranks == 1:
         return build(options)
-    for name in GROUPS:
+    for name in GROUPS.values():
         group: Backend = resolve_name(name)(options, ranks, alarm.ring, settings.to_env())
         return group
     raise SetupError(f"no engine here runs {ranks} ranks: give `device` one GPU")

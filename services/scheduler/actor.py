@@ -53,7 +53,9 @@ from shared.vocab.files import served_names
 
 log = logging.getLogger("headrace.scheduler")
 
-RECORDERS = ("services.scheduler.reports.event_log:attach",)  # of the setting `event_log`
+RECORDERS = {  # of the setting `event_log`
+    "event_log": "services.scheduler.reports.event_log:attach",
+}
 TICK_US = 10_000
 MOVE_SHARE = 10  # sequences of a draining executor run there for 1 / 10 of drain_timeout_s, then they move
 SLOW_TICK_US = 50_000  # while nothing waits: a tick takes 0.3 ms of a core that an engine on CPUs could use
@@ -89,7 +91,7 @@ class SchedulerActor(Actor):
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._core.state.next_seq = mailbox.epoch % 2**30 + 1  # numbers are not used again after a restart
-        for recorder in RECORDERS if self._event_log else ():
+        for recorder in RECORDERS.values() if self._event_log else ():
             self._recorder = await resolve_name(recorder)(self._core, mailbox, self._event_log, self._model)
         self._set_quotas()
         await mailbox.bus.subscribe(subjects.CANCEL_ALL, mailbox.guarded(self._on_cancel))

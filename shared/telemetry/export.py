@@ -11,8 +11,9 @@ from shared.telemetry import otel
 from shared.telemetry.readings import Metrics
 from shared.telemetry.traces import SpanRecord
 
-# By the protocol of OTLP.
-EXPORTERS = dict.fromkeys((otel.HTTP, otel.GRPC), "shared.telemetry.otel_sdk:build")
+EXPORTERS = {  # by their protocols
+    (otel.HTTP, otel.GRPC): "shared.telemetry.otel_sdk:build",
+}
 
 
 class Tracer(Protocol):
@@ -59,12 +60,13 @@ def _made(signal: str, kind: str, actor: str) -> Any:
     if not otel.is_on(os.environ, signal):
         return None
     protocol = otel.protocol_of(os.environ, signal)
-    if protocol not in EXPORTERS:
-        known = " or ".join(EXPORTERS)
+    exporter = next((build for protocols, build in EXPORTERS.items() if protocol in protocols), "")
+    if not exporter:
+        known = " or ".join(name for protocols in EXPORTERS for name in protocols)
         otel.log.warning("%s: off, unknown %s=%s: use %s", signal, otel.PROTOCOLS[1], protocol, known)
         return None
     try:
-        return resolve_name(EXPORTERS[protocol])(signal, kind, actor, protocol)
+        return resolve_name(exporter)(signal, kind, actor, protocol)
     except ImportError as error:
         mend = f"pip install {otel.GRPC_PACKAGE}, or set {otel.PROTOCOLS[1]}={otel.HTTP}"
         otel.log.warning("%s: off, the protocol %s needs a package (%s): %s", signal, protocol, error, mend)

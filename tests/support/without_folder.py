@@ -30,6 +30,7 @@ DELETABLE = {
     "services/executor/cuda/": "services/executor/engine.py",
     "services/executor/encoder/": "services/executor/actor.py",
     "services/executor/group/": "services/executor/actor.py",
+    "services/detokenizer/durable/": "services/detokenizer/actor.py",
     "services/scheduler/reports/event_log.py": "services/scheduler/actor.py",
     "services/launcher/commands/batch.py": "services/launcher/cli.py",
     "services/launcher/commands/chat.py": "services/launcher/cli.py",

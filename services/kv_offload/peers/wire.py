@@ -27,7 +27,9 @@ log = logging.getLogger("headrace.kv_offload")
 
 WRONG = -1
 # A module's `build` returns what opens its transport for the file of an arena, None if it is not installed.
-WIRES = ("services.kv_offload.peers.nixl:build",)
+WIRES = {
+    "nixl": "services.kv_offload.peers.nixl:build",
+}
 
 
 class Wire(Protocol):
@@ -51,7 +53,7 @@ OpenWire = Callable[[Path], Wire]
 
 def wire() -> OpenWire | None:
     """Opens the first transport that is installed here; None without one."""
-    return next((opens for name in WIRES if (opens := resolve_name(name)()) is not None), None)
+    return next((opens for name in WIRES.values() if (opens := resolve_name(name)()) is not None), None)
 
 
 Ended = tuple[PeerReadEnded | PeerSummed, list[memoryview]]
