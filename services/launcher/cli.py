@@ -241,10 +241,6 @@ def _replay(given: argparse.Namespace) -> int:
     return int(command.replay(given.log, last_only=given.last, as_json=given.json))
 
 
-def _check_health(given: argparse.Namespace) -> int:
-    return _health(given.kind)
-
-
 def _health(kind: str) -> int:
     from services.launcher.heartbeats import health
 
@@ -300,8 +296,9 @@ def _versions() -> str:
 
 
 _OWN: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "up": _up, "stop": _stop, "replay": _replay, "health": _check_health, "config": _config,
-    "bench": _load_test, "eval": _load_test, "serve": _serve, "completion": _completion, "version": _version,
+    "up": _up, "stop": _stop, "replay": _replay, "health": lambda given: _health(given.kind),
+    "config": _config, "bench": _load_test, "eval": _load_test, "serve": _serve,
+    "completion": _completion, "version": _version,
 }  # fmt: skip
 
 

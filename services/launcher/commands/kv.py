@@ -157,8 +157,4 @@ def rate(bytes_per_s: float) -> str:
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
-    parser.set_defaults(run=_run)
-
-
-def _run(given: argparse.Namespace) -> None:
-    asyncio.run(kv(*find_fleet(given), as_json=given.json))
+    parser.set_defaults(run=lambda given: asyncio.run(kv(*find_fleet(given), as_json=given.json)))

@@ -615,11 +615,9 @@ def command(parser: argparse.ArgumentParser) -> None:
         help="show every fact of this kind, id or start of an id",
     )
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
-    parser.set_defaults(run=_on_status)
-
-
-def _on_status(given: argparse.Namespace) -> None:
-    asyncio.run(status(*find_fleet(given), given.service, as_json=given.json))
+    parser.set_defaults(
+        run=lambda given: asyncio.run(status(*find_fleet(given), given.service, as_json=given.json))
+    )
 
 
 def top_command(parser: argparse.ArgumentParser) -> None:
@@ -628,18 +626,10 @@ def top_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count", type=int, default=0, metavar="N", help="number of updates; default: until q or Ctrl-C"
     )
-    parser.set_defaults(run=_on_top)
-
-
-def _on_top(given: argparse.Namespace) -> None:
-    asyncio.run(top(*find_fleet(given), given.interval, given.count))
+    parser.set_defaults(run=lambda given: asyncio.run(top(*find_fleet(given), given.interval, given.count)))
 
 
 def usage_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.set_defaults(run=_on_usage)
-
-
-def _on_usage(given: argparse.Namespace) -> None:
-    asyncio.run(usage(*find_fleet(given), as_json=given.json))
+    parser.set_defaults(run=lambda given: asyncio.run(usage(*find_fleet(given), as_json=given.json)))

@@ -211,11 +211,7 @@ def _on_result(given: argparse.Namespace) -> int:
 def attach_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
     parser.add_argument("id", type=_request_id, help="of a durable request, or of any that runs")
-    parser.set_defaults(run=_on_attach)
-
-
-def _on_attach(given: argparse.Namespace) -> None:
-    asyncio.run(attach(find_target(load(given)), given.id))
+    parser.set_defaults(run=lambda given: asyncio.run(attach(find_target(load(given)), given.id)))
 
 
 def request_command(parser: argparse.ArgumentParser) -> None:
