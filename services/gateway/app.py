@@ -36,7 +36,6 @@ from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
 from services.gateway.exchange import answer, exchange_of
 from services.gateway.openai_response import BODY_SEND, EMBEDDINGS, OPENAI, Api, Body, Chunks, EventStream
 from services.gateway.openapi import Part, document
-from services.gateway.page import Fleet, Page
 from services.gateway.visitors import Visitors
 from shared.client.client import Client
 from shared.clock import Clock, SystemClock
@@ -77,6 +76,7 @@ PARTS = (
     "services.gateway.dialects.anthropic:build",
     "services.gateway.dialects.ollama:build",
     "services.gateway.batches:build",
+    "services.gateway.page:build",
 )
 VERSION = _version()
 _PARTS: list[Part] = [resolve_name(name)() for name in PARTS]
@@ -104,7 +104,6 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = (), visitors: Visit
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/openapi.json", endpoints.openapi, methods=["GET"]),
-        *endpoints.page.routes(),
     ]
     handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
     cors = Middleware(
@@ -125,8 +124,7 @@ class Endpoints:
     connections: native_call.TenantConnections
     keys: Keys
     health: native_call.Health
-    fleet: Fleet
-    page: Page
+    fleet: native_call.Fleet
     timeout_s: float
     ping_s: float = 10.0
     model_of: Callable[[str, str, str], str] = lambda name, tenant, request: name  # the model of an alias
@@ -135,6 +133,7 @@ class Endpoints:
     access_log: exchanges.AccessLog | None = None
     counters: exchanges.ExchangeCounters = field(default_factory=exchanges.ExchangeCounters)
     clock: Clock = field(default_factory=SystemClock)
+    observers: list[Any] = field(default_factory=list)  # of parts: `begin` and `end` of each exchange
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
@@ -356,7 +355,8 @@ class ExchangeMiddleware:
             await send(message)
 
         endpoints.counters.begin()
-        endpoints.page.begin(exchange)
+        for observer in endpoints.observers:
+            observer.begin(exchange)
         app = self._app
         if self._visitors is not None:
             exchange.error = self._visitors.refusal(scope["method"], Headers(scope=scope))
@@ -390,7 +390,8 @@ class ExchangeMiddleware:
         endpoints = self._endpoints
         exchange.ended_us = max(endpoints.clock.wall_us(), exchange.started_us)
         endpoints.counters.end(exchange)
-        endpoints.page.end(exchange)
+        for observer in endpoints.observers:
+            observer.end(exchange)
         if endpoints.access_log is not None:
             endpoints.access_log.write(exchanges.access_line(exchange), exchange.body)
         if isinstance(exchange.error, Unavailable):

@@ -46,6 +46,7 @@ DELETABLE = {
     "services/gateway/dialects/ollama.py": "services/gateway/app.py",
     "services/gateway/dialects/responses.py": "services/gateway/app.py",
     "services/gateway/batches.py": "services/gateway/app.py",
+    "services/gateway/page.py": "services/gateway/app.py",
     "services/kv_offload/peers/nixl.py": "services/kv_offload/peers/wire.py",
     "services/kv_offload/backends/folder.py": "services/kv_offload/backends/interface.py",
     "services/kv_offload/backends/lmcache.py": "services/kv_offload/backends/interface.py",
