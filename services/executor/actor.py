@@ -29,6 +29,7 @@ from services.executor.engine import (
     engine_of,
     open_error,
     plan_error,
+    timing_of,
 )
 from services.executor.kv_transfer.worker import ArenaTransfers, CopyWorker, on_loop
 from services.executor.sampling.logits_processors import load_processors
@@ -545,16 +546,15 @@ def _timed_threads(settings: Settings, path: Path, dtype: str) -> int:
     """The threads to begin with on a CPU; 0: not timed. Logs the times, and where another dtype would be
     faster than the f32 or bf16 that a rule chose."""
     from services.executor.checkpoint.loader import PACKED
-    from services.executor.cpu.autotune import timing_for
 
     by_rule = settings.dtype.partition("/")[0] == "auto"
-    timing = timing_for(settings, path, dtype, ("f32", "bf16") if by_rule and dtype not in PACKED else ())
+    timing = timing_of(settings, path, dtype, ("f32", "bf16") if by_rule and dtype not in PACKED else ())
     if timing is None:
         return 0
     log.info("%s", timing)
     if found := timing.faster():
         log.info("products in %s take %.2f of the time: --dtype %s", found[0], found[1], found[0])
-    return timing.threads
+    return int(timing.threads)
 
 
 def _needs_no_l1(settings: Settings) -> bool:

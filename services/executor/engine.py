@@ -48,6 +48,9 @@ ENGINES = {
     "cpu": "services.executor.cpu.engine:build",
     "cuda": "services.executor.cuda.engine:build",
 }
+TIMINGS = {  # of products on a CPU, which choose the first number of threads
+    "products": "services.executor.cpu.autotune:timing_for",
+}
 LAST_TOKEN = "lasttoken"  # its name in sentence-transformers
 WARM_ROWS = 64  # matrix products are compiled up to here: in larger steps a compilation does not show
 MAX_SEGMENTS = 32  # about four layers
@@ -158,6 +161,11 @@ def engine_of(device: str) -> Callable[..., Any]:
         raise SetupError(f"there is no engine for {device}: set `device` to one of {', '.join(ENGINES)}")
     build: Callable[..., Any] = resolve_name(ENGINES[device])
     return build
+
+
+def timing_of(*model: Any, **how: Any) -> Any:
+    """The timing of a model's products here, see services.executor.cpu.autotune; None: not timed."""
+    return next((resolve_name(name)(*model, **how) for name in TIMINGS.values()), None)
 
 
 class EngineGone(HeadraceError):

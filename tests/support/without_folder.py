@@ -29,6 +29,7 @@ DELETABLE = {
     "services/keeper/": "services/launcher/serve.py",
     "services/kv_offload/": "services/launcher/serve.py",
     "services/executor/cuda/": "services/executor/engine.py",
+    "services/executor/cpu/autotune.py": "services/executor/engine.py",
     "services/executor/encoder/": "services/executor/actor.py",
     "services/executor/group/": "services/executor/actor.py",
     "services/detokenizer/durable/": "services/detokenizer/actor.py",

@@ -146,7 +146,7 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
     os.environ.update(environment("executor", os.environ))
     from services.executor.checkpoint.loader import best_dtype
     from services.executor.checkpoint.quantised import stored_in
-    from services.executor.cpu.autotune import timing_for
+    from services.executor.engine import timing_of
 
     device, ranks = settings.device_and_ranks
     try:
@@ -158,7 +158,7 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
                 yield Finding("fail", "a GPU cannot keep the model's weights in 4 bits", mend)
                 return
             yield Finding("ok", f"dtype {dtype}: {why}")
-        timing = timing_for(settings, path, dtype, ("f32", "bf16"), again=True)
+        timing = timing_of(settings, path, dtype, ("f32", "bf16"), again=True)
     except SetupError:
         return  # `_model` reports it
     if timing is None:
