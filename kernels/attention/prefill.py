@@ -15,6 +15,8 @@ order: the same plan gives the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from pkgutil import resolve_name
 
 import torch
 import triton
@@ -226,11 +228,21 @@ class PrefillTuning:
     tma: bool = False
 
 
+# By the release of Triton for which it is written: another one may not have what it imports.
+GLUON = {
+    "3.6": "kernels.attention.hopper:attend",
+}
+_resolved = cache(resolve_name)
+
+
+def _release() -> str:
+    return ".".join(triton.__version__.split(".")[:2])
+
+
 def takes_tma(head_dim: int, block_tokens: int) -> bool:
     """Whether kernels.attention.hopper takes heads and blocks of these sizes, and this release of Triton
     compiles it: Gluon is experimental, and names in it change."""
-    written_for = triton.__version__.split(".")[:2] == ["3", "6"]
-    return written_for and head_dim in (64, 128) and block_tokens in (8, 16, 32, 64, 128)
+    return _release() in GLUON and head_dim in (64, 128) and block_tokens in (8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +307,8 @@ def attend_prefill(
         parts = (split.part, split.parts, split.room.partial, split.room.sums)
     columns = (tiles.tables, tiles.slots, tiles.rows, tiles.starts, tiles.counts)
     if tuning.tma:
-        from kernels.attention import hopper  # another release of Triton may not have what this imports
-
-        hopper.attend(query, kv, layer, columns, parts, out, tuning.tile_tokens, tuning.stages)
+        attend = _resolved(GLUON[_release()])
+        attend(query, kv, layer, columns, parts, out, tuning.tile_tokens, tuning.stages)
     else:
         _attend[(kv_heads, len(tiles.counts))](
             query, kv, *columns, *parts, out,

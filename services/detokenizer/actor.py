@@ -17,9 +17,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
+from typing import Any
 
 from services.detokenizer import failover
-from services.detokenizer.checkpoint_store import CheckpointStore
 from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.reconnect import TURN_S
 from services.detokenizer.response import Command, Fault, Finished, Publish, ResponseText, SendTo
@@ -47,6 +48,9 @@ MAX_POLLS = 100  # then the broker accepts nothing, which other parts detect
 WATCHED = ("scheduler", "detokenizer")  # kinds that hold the state of a request
 CLAIMS_EVERY_S = 0.1  # the others receive answered requests within this time
 MAX_QUESTION_BYTES = 1_048_576  # answered on the event loop within about 50 ms
+PARTS = {  # further requests, a look after each turn by `watch`, metrics
+    "durable": "services.detokenizer.durable.shell:DurableShell",
+}
 ABSENT_TURNS = 3  # as many as the missed heartbeats of a dead service: the client may be reconnecting
 SIBLING = "headrace-probe"
 # The inboxes of client libraries.
@@ -80,10 +84,11 @@ class DetokenizerActor(Actor):
         self._mailbox = mailbox
         self._endings = Completions(mailbox, lambda: self._run([]))
         self._client_events = ClientEvents(mailbox, self._core, self._run)
-        self._store = CheckpointStore(mailbox, self._core, self._after_loss, self._backlog_limit_bytes)
+        given = mailbox, self._core, self._run, self._after_loss, self._backlog_limit_bytes
+        self._parts: list[Any] = [resolve_name(part)(*given) for part in PARTS.values()]
         await self._client_events.listen()  # from here on it may be asked for its status
-        await mailbox.bus.subscribe(subjects.ATTACH_ALL, mailbox.guarded(self._on_attach))
-        await self._store.listen(self._model, self._names)
+        for part in self._parts:
+            await part.listen(self._model, self._names)
         for name in self._names:
             reply = partial(answer, mailbox.bus, name, self._vocabulary)
             await mailbox.bus.subscribe(subjects.detokenize_any_tenant(name), reply, queue="detokenize")
@@ -141,7 +146,7 @@ class DetokenizerActor(Actor):
         return (
             *counted,
             MetricPoint("headrace.detokenizer.backlog", self._mailbox.bus.backlog_bytes, "By"),
-            *self._store.metrics,
+            *(point for part in self._parts for point in part.metrics),
         )
 
     def status(self) -> dict[str, object]:
@@ -154,12 +159,6 @@ class DetokenizerActor(Actor):
             self._send_claims()
 
     # ---- internals ------------------------------------------------------------------------------
-
-    def _on_attach(self, asked: Delivery) -> None:
-        bus, names = self._mailbox.bus, subjects.names_in(asked.subject)
-        if names is not None and access.answerable(bus, asked):
-            full = bus.backlog_bytes > self._backlog_limit_bytes
-            self._run(self._core.attach(*names, asked.reply, asked.data, full=full))
 
     def _lives(self, source: str) -> bool:
         return self._mailbox.peers.get(source) is not None
@@ -216,7 +215,8 @@ class DetokenizerActor(Actor):
                 finished = command
         if finished is not None:
             self._endings.add(finished, None)
-        self._store.watch()
+        for part in self._parts:
+            part.watch()
         if not self._claims_timer and self._core.backups.unsent:
             self._claims_timer = True
             asyncio.get_running_loop().call_later(CLAIMS_EVERY_S, self._send_claims)

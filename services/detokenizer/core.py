@@ -11,39 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from services.detokenizer.attach import Attachments
+from services.detokenizer import response
 from services.detokenizer.backups import Backups
-from services.detokenizer.checkpoints import Checkpoints
 from services.detokenizer.failover import Failover
 from services.detokenizer.reconnect import Reconnect
-from services.detokenizer.response import (
-    Command,
-    Fault,
-    Finished,
-    OpenRequests,
-    Publish,
-    Reader,
-    RequestKey,
-    ResponseText,
-    SendTo,
-    detached,
-)
 from services.detokenizer.text import ScoreReader, TokenGap
+from shared import messages
 from shared.errors import NO_VECTOR, Cancelled, HeadraceError, Unavailable, from_code
-from shared.messages import (
-    Accepted,
-    Claims,
-    Close,
-    Detached,
-    Ended,
-    Message,
-    Open,
-    Rejected,
-    StopFound,
-    Tokenized,
-    Tokens,
-    ints,
-)
 from shared.replies import end_headers
 from shared.vocab.vocabulary import Vocabulary
 
@@ -55,12 +29,10 @@ class DetokenizerCore:
     """The open requests of one shard and their text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._table = OpenRequests(vocabulary)
+        self.table = self._table = response.OpenRequests(vocabulary)
         self.reconnect = Reconnect()
         self.failover = Failover(self._table, self._fail, self._forget)
         self.backups = Backups()
-        self.attachments = Attachments(self._table, self.reconnect)
-        self.checkpoints = Checkpoints(self._table)
         self.frames = 0
         self.tokens = 0
         self._torn: set[str] = set()  # schedulers with requests that missed messages at the last heartbeat
@@ -68,35 +40,35 @@ class DetokenizerCore:
         self._wall_us = 0  # the same by the wall clock, for spans only
 
     def handle(
-        self, scheduler: str, message: Message, trace: str = "", wall_us: int = 0, now_us: int = 0
-    ) -> list[Command]:
+        self, scheduler: str, message: messages.Message, trace: str = "", wall_us: int = 0, now_us: int = 0
+    ) -> list[response.Command]:
         """Apply one message of the scheduler `kind.id`."""
         self._now_us, self._wall_us = now_us, wall_us
         match message:
-            case Tokens():
+            case messages.Tokens():
                 return self._tokens(scheduler, message)
-            case Open():
+            case messages.Open():
                 return self._open(scheduler, message, trace)
-            case Close():
+            case messages.Close():
                 return self._close(scheduler, message)
-            case Tokenized() if message.shard:
+            case messages.Tokenized() if message.shard:
                 self.backups.keep(scheduler, message, trace, now_us)
                 return []
-            case Claims():
+            case messages.Claims():
                 self.backups.on_claims(message, now_us)
                 return []
-            case Tokenized():
+            case messages.Tokenized():
                 self.failover.keep(scheduler, message)
                 return []
-            case Accepted() | Rejected():
+            case messages.Accepted() | messages.Rejected():
                 return self.failover.answered(scheduler, message)
-        return [Fault(f"{type(message).__name__} of {scheduler} is not for a detokenizer")]
+        return [response.Fault(f"{type(message).__name__} of {scheduler} is not for a detokenizer")]
 
-    def flush(self, wall_us: int = 0, now_us: int = 0) -> list[Command]:
+    def flush(self, wall_us: int = 0, now_us: int = 0) -> list[response.Command]:
         """One frame for each reader with waiting text."""
         waiting, self._table.waiting = self._table.waiting, {}
         held = self.reconnect.holds
-        commands = list[Command]()
+        commands = list[response.Command]()
         for request in waiting.values():
             request.begins(now_us, wall_us)
             if not request.opened.stream:
@@ -105,13 +77,7 @@ class DetokenizerCore:
                 commands.append(self._publish(request, delta))
         return commands
 
-    def attach(self, tenant: str, request: str, inbox: str, body: bytes, *, full: bool) -> list[Command]:
-        """A reader asks for the rest of a request's text; `full`: too much waits to leave this process."""
-        commands = self.attachments.attach(tenant, request, inbox, body, full=full)
-        self.frames += len(commands)
-        return commands
-
-    def client_gone(self, number: int) -> list[Command]:
+    def client_gone(self, number: int) -> list[response.Command]:
         """The client of request `number` has gone. Its text is still built: the scheduler decides whether the
         request continues."""
         if number in self._table.readers:
@@ -125,37 +91,40 @@ class DetokenizerCore:
             request.unwanted = request.unwanted or Cancelled("the client has gone")
         elif not request.seqs:
             return []  # a new scheduler will finish it
-        return [detached(key, request)]
+        return [response.detached(key, request)]
 
     def broker_lost(self) -> None:
-        """The connection is cut."""
+        """The connection is cut: what was sent to the readers of plain requests may be lost, too."""
         self.reconnect.broker_lost()
-        self.attachments.forget()
+        for request in [*self._table.readers.values()]:
+            self._table.read_by(request, None)
 
     @property
-    def streams(self) -> list[ResponseText]:
+    def streams(self) -> list[response.ResponseText]:
         """The open requests that stream."""
         return [r for r in self._table.requests.values() if r.opened.stream]
 
     @property
-    def plain(self) -> list[ResponseText]:
+    def plain(self) -> list[response.ResponseText]:
         """The open requests that get one reply."""
         return [r for r in self._table.requests.values() if not r.opened.stream]
 
-    def reconnect_turn(self) -> list[Command]:
+    def reconnect_turn(self) -> list[response.Command]:
         """Every reconnect.TURN_S while the reconnect is active."""
         frames, gone = self.reconnect.turn()
         self.frames += len(frames)
         return [*frames, *(command for number in gone for command in self.client_gone(number))]
 
-    def stream_lost(self, scheduler: str) -> list[Command]:
+    def stream_lost(self, scheduler: str) -> list[response.Command]:
         """Messages of the scheduler are lost. It has every token, and re-opens all its requests after the
         returned message. Until then its requests here are torn: they take no tokens."""
         for key in self._table.of_scheduler(scheduler):
             self._table.requests[key].torn = 1
         return [_missed(scheduler)]
 
-    def upkeep(self, now_us: int = 0, lives: Callable[[str], bool] = lambda source: True) -> list[Command]:
+    def upkeep(
+        self, now_us: int = 0, lives: Callable[[str], bool] = lambda source: True
+    ) -> list[response.Command]:
         """Once a heartbeat: repeat the request to re-open torn requests after two heartbeats; after
         MOST_ASKED tries their scheduler has lost them, and one that takes them over is found."""
         self._now_us = now_us
@@ -163,7 +132,7 @@ class DetokenizerCore:
         torn = {key[0] for key, request in self._table.requests.items() if request.torn and lives(key[0])}
         late = torn & self._torn
         self._torn = torn - late
-        asked, forgotten = set[str](), list[RequestKey]()
+        asked, forgotten = set[str](), list[response.RequestKey]()
         for key, request in self._table.requests.items():
             if request.torn and key[0] in late:
                 if request.torn < MOST_ASKED:
@@ -176,7 +145,7 @@ class DetokenizerCore:
 
     def lost(
         self, source: str, why: str, lives: Callable[[str], bool], *, void: bool = False
-    ) -> list[Command]:
+    ) -> list[response.Command]:
         """A scheduler or another detokenizer is silent, or has lost its state (`void`)."""
         commands = self.failover.lost(source, why, void=void)
         for copy in self.backups.gone(source, lives, self._now_us, void=void):
@@ -192,14 +161,18 @@ class DetokenizerCore:
             commands += self.failover.lost(copy.scheduler, f"{why}, as its other service has", void=True)
         return commands
 
-    def resume(self, tokenized: Tokenized, scores: Tokens | None, wall_us: int, now_us: int) -> list[Command]:
+    def resume(
+        self, tokenized: messages.Tokenized, scores: messages.Tokens | None, wall_us: int, now_us: int
+    ) -> list[response.Command]:
         """Have a request go on after its checkpoint, unless it is open here. As attempt 1 it is never newer
         than one that runs, maybe from the start: its scheduler refuses, and no two texts are mixed."""
         name = (tokenized.tenant, tokenized.request)
         if self._table.named(*name) or self.failover.seeks(*name):
             return []
         at = len(tokenized.tokens) - sum(tokenized.generated)
-        asked = replace(tokenized, attempt=1, tokens=tokenized.tokens[:at], generated=ints(), reasons=())
+        asked = replace(
+            tokenized, attempt=1, tokens=tokenized.tokens[:at], generated=messages.ints(), reasons=()
+        )
         request = self._table.adopt("", replace(asked, parent_span=""), "")
         request.opens(now_us, wall_us)
         reader = None if scores is None else ScoreReader(scores)
@@ -228,7 +201,7 @@ class DetokenizerCore:
 
     # ---- messages -------------------------------------------------------------------------------
 
-    def _open(self, scheduler: str, opened: Open, trace: str) -> list[Command]:
+    def _open(self, scheduler: str, opened: messages.Open, trace: str) -> list[response.Command]:
         self.backups.opened(opened)
         commands, read = self.failover.opened(scheduler, opened)
         request, fresh = self._table.add(scheduler, opened, trace) if read else (None, False)
@@ -238,19 +211,19 @@ class DetokenizerCore:
         if fresh and opened.stream:
             commands.append(self._publish(request, request.accepted()))
         if opened.tokens:  # a re-open: all tokens so far
-            tokens = Tokens(
+            tokens = messages.Tokens(
                 executor="",
                 step=0,
-                seqs=ints([opened.seq]),
-                first=ints([0]),
-                counts=ints([len(opened.tokens)]),
+                seqs=messages.ints([opened.seq]),
+                first=messages.ints([0]),
+                counts=messages.ints([len(opened.tokens)]),
                 ids=opened.tokens,
             )
             commands += self._tokens(scheduler, tokens)
         return commands
 
-    def _tokens(self, scheduler: str, step: Tokens) -> list[Command]:
-        commands: list[Command] = []
+    def _tokens(self, scheduler: str, step: messages.Tokens) -> list[response.Command]:
+        commands: list[response.Command] = []
         sequences, ids, at = self._table.sequences, step.ids, 0
         self.tokens += len(ids)
         scores = ScoreReader(step) if step.logprobs else None
@@ -265,7 +238,9 @@ class DetokenizerCore:
                 continue
             try:
                 if stream.take(first, ids[start:at], row):
-                    commands.append(SendTo(scheduler, StopFound(seq=seq, index=stream.taken)))
+                    commands.append(
+                        response.SendTo(scheduler, messages.StopFound(seq=seq, index=stream.taken))
+                    )
             except TokenGap as gap:
                 commands += self._gap(scheduler, request, gap)
                 continue
@@ -275,7 +250,7 @@ class DetokenizerCore:
                 self._table.waiting[request.number] = request
         return commands
 
-    def _close(self, scheduler: str, close: Close) -> list[Command]:
+    def _close(self, scheduler: str, close: messages.Close) -> list[response.Command]:
         found = self._table.sequences.get((scheduler, close.seq))
         if close.reason == "moved":  # another shard has the whole request and answers its client
             if found is not None:
@@ -302,7 +277,7 @@ class DetokenizerCore:
         del self._table.sequences[scheduler, close.seq]
         if stream.waiting and (request.opened.stream or request.reader is not None):
             self._table.waiting[request.number] = request
-        commands: list[Command] = []
+        commands: list[response.Command] = []
         if request.complete:
             key = _key(scheduler, request)
             commands = self._last(key, request.end, end_headers(trace=request.trace))
@@ -310,20 +285,22 @@ class DetokenizerCore:
 
     # ---- ends of requests -----------------------------------------------------------------------
 
-    def _gap(self, scheduler: str, request: ResponseText, gap: TokenGap) -> list[Command]:
-        fault = Fault(f"request {request.opened.request} of {scheduler}: {gap.message}")
+    def _gap(self, scheduler: str, request: response.ResponseText, gap: TokenGap) -> list[response.Command]:
+        fault = response.Fault(f"request {request.opened.request} of {scheduler}: {gap.message}")
         key = _key(scheduler, request)
-        return [fault, detached(key, request), *self._fail(key, gap)]
+        return [fault, response.detached(key, request), *self._fail(key, gap)]
 
-    def _forget(self, key: RequestKey) -> None:
+    def _forget(self, key: response.RequestKey) -> None:
         """Drop a request that another detokenizer answers."""
         self.reconnect.forget(self._table.forget(key).number)
 
-    def _fail(self, key: RequestKey, error: HeadraceError) -> list[Command]:
+    def _fail(self, key: response.RequestKey, error: HeadraceError) -> list[response.Command]:
         request = self._table.requests[key]
         return self._last(key, lambda: request.failure(error), end_headers(error, request.trace))
 
-    def _last(self, key: RequestKey, build: Callable[[], bytes], headers: dict[str, str]) -> list[Command]:
+    def _last(
+        self, key: response.RequestKey, build: Callable[[], bytes], headers: dict[str, str]
+    ) -> list[response.Command]:
         """Send the waiting text and the last message; an unsure client gets both when it is back."""
         request = self._table.requests[key]
         waits = self._table.waiting.pop(request.number, None) is not None
@@ -337,34 +314,38 @@ class DetokenizerCore:
         held = self.reconnect.holds(request.number)
         self.reconnect.ended(request)
         if held:
-            return [*copies, Finished(request)]
+            return [*copies, response.Finished(request)]
         if rest:
             request.begins(self._now_us, self._wall_us)
         commands = [self._publish(request, rest)] if rest else []
-        return [*copies, *commands, self._publish(request, last, headers), Finished(request)]
+        return [*copies, *commands, self._publish(request, last, headers), response.Finished(request)]
 
-    def _publish(self, request: ResponseText, data: bytes, headers: dict[str, str] | None = None) -> Command:
+    def _publish(
+        self, request: response.ResponseText, data: bytes, headers: dict[str, str] | None = None
+    ) -> response.Command:
         self.frames += 1
-        return Publish(request.inbox, data, request.number, headers or {})
+        return response.Publish(request.inbox, data, request.number, headers or {})
 
-    def _copies(self, request: ResponseText) -> list[Command]:
+    def _copies(self, request: response.ResponseText) -> list[response.Command]:
         """The text that is new to the attached reader of a plain request."""
         reader = request.reader
         delta = reader.delta(request.choices) if reader is not None else b""
         return [self._copy(reader, delta)] if reader is not None and delta else []
 
-    def _copy(self, reader: Reader, data: bytes, headers: dict[str, str] | None = None) -> Command:
+    def _copy(
+        self, reader: response.Reader, data: bytes, headers: dict[str, str] | None = None
+    ) -> response.Command:
         self.frames += 1
-        return Publish(reader.inbox, data, reader.number, headers or {})
+        return response.Publish(reader.inbox, data, reader.number, headers or {})
 
 
-def _key(scheduler: str, request: ResponseText) -> RequestKey:
+def _key(scheduler: str, request: response.ResponseText) -> response.RequestKey:
     return (scheduler, request.opened.tenant, request.opened.request)
 
 
-def _missed(scheduler: str) -> SendTo:
-    return SendTo(scheduler, Detached(seqs=ints()))
+def _missed(scheduler: str) -> response.SendTo:
+    return response.SendTo(scheduler, messages.Detached(seqs=messages.ints()))
 
 
-def _ended(scheduler: str, close: Close, index: int, reason: str) -> SendTo:
-    return SendTo(scheduler, Ended(seq=close.seq, index=index, reason=reason))
+def _ended(scheduler: str, close: messages.Close, index: int, reason: str) -> response.SendTo:
+    return response.SendTo(scheduler, messages.Ended(seq=close.seq, index=index, reason=reason))

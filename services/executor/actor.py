@@ -17,10 +17,20 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from services.executor.device_thread import DeviceThread, Reset, Switch, checked_slot
-from services.executor.engine import Alarm, Backend, BackendInfo, GrammarNews, open_error, plan_error
+from services.executor.engine import (
+    Alarm,
+    Backend,
+    BackendInfo,
+    GrammarNews,
+    engine_of,
+    open_error,
+    plan_error,
+    timing_of,
+)
 from services.executor.kv_transfer.worker import ArenaTransfers, CopyWorker, on_loop
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
@@ -61,6 +71,12 @@ THREADS_A_CORE = 4  # at most: more are a mistake, and 1,000 of them need minute
 STUCK_US = 120_000_000  # far above any step: the device call never returns, so the process must be replaced
 MAX_FAILED_STEPS = 3  # one may be a request's fault, three in a row are the engine's
 SIM_SLOTS, TORCH_SLOTS, CUDA_SLOTS = 256, 64, 256
+OF_MODELS = {  # what builds the engine of a model; None: another engine is for it
+    "encoder": "services.executor.encoder.engine:of_model",
+}
+GROUPS = {  # what runs several ranks
+    "ranks": "services.executor.group.driver:build_group",
+}
 OURS = "headrace.executor"
 _US = 1e6
 
@@ -469,9 +485,10 @@ def _torch(settings: Settings, alarm: Alarm, news: GrammarNews) -> Backend:
         check_digest(options, wanted)
     if ranks == 1:
         return build(options)
-    from services.executor.group.driver import build_group
-
-    return build_group(options, ranks, alarm.ring, settings.to_env())
+    for name in GROUPS.values():
+        group: Backend = resolve_name(name)(options, ranks, alarm.ring, settings.to_env())
+        return group
+    raise SetupError(f"no engine here runs {ranks} ranks: give `device` one GPU")
 
 
 def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions, bool]:
@@ -479,18 +496,13 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
     device, ranks = settings.device_and_ranks
     try:
         from services.executor.checkpoint.loader import TorchOptions, best_dtype, device_of
-        from services.executor.encoder.model import is_encoder
 
-        build: Build
         if not (on_gpu := device_of(device).type == "cuda"):
             _check_threads(settings.threads)
         files = resolve(settings.model, settings.cache_dir)
-        if encodes := is_encoder(files.path):
-            from services.executor.encoder.engine import build
-        elif on_gpu:
-            from services.executor.cuda.engine import build
-        else:
-            from services.executor.cpu.engine import build
+        of_model = [*filter(None, (resolve_name(name)(files.path) for name in OF_MODELS.values()))]
+        encodes = bool(of_model)
+        build: Build = of_model[0] if encodes else engine_of("cuda" if on_gpu else "cpu")
     except ModuleNotFoundError as error:
         raise SetupError(
             f"the torch engine needs {error.name}: pip install 'headrace[executor]', "
@@ -547,16 +559,15 @@ def _timed_threads(settings: Settings, path: Path, dtype: str) -> int:
     """The threads to begin with on a CPU; 0: not timed. Logs the times, and where another dtype would be
     faster than the f32 or bf16 that a rule chose."""
     from services.executor.checkpoint.loader import PACKED
-    from services.executor.cpu.autotune import timing_for
 
     by_rule = settings.dtype.partition("/")[0] == "auto"
-    timing = timing_for(settings, path, dtype, ("f32", "bf16") if by_rule and dtype not in PACKED else ())
+    timing = timing_of(settings, path, dtype, ("f32", "bf16") if by_rule and dtype not in PACKED else ())
     if timing is None:
         return 0
     log.info("%s", timing)
     if found := timing.faster():
         log.info("products in %s take %.2f of the time: --dtype %s", found[0], found[1], found[0])
-    return timing.threads
+    return int(timing.threads)
 
 
 def _needs_no_l1(settings: Settings) -> bool:

@@ -28,31 +28,29 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import NO_TEXT, HeadraceError
+from shared import messages
+from shared.errors import NO_TEXT, HeadraceError, SetupError
 from shared.kv_blocks import blocks_for
-from shared.messages import (
-    Floats,
-    GrammarFailed,
-    GrammarReady,
-    Ints,
-    KvCopy,
-    Sampling,
-    SlotOpen,
-    StepPlan,
-    floats,
-    ints,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.cuda import Event
 
 
+# By the type of device: each `build` takes TorchOptions, and the ranks of a group.
+ENGINES = {
+    "cpu": "services.executor.cpu.engine:build",
+    "cuda": "services.executor.cuda.engine:build",
+}
+TIMINGS = {  # of products on a CPU, which choose the first number of threads
+    "products": "services.executor.cpu.autotune:timing_for",
+}
 LAST_TOKEN = "lasttoken"  # its name in sentence-transformers
 WARM_ROWS = 64  # matrix products are compiled up to here: in larger steps a compilation does not show
 MAX_SEGMENTS = 32  # about four layers
@@ -122,13 +120,13 @@ class Late:
 class Pending:
     """A step between its forward and its sampling: `forward` returns it, `sample` takes it once."""
 
-    plan: StepPlan
+    plan: messages.StepPlan
     logits: Tensor | None = None  # [samples, vocab]
     hidden: Tensor | None = None  # [samples, hidden], the head's input; a GPU keeps it for `pooling` only
     padding_rows: int = 0
     forwarded: Event | None = None  # the forward's end on a GPU; with an answer, the end of sampling
     answer: Tensor | None = None  # ids and done [2, rows]: sampling is queued already, `sample` only waits
-    tokens: tuple[Ints, ...] = ()  # with an answer: the host records of its slots
+    tokens: tuple[messages.Ints, ...] = ()  # with an answer: the host records of its slots
     late: Late | None = None  # with an answer that is valid after `forwarded` once `late.masked` is done
     due_s: float = 0.0  # simulated engine: when the forward ends, on the monotonic clock
     segments: Callable[[], tuple[Segment, ...]] = tuple  # of a split step, once it has ended
@@ -144,17 +142,30 @@ class Pending:
 class StepOutput:
     """The result of one step, row for row as `StepPlan.sample_slots`. See StepResult."""
 
-    ids: Ints
-    done: Ints
+    ids: messages.Ints
+    done: messages.Ints
     padding_rows: int = 0
-    logprobs: Floats = field(default_factory=floats)
-    top_counts: Ints = field(default_factory=ints)
-    top_ids: Ints = field(default_factory=ints)
-    top_logprobs: Floats = field(default_factory=floats)
+    logprobs: messages.Floats = field(default_factory=messages.floats)
+    top_counts: messages.Ints = field(default_factory=messages.ints)
+    top_ids: messages.Ints = field(default_factory=messages.ints)
+    top_logprobs: messages.Floats = field(default_factory=messages.floats)
     host_us: int = 0  # logits processors
     row_errors: tuple[tuple[int, str], ...] = ()
     segments: tuple[Segment, ...] = ()  # of a split step
     vectors: tuple[tuple[int, bytes], ...] = ()
+
+
+def engine_of(device: str) -> Callable[..., Any]:
+    """The function that builds the engine of this type of device. Raises SetupError."""
+    if device not in ENGINES:
+        raise SetupError(f"there is no engine for {device}: set `device` to one of {', '.join(ENGINES)}")
+    build: Callable[..., Any] = resolve_name(ENGINES[device])
+    return build
+
+
+def timing_of(*model: Any, **how: Any) -> Any:
+    """The timing of a model's products here, see services.executor.cpu.autotune; None: not timed."""
+    return next((resolve_name(name)(*model, **how) for name in TIMINGS.values()), None)
 
 
 class EngineGone(HeadraceError):
@@ -173,10 +184,10 @@ class Alarm:
         self.why = self.why or why
 
 
-ReportGrammar = Callable[[GrammarReady | GrammarFailed], None]
+ReportGrammar = Callable[[messages.GrammarReady | messages.GrammarFailed], None]
 
 
-def ignore_grammar_news(news: GrammarReady | GrammarFailed) -> None:
+def ignore_grammar_news(news: messages.GrammarReady | messages.GrammarFailed) -> None:
     """A ReportGrammar for engines that compile no grammars."""
 
 
@@ -233,14 +244,14 @@ class Backend(Protocol):
     def warm_up(self) -> None:
         """Run every code path once, so that the first request waits for no compilation."""
 
-    def open_slot(self, opened: SlotOpen) -> None:
+    def open_slot(self, opened: messages.SlotOpen) -> None:
         """Set a slot up from scratch: tokens, sampling, seed, stops, an empty block table. An exception fails
         this sequence only; its `without_host_work` is opened then."""
 
     def close_slot(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
 
-    def forward(self, plan: StepPlan) -> Pending:
+    def forward(self, plan: messages.StepPlan) -> Pending:
         """Apply table deltas, then block copies, then compute the forward rows. Rows of a done slot (stop id
         sampled, or `max_length` reached) are no-ops and write no KV. On return the work is queued or done.
         The plan has no slot of a forward that is not sampled yet, unless its `answer` is queued."""
@@ -273,7 +284,7 @@ class Sleeper(Protocol):
         an exception the engine is unusable."""
 
 
-def plan_error(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
+def plan_error(plan: messages.StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
     """Why the plan cannot run on this engine with these slots open; empty when it can."""
     slots = {*plan.slots, *plan.table_slots}
     if plan.sample_slots != plan.slots:  # they are equal in a step of decodes
@@ -290,7 +301,7 @@ def plan_error(plan: StepPlan, info: BackendInfo, open_slots: set[int]) -> str:
     return ""
 
 
-def open_error(opened: SlotOpen, info: BackendInfo) -> str:
+def open_error(opened: messages.SlotOpen, info: BackendInfo) -> str:
     """Why this engine cannot have such a slot; empty when it can."""
     if opened.slot >= info.slots:
         return f"slot {opened.slot} is not one of {info.slots} slots"
@@ -301,7 +312,7 @@ def open_error(opened: SlotOpen, info: BackendInfo) -> str:
     return ""
 
 
-def sequence_error(opened: SlotOpen, info: BackendInfo) -> str:
+def sequence_error(opened: messages.SlotOpen, info: BackendInfo) -> str:
     """Why this engine cannot compute the sequence; empty when it can. The scheduler's load shedding checks
     the same with the facts of ExecHello."""
     for what, ids in (("prompt", opened.tokens), ("logit_bias", opened.sampling.bias_ids)):
@@ -329,13 +340,13 @@ def _pooling_error(pooling: int, info: BackendInfo) -> str:
     return ""
 
 
-def without_host_work(opened: SlotOpen, vocab: int) -> SlotOpen:
+def without_host_work(opened: messages.SlotOpen, vocab: int) -> messages.SlotOpen:
     """A plain slot in place of one that cannot be opened, so that plans with it can be computed: token ids
     out of the vocabulary become 0, and sampling is greedy."""
     tokens = opened.tokens
     if tokens and int(_numbers(tokens).max()) >= vocab:
-        tokens = ints(token if token < vocab else 0 for token in tokens)
-    return SlotOpen(
+        tokens = messages.ints(token if token < vocab else 0 for token in tokens)
+    return messages.SlotOpen(
         slot=opened.slot,
         generation=opened.generation,
         seq=opened.seq,
@@ -347,7 +358,7 @@ def without_host_work(opened: SlotOpen, vocab: int) -> SlotOpen:
     )
 
 
-def copy_error(copy: KvCopy, info: BackendInfo) -> str:
+def copy_error(copy: messages.KvCopy, info: BackendInfo) -> str:
     """Why the blocks cannot be copied to or from any arena; empty when they can."""
     if len(copy.blocks) != len(copy.offsets):
         return f"it has {len(copy.blocks)} blocks and {len(copy.offsets)} offsets"
@@ -358,20 +369,20 @@ def copy_error(copy: KvCopy, info: BackendInfo) -> str:
     return ""
 
 
-def _farthest(first: Ints, counts: Ints) -> int:
+def _farthest(first: messages.Ints, counts: messages.Ints) -> int:
     """The largest end of a range. Numbers are below 2^31: the sum of two fits."""
     return int((_numbers(first) + _numbers(counts)).max()) if first else 0
 
 
-def _numbers(column: Ints) -> NDArray[np.uint32]:
+def _numbers(column: messages.Ints) -> NDArray[np.uint32]:
     return np.frombuffer(column, dtype=np.uint32)
 
 
-_GREEDY = Sampling(temperature=0.0)
-_FILTERED = Sampling(temperature=1.0, top_k=5, top_p=0.9, frequency_penalty=0.1)
+_GREEDY = messages.Sampling(temperature=0.0)
+_FILTERED = messages.Sampling(temperature=1.0, top_k=5, top_p=0.9, frequency_penalty=0.1)
 
 
-WarmUp = tuple[SlotOpen, list[StepPlan]]  # a slot to open, and the plans to run after it
+WarmUp = tuple[messages.SlotOpen, list[messages.StepPlan]]  # a slot to open, and the plans to run after it
 
 
 def warm_up_steps(info: BackendInfo) -> Iterator[WarmUp]:
@@ -396,35 +407,35 @@ def long_steps(info: BackendInfo) -> Iterator[WarmUp]:
     yield opened, [trial_plan([0], [longest], [blocks]), trial_plan([longest], [longest], [0])]
 
 
-def _prompt(tokens: int, sampling: Sampling, logprobs: int = 0) -> SlotOpen:
-    zeros = ints([0]) * tokens
-    return SlotOpen(
+def _prompt(tokens: int, sampling: messages.Sampling, logprobs: int = 0) -> messages.SlotOpen:
+    zeros = messages.ints([0]) * tokens
+    return messages.SlotOpen(
         slot=0, generation=0, seq=0, prompt_tokens=tokens, sampling=sampling, logprobs=logprobs, tokens=zeros
     )
 
 
 def trial_plan(
     starts: Sequence[int], counts: Sequence[int], blocks: Sequence[int], *, sampled: bool = True
-) -> StepPlan:
+) -> messages.StepPlan:
     """A step of the slots from 0 on: `counts[i]` tokens of slot i from position `starts[i]`. The table of a
     slot begins with `blocks[i]` new blocks; 0: it stays. `sampled`: all rows are."""
-    slots = ints(range(len(counts)))
+    slots = messages.ints(range(len(counts)))
     tables = [slot for slot in slots if blocks[slot]]
-    return StepPlan(
+    return messages.StepPlan(
         exec_epoch=0,
         step=0,
         mode="single",
         micro_batch=0,
         slots=slots,
-        starts=ints(starts),
-        counts=ints(counts),
-        from_device=ints(int(count == 1) for count in counts),
-        sample_rows=slots if sampled else ints(),
-        sample_slots=slots if sampled else ints(),
-        table_slots=ints(tables),
-        table_first=ints([0] * len(tables)),
-        table_counts=ints(blocks[slot] for slot in tables),
-        table_blocks=ints(range(sum(blocks))),
+        starts=messages.ints(starts),
+        counts=messages.ints(counts),
+        from_device=messages.ints(int(count == 1) for count in counts),
+        sample_rows=slots if sampled else messages.ints(),
+        sample_slots=slots if sampled else messages.ints(),
+        table_slots=messages.ints(tables),
+        table_first=messages.ints([0] * len(tables)),
+        table_counts=messages.ints(blocks[slot] for slot in tables),
+        table_blocks=messages.ints(range(sum(blocks))),
     )
 
 

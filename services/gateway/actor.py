@@ -22,8 +22,7 @@ from starlette.types import ASGIApp
 from services.gateway.app import Endpoints, Keys, build_app
 from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
 from services.gateway.exchange import AccessLog
-from services.gateway.native_call import Health, TenantConnections
-from services.gateway.page import Fleet, Page
+from services.gateway.native_call import Fleet, Health, TenantConnections
 from services.gateway.visitors import Visitors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
@@ -96,7 +95,6 @@ class GatewayActor(Actor):
             keys=self._keys,
             health=Health(client),
             fleet=fleet,
-            page=Page(fleet, self._keys, mailbox.clock),
             timeout_s=self._timeout_s,
             ping_s=self._ping_s,
             model_of=self._model_of,

@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from importlib import metadata
+from pkgutil import resolve_name
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,49 +30,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway import anthropic, ollama
 from services.gateway import exchange as exchanges
-from services.gateway.batches import BatchApi
-from services.gateway.durable.endpoints import PREFIXES, Durable, prefers_async
-from services.gateway.durable.store import Pause, Store
+from services.gateway import native_call
 from services.gateway.errors import NoRoute, NotAuthorized, WrongMethod
-from services.gateway.exchange import (
-    AccessLog,
-    Exchange,
-    ExchangeCounters,
-    access_line,
-    answer,
-    credential,
-    exchange_of,
-    given_id,
-    refusal,
-)
-from services.gateway.native_call import (
-    HEADROOM_BYTES,
-    Health,
-    NativeCall,
-    TenantConnections,
-    fields_of,
-    model_of,
-    read_body,
-    unless_gone,
-)
-from services.gateway.openai_response import BODY_SEND, EMBEDDINGS, OPENAI, Api, EventStream
-from services.gateway.openapi import document
-from services.gateway.page import Fleet, Page
-from services.gateway.responses.events import RESPONSES, ResponseEvents
+from services.gateway.exchange import answer, exchange_of
+from services.gateway.openai_response import BODY_SEND, EMBEDDINGS, OPENAI, Api, Body, Chunks, EventStream
+from services.gateway.openapi import Part, document
 from services.gateway.visitors import Visitors
 from shared.client.client import Client
 from shared.clock import Clock, SystemClock
 from shared.config import WatchedFile
-from shared.errors import (
-    EngineError,
-    Forbidden,
-    HeadraceError,
-    Overloaded,
-    Unavailable,
-    UnknownModel,
-)
+from shared.errors import EngineError, Forbidden, HeadraceError, Overloaded, Unavailable
 from shared.fair_share import over_share
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders
@@ -99,10 +69,20 @@ def _version() -> str:
         return "0"
 
 
+# The parts that the gateway has beside its own paths: each `build` returns a Part.
+PARTS = (
+    "services.gateway.dialects.responses:build",
+    "services.gateway.dialects.later:build",
+    "services.gateway.dialects.anthropic:build",
+    "services.gateway.dialects.ollama:build",
+    "services.gateway.batches:build",
+    "services.gateway.page:build",
+)
 VERSION = _version()
-_DOCUMENT = document(VERSION)
+_PARTS: list[Part] = [resolve_name(name)() for name in PARTS]
+DOCUMENT = document(VERSION, _PARTS)
 _WITH_ID = {
-    route: re.compile(re.sub(r"{\w+}", "[^/]+", route)) for route in _DOCUMENT["paths"] if "{" in route
+    route: re.compile(re.sub(r"{\w+}", "[^/]+", route)) for route in DOCUMENT["paths"] if "{" in route
 }
 
 
@@ -111,23 +91,12 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = (), visitors: Visit
     refused, since no browser reaches a Unix socket."""
     to_prometheus(())  # imports prometheus_client now, before the first request
     routes = [
-        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-        Route("/v1/completions", endpoints.complete, methods=["POST"]),
-        Route("/v1/responses", endpoints.responses, methods=["POST"]),
-        Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
-        *endpoints.durable.routes(),
+        *(route for part in _PARTS for route in part.routes(endpoints)),
+        Route("/v1/chat/completions", partial(endpoints.generate, chat=True), methods=["POST"]),
+        Route("/v1/completions", partial(endpoints.generate, chat=False), methods=["POST"]),
+        Route("/v1/embeddings", partial(endpoints.generate, chat=False, api=EMBEDDINGS), methods=["POST"]),
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{model:path}", endpoints.model, methods=["GET"]),
-        Route("/v1/messages", endpoints.messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", endpoints.count_tokens, methods=["POST"]),
-        Route("/api/chat", endpoints.ollama_chat, methods=["POST"]),
-        Route("/api/generate", endpoints.ollama_generate, methods=["POST"]),
-        Route("/api/embed", endpoints.ollama_embed, methods=["POST"]),
-        Route("/api/tags", endpoints.ollama_tags, methods=["GET"]),
-        Route("/api/ps", endpoints.ollama_tags, methods=["GET"]),
-        Route("/api/show", endpoints.ollama_show, methods=["POST"]),
-        Route("/api/version", endpoints.version, methods=["GET"]),
-        *BatchApi(endpoints._client, endpoints.clock).routes(),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/health", endpoints.healthy, methods=["GET"]),
@@ -135,7 +104,6 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = (), visitors: Visit
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/openapi.json", endpoints.openapi, methods=["GET"]),
-        *endpoints.page.routes(),
     ]
     handlers = {HeadraceError: _refused, HTTPException: _no_route, Exception: _failed}
     cors = Middleware(
@@ -153,91 +121,38 @@ def build_app(endpoints: Endpoints, origins: Sequence[str] = (), visitors: Visit
 class Endpoints:
     """The endpoints, and the state that outlives a request."""
 
-    connections: TenantConnections
+    connections: native_call.TenantConnections
     keys: Keys
-    health: Health
-    fleet: Fleet
-    page: Page
+    health: native_call.Health
+    fleet: native_call.Fleet
     timeout_s: float
     ping_s: float = 10.0
     model_of: Callable[[str, str, str], str] = lambda name, tenant, request: name  # the model of an alias
     component: str = "gateway"  # name in spans
     tracer: Tracer | None = None
-    access_log: AccessLog | None = None
-    counters: ExchangeCounters = field(default_factory=ExchangeCounters)
+    access_log: exchanges.AccessLog | None = None
+    counters: exchanges.ExchangeCounters = field(default_factory=exchanges.ExchangeCounters)
     clock: Clock = field(default_factory=SystemClock)
-    pause: Pause = field(default_factory=Pause)
-
-    @property
-    def durable(self) -> Durable:
-        """The endpoints of durable requests."""
-        own = self.counters, self.clock, self.pause, self.ping_s
-        return Durable(self._client, self._enter, self._echoed, *own)
-
-    async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
-        return await self._generate(request, chat=True)
-
-    async def complete(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
-        return await self._generate(request, chat=False)
-
-    async def responses(self, request: Request) -> Response:
-        """`POST /v1/responses`."""
-        return await self._generate(request, api=RESPONSES)
-
-    async def embeddings(self, request: Request) -> Response:
-        """`POST /v1/embeddings`."""
-        return await self._generate(request, chat=False, api=EMBEDDINGS)
-
-    async def messages(self, request: Request) -> Response:
-        """`POST /v1/messages`, of Anthropic's API."""
-        return await self._generate(request, api=anthropic.MESSAGES)
-
-    async def count_tokens(self, request: Request) -> Response:
-        """`POST /v1/messages/count_tokens`."""
-        found = await self._tokenized(request, anthropic.COUNT)
-        return answer({"input_tokens": found["count"]})
-
-    async def ollama_chat(self, request: Request) -> Response:
-        """`POST /api/chat`, of ollama's API."""
-        return await self._generate(request, api=ollama.CHAT)
-
-    async def ollama_generate(self, request: Request) -> Response:
-        """`POST /api/generate`."""
-        return await self._generate(request, api=ollama.GENERATE)
-
-    async def ollama_embed(self, request: Request) -> Response:
-        """`POST /api/embed`."""
-        return await self._generate(request, chat=False, api=ollama.EMBED)
-
-    async def ollama_tags(self, request: Request) -> Response:
-        """`GET /api/tags`, and `GET /api/ps`: every model is loaded."""
-        exchange_of(request).error_body = ollama.error_body
-        return answer(ollama.tags((await _models(await self._client(request)))["data"]))
-
-    async def ollama_show(self, request: Request) -> Response:
-        """`POST /api/show`."""
-        exchange_of(request).error_body = ollama.error_body
-        fields, client = await self._read_request(request, ollama.SHOW)
-        return answer(ollama.shown(await _model(client, fields["model"])))
+    observers: list[Any] = field(default_factory=list)  # of parts: `begin` and `end` of each exchange
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        return answer(await _models(await self._client(request)))
+        return answer(await native_call.served_models(await self.client_of(request)))
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{model}`."""
-        return answer(await _model(await self._client(request), request.path_params["model"]))
+        return answer(
+            await native_call.served_model(await self.client_of(request), request.path_params["model"])
+        )
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: the native answer in vLLM's shape."""
-        found = await self._tokenized(request)
+        found = await self.tokenized(request)
         return answer({"model": found["model"], "count": found["count"], "tokens": found["tokens"]})
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: the native answer in vLLM's shape."""
-        fields, client = await self._read_request(request)
+        fields, client = await self.read_request(request)
         found = await self._request_native(
             client, subjects.detokenize(client.tenant, fields["model"]), fields
         )
@@ -255,7 +170,7 @@ class Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
-        self.keys.only_operator(credential(request))
+        self.keys.only_operator(exchanges.credential(request))
         readings = await self.fleet.metrics()
         page = await asyncio.to_thread(to_prometheus, readings)  # some 10 ms: streams go on
         return Response(page, headers={"Content-Type": CONTENT_TYPE})
@@ -266,62 +181,69 @@ class Endpoints:
 
     async def openapi(self, _: Request) -> Response:
         """`GET /openapi.json`."""
-        return answer(_DOCUMENT)
+        return answer(DOCUMENT)
 
-    # ---- internals ------------------------------------------------------------------------------
+    # ---- what the endpoints of every API are made of ----------------------------------------------
 
-    async def _generate(self, request: Request, *, chat: bool | None = None, api: Api = OPENAI) -> Response:
-        """`chat` None: it is a chat if the API translates the request to one, with `messages`."""
+    async def generate(self, request: Request, *, chat: bool | None = None, api: Api = OPENAI) -> Response:
+        """Answer a request. `chat` None: it is a chat if the API translates the request to one, with
+        `messages`."""
+        fields, client = await self.asked(request, api)
+        call = self.call_of(request, fields, api, chat=chat)
+        return await self.answered(request, client, call, api)
+
+    async def asked(self, request: Request, api: Api, prefix: str = "") -> tuple[Body, Client]:
+        """The fields of a request for an answer, and the client of its tenant. `prefix`: of the id that the
+        gateway draws, which then has the time in it. Raises NotAuthorized, Overloaded, BadRequest."""
         exchange = exchange_of(request)
         exchange.error_body = api.error
-        self._enter(request)
-        fields, client = await self._read_request(request, api)
+        self.enter(request)
+        fields, client = await self.read_request(request, api)
         if self.access_log is not None and self.access_log.prompts:
             exchange.body = {name: value for name, value in fields.items() if name != "keep"}
-        if (at_once := api.at_once(fields, self.clock.wall_us() // 1_000_000)) is not None:
-            await _model(client, fields["model"])
-            return answer(at_once)
-        chat = "messages" in fields if chat is None else chat
-        later = api is OPENAI and prefers_async(request)
-        prefix = PREFIXES[request.url.path] if later else api.prefix
         if prefix:
             exchange.request_id = timed_id(prefix, self.clock.wall_us() // 1_000_000)
-        if api is RESPONSES:
-            fields = await self.durable.continued(fields, client)
+        return fields, client
+
+    def call_of(self, request: Request, fields: Body, api: Api, *, chat: bool | None = None) -> Call:
+        """The native requests of a request. `chat`: see `generate`. Raises BadRequest."""
+        exchange, chat = exchange_of(request), "messages" in fields if chat is None else chat
         call = api.to_call(fields, chat=chat, request_id=exchange.request_id)
         exchange.stream = call.stream
-        if given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
+        if exchanges.given_id(call.request_id):  # else the tokenizer refuses it, and no header could hold it
             exchange.request_id = call.request_id
         exchange.requested_us = self.clock.wall_us()
-        if later:
-            return await self.durable.later(call, client, request.url.path)
-        if api is RESPONSES and call.keep["response"]["background"]:
-            return await self.durable.background(call, client, request)
-        # A keeper resolves the alias of a durable request by itself: sent again, it is then the same request.
+        return call
+
+    def native(self, request: Request, client: Client, call: Call) -> tuple[native_call.NativeCall, Call]:
+        """What sends a call to the models, and the call. A keeper resolves the alias of a durable request by
+        itself: sent again, it is then the same request."""
+        exchange = exchange_of(request)
         call = call.of_model(self.model_of(call.model, client.tenant, call.request_id))
         exchange.model = call.model
-        echoed = await self._echoed(call, client) if call.echo else ()
-        native = NativeCall(client, self.timeout_s, exchange.trace, self.ping_s / 2)
-        return await self._answered(request, native, call, echoed, api)
+        return native_call.NativeCall(client, self.timeout_s, exchange.trace, self.ping_s / 2), call
 
-    async def _answered(
-        self, request: Request, native: NativeCall, call: Call, echoed: tuple[str, ...], api: Api
-    ) -> Response:
+    async def answered(self, request: Request, client: Client, call: Call, api: Api) -> Response:
         """The answer of the models to a call."""
-        exchange, keeps = exchange_of(request), api is RESPONSES and call.keep["response"]["store"]
+        native, call = self.native(request, client, call)
+        echoed = await self.echoed(call, client) if call.echo else ()
         if call.stream:
-            frames, chunks = native.frames(call), api.chunks(call, echoed)
-            if keeps and isinstance(chunks, ResponseEvents):
-                frames = self.durable.keeping(frames, chunks, call, native.client)
-            return EventStream(frames, chunks, exchange, self.counters, self.clock, self.ping_s)
-        natives = await unless_gone(request.receive, native.responses(call))
+            return self.stream(request, native.frames(call), api.chunks(call, echoed))
+        return answer(api.answer(call, await self.natives(request, native, call), echoed))
+
+    def stream(self, request: Request, frames: AsyncGenerator[Body], chunks: Chunks) -> EventStream:
+        """The frames of a native stream as chunks of an API."""
+        return EventStream(frames, chunks, exchange_of(request), self.counters, self.clock, self.ping_s)
+
+    async def natives(self, request: Request, native: native_call.NativeCall, call: Call) -> list[Body]:
+        """The native answers to a call. Raises Cancelled if the client goes away."""
+        exchange = exchange_of(request)
+        natives = await native_call.unless_gone(request.receive, native.responses(call))
         exchange.answered_us = self.clock.wall_us()
         exchange.usages += [each["usage"] for each in natives]
-        if keeps:
-            await Store(native.client).keep(call, natives[0], self.pause)
-        return answer(api.answer(call, natives, echoed))
+        return natives
 
-    def _enter(self, request: Request) -> None:
+    def enter(self, request: Request) -> None:
         """Count a request for an answer. Raises NotAuthorized, and Overloaded for one over the share of its
         tenant."""
         self._admit(request)
@@ -336,27 +258,28 @@ class Endpoints:
 
     def _admit(self, request: Request) -> str:
         """Find the tenant of the request's key. Raises NotAuthorized."""
-        tenant = exchange_of(request).tenant = self.keys.tenant_of(credential(request))
+        tenant = exchange_of(request).tenant = self.keys.tenant_of(exchanges.credential(request))
         return tenant
 
-    async def _client(self, request: Request) -> Client:
+    async def client_of(self, request: Request) -> Client:
         """The native client of the request's tenant. Raises NotAuthorized, Unavailable."""
         return await self.connections.of(self._admit(request))
 
-    async def _read_request(self, request: Request, api: Api = OPENAI) -> tuple[dict[str, Any], Client]:
+    async def read_request(self, request: Request, api: Api = OPENAI) -> tuple[dict[str, Any], Client]:
         """The fields of a request, with its model, and the client of its tenant. Raises BadRequest."""
-        client = await self._client(request)
-        given = fields_of(await read_body(request, client.bus.max_payload - HEADROOM_BYTES))
+        client = await self.client_of(request)
+        most = client.bus.max_payload - native_call.HEADROOM_BYTES
+        given = native_call.fields_of(await native_call.read_body(request, most))
         fields = api.read(given)
         exchange_of(request).ignored = api.ignored(given)
-        served = [] if fields.get("model") else await _roots(client)
-        model = exchange_of(request).model = model_of(fields, served)
+        served = [] if fields.get("model") else await native_call.roots_of(client)
+        model = exchange_of(request).model = native_call.model_of(fields, served)
         return {**fields, "model": model}, client
 
-    async def _tokenized(self, request: Request, api: Api = OPENAI) -> dict[str, Any]:
+    async def tokenized(self, request: Request, api: Api = OPENAI) -> dict[str, Any]:
         """The native answer with the token ids of a prompt."""
         exchange_of(request).error_body = api.error
-        fields, client = await self._read_request(request, api)
+        fields, client = await self.read_request(request, api)
         return await self._request_native(client, subjects.tokenize(client.tenant, fields["model"]), fields)
 
     async def _request_native(self, client: Client, subject: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -364,12 +287,12 @@ class Endpoints:
         try:
             return await client.request(subject, fields)
         except NoResponders:
-            served = await _served(client)
+            served = [entry["id"] for entry in (await native_call.served_models(client))["data"]]
             if fields["model"] not in served:
-                raise _unknown(fields["model"], served) from None
+                raise native_call.unknown_model(fields["model"], served) from None
             raise
 
-    async def _echoed(self, call: Call, client: Client) -> tuple[str, ...]:
+    async def echoed(self, call: Call, client: Client) -> tuple[str, ...]:
         """The texts of the prompts; token ids are detokenized."""
 
         async def text(body: Mapping[str, Any]) -> str:
@@ -387,38 +310,10 @@ def _state(why: str) -> Response:
     return answer({"status": "ok"})
 
 
-async def _models(client: Client) -> dict[str, Any]:
-    """OpenAI's list of models."""
-    return await client.request(subjects.models(client.tenant))
-
-
-async def _model(client: Client, name: str) -> dict[str, Any]:
-    """A model in OpenAI's form. Raises UnknownModel."""
-    served = {entry["id"]: entry for entry in (await _models(client))["data"]}
-    if name not in served:
-        raise _unknown(name, [*served])
-    return dict(served[name])
-
-
-async def _served(client: Client) -> list[str]:
-    return [entry["id"] for entry in (await _models(client))["data"]]
-
-
-async def _roots(client: Client) -> list[str]:
-    """The served models, each under its own name; a tokenizer of an older version sends no `root`."""
-    entries = (await _models(client))["data"]
-    return sorted({entry.get("root", entry["id"]) for entry in entries})
-
-
-def _unknown(model: str, served: list[str]) -> UnknownModel:
-    there = ", ".join(served)
-    return UnknownModel(f"no service serves model {model!r:.80}; there is {there:.200}", param="model")
-
-
 async def _refused(request: Request, error: HeadraceError) -> Response:
     exchange = exchange_of(request)
     exchange.error = error
-    return refusal(error, exchange)
+    return exchanges.refusal(error, exchange)
 
 
 async def _no_route(request: Request, found: HTTPException) -> Response:
@@ -460,11 +355,12 @@ class ExchangeMiddleware:
             await send(message)
 
         endpoints.counters.begin()
-        endpoints.page.begin(exchange)
+        for observer in endpoints.observers:
+            observer.begin(exchange)
         app = self._app
         if self._visitors is not None:
             exchange.error = self._visitors.refusal(scope["method"], Headers(scope=scope))
-            app = self._app if exchange.error is None else refusal(exchange.error, exchange)
+            app = self._app if exchange.error is None else exchanges.refusal(exchange.error, exchange)
         try:
             await app(scope, receive, marked)
         finally:
@@ -473,12 +369,12 @@ class ExchangeMiddleware:
             exchange.error = None
             del scope[BODY_SEND]
 
-    def _begin(self, scope: Scope) -> Exchange:
+    def _begin(self, scope: Scope) -> exchanges.Exchange:
         headers = Headers(scope=scope)
         tracer, given = self._endpoints.tracer, traces.from_headers(headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
-        named = given_id(headers.get(exchanges.ID_HEADER, ""))
-        return Exchange(
+        named = exchanges.given_id(headers.get(exchanges.ID_HEADER, ""))
+        return exchanges.Exchange(
             method=scope["method"],
             route=_route(scope["path"]),
             request_id=exchanges.fresh_id(named),
@@ -490,13 +386,14 @@ class ExchangeMiddleware:
             agent=headers.get("user-agent", ""),
         )
 
-    def _end(self, exchange: Exchange) -> None:
+    def _end(self, exchange: exchanges.Exchange) -> None:
         endpoints = self._endpoints
         exchange.ended_us = max(endpoints.clock.wall_us(), exchange.started_us)
         endpoints.counters.end(exchange)
-        endpoints.page.end(exchange)
+        for observer in endpoints.observers:
+            observer.end(exchange)
         if endpoints.access_log is not None:
-            endpoints.access_log.write(access_line(exchange), exchange.body)
+            endpoints.access_log.write(exchanges.access_line(exchange), exchange.body)
         if isinstance(exchange.error, Unavailable):
             why = MET_503 if endpoints.keys.demanded else exchange.error.message  # /health needs no key
             endpoints.health.doubt(why, exchange.model)
@@ -509,7 +406,7 @@ class ExchangeMiddleware:
 def _route(path: str) -> str:
     if path.startswith("/v1/models/"):
         return "/v1/models/{model}"
-    if path in _DOCUMENT["paths"]:
+    if path in DOCUMENT["paths"]:
         return path
     return next((route for route in _WITH_ID if _WITH_ID[route].fullmatch(path)), OTHER)
 

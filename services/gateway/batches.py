@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from services.gateway import openapi as doc
 from services.gateway.errors import SlowRequest
 from services.gateway.exchange import answer
 from services.gateway.native_call import BODY_TIMEOUT_S, check_coding, fields_of, read_body
@@ -30,6 +31,7 @@ from shared.client.file_client import FileClient, asked
 from shared.clock import Clock
 from shared.errors import BadRequest, Cancelled, Overloaded
 from shared.nats import subjects
+from shared.openai.batch_lines import URLS, WINDOW
 
 MAX_UPLOADS = 32  # of one gateway at a time: each holds up to 2 MB
 MAX_BATCH_BYTES = 65_536  # of the request that makes a batch: metadata is its longest part
@@ -174,6 +176,120 @@ def _query(request: Request) -> Body:
             raise BadRequest(f"`limit`: a number up to {MOST_LIMIT} is expected", param="limit")
         body["limit"] = int(given)
     return body
+
+
+_NAME: doc.Schema = {**doc.TEXT, "minLength": 1, "maxLength": 128}
+_TIME: doc.Schema = {"type": ["integer", "null"], "description": "seconds since 1970"}
+_METADATA: doc.Schema = {
+    "type": ["object", "null"],
+    "maxProperties": 16,
+    "propertyNames": {"maxLength": 64},
+    "additionalProperties": {**doc.TEXT, "maxLength": 512},
+}
+_PURPOSE = doc.one_of("batch")
+_FILE = doc.object_of(
+    id=doc.TEXT, object=doc.one_of("file"), bytes=doc.COUNT, created_at=doc.COUNT, expires_at=doc.COUNT,
+    filename=doc.TEXT, purpose=doc.one_of("batch", "batch_output"), status=doc.one_of("processed"),
+)  # fmt: skip
+_STATES = (
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled",
+)  # fmt: skip
+_TIMES = (
+    "in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at",
+    "cancelled_at",
+)  # fmt: skip
+_WRONG = doc.object_of(code=doc.TEXT, message=doc.TEXT, param=doc.WORD, line={"type": ["integer", "null"]})
+_WRONGS = doc.object_of(object=doc.one_of("list"), data={"type": "array", "items": _WRONG})
+_BATCH = doc.object_of(
+    id=doc.TEXT, object=doc.one_of("batch"), endpoint=doc.one_of(*URLS), errors=doc.or_null(_WRONGS),
+    input_file_id=doc.TEXT, completion_window=doc.TEXT, status=doc.one_of(*_STATES),
+    output_file_id=doc.WORD, error_file_id=doc.WORD, created_at=doc.COUNT, expires_at=doc.COUNT,
+    **dict.fromkeys(_TIMES, _TIME),
+    request_counts=doc.object_of(total=doc.COUNT, completed=doc.COUNT, failed=doc.COUNT), metadata=_METADATA,
+)  # fmt: skip
+
+
+def _list_of(schema: str) -> doc.Schema:
+    return doc.object_of(
+        object=doc.one_of("list"), data={"type": "array", "items": doc.ref(schema)}, first_id=doc.WORD,
+        last_id=doc.WORD, has_more={"type": "boolean"},
+    )  # fmt: skip
+
+
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": MOST_LIMIT}
+
+
+def _paths() -> doc.Json:
+    """Files and batches, whose ids are in the path."""
+    which = {"parameters": [{"name": "id", "in": "path", "required": True, "schema": _NAME}]}
+    listing = one = (400, 404, *doc.LISTING)
+    listed = [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in {"after": _NAME, "limit": _LIMIT}.items()
+    ]
+    upload = doc.get("File", "store a file for a batch", (400, 401, 408, 413, 429, 499, 500, 503, 504))
+    form = {"multipart/form-data": {"schema": doc.ref("FileRequest")}}
+    upload |= {"operationId": "upload", "requestBody": {"required": True, "content": form}}
+    content = doc.get("File", "the content of a file", one)
+    content["operationId"] = "content"
+    content["responses"]["200"] = doc.content("application/octet-stream", "the file")
+    batch = {name: doc.get("Batch", f"{name} a batch", one) for name in ("read", "cancel")}
+    return {
+        "/v1/files": {
+            "post": upload,
+            "get": {**doc.get("Files", "your files", listing), "parameters": listed},
+        },
+        "/v1/files/{id}": {
+            "get": doc.get("File", "one file", one),
+            "delete": doc.get("FileDeleted", "delete a file", one),
+            **which,
+        },
+        "/v1/files/{id}/content": {"get": content, **which},
+        "/v1/batches": {
+            "post": doc.post("Batch", "answer a file of requests", (*doc.ASKING, 409, 429)),
+            "get": {**doc.get("Batches", "your batches", listing), "parameters": listed},
+        },
+        "/v1/batches/{id}": {"get": {**batch["read"], "operationId": "readbatch"}, **which},
+        "/v1/batches/{id}/cancel": {"post": {**batch["cancel"], "operationId": "cancelbatch"}, **which},
+    }  # fmt: skip
+
+
+def build() -> doc.Part:
+    """Files and batches."""
+    schemas: dict[str, doc.Schema] = {
+        "FileRequest": {
+            "type": "object",
+            "required": ["file", "purpose"],
+            "properties": {"file": {**doc.TEXT, "format": "binary", "minLength": 1}, "purpose": _PURPOSE},
+        },
+        "File": _FILE,
+        "Files": _list_of("File"),
+        "FileDeleted": doc.object_of(id=doc.TEXT, object=doc.one_of("file"), deleted=doc.one_of(True)),
+        "BatchRequest": {
+            "type": "object",
+            "required": ["input_file_id", "endpoint", "completion_window"],
+            "properties": {
+                "input_file_id": doc.TEXT,
+                "endpoint": doc.one_of(*URLS),
+                "completion_window": {**doc.TEXT, "pattern": WINDOW},
+                "metadata": _METADATA,
+                "webhook": {
+                    **doc.TEXT,
+                    "description": "a URL that gets a signed event when the batch has ended",
+                },
+            },
+            "additionalProperties": False,
+        },
+        "BatchAnswer": doc.ref("Batch"),
+        "Batch": _BATCH,
+        "Batches": _list_of("Batch"),
+    }
+    return doc.Part(
+        "batches",
+        lambda endpoints: BatchApi(endpoints.client_of, endpoints.clock).routes(),
+        _paths(),
+        schemas,
+    )
 
 
 MAX_FIELD_BYTES = 4_096  # of a field that is no file, and of a part's headers

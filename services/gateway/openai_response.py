@@ -346,9 +346,7 @@ class Api:
     chunks: Callable[[Call, Sequence[str]], Chunks] = ChunkBuilder
     error: Callable[[HeadraceError, str], Body] = error_body
     read: Callable[[Body], Body] = dict  # raises BadRequest
-    at_once: Callable[[Body, int], Body | None] = lambda fields, created: None  # an answer without the model
     to_call: Callable[..., Call] = read_call
-    prefix: str = ""  # of the ids that the gateway draws, which then have the time in them
     ignored: Callable[[Body], Sequence[str]] = lambda fields: ()  # what of a valid request changes nothing
 
 

@@ -8,3 +8,19 @@ batch_core.py  one batch; batch_shell.py runs those of this keeper
 webhooks.py    events of what has ended, where they may go, and how they are sent
 actor.py       the shell: the streams, the pull loop, requests to tokenizers
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shared.config import Settings
+
+
+def check(settings: Settings) -> None:
+    """Raise SetupError for a wrong file of webhooks: the keeper starts last."""
+    if settings.durable and settings.webhooks:
+        from services.keeper.webhooks import log, read_hosts
+        from shared.config import WatchedFile
+
+        WatchedFile("webhooks", settings.webhooks, read_hosts, log)

@@ -16,28 +16,9 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
+from services.keeper import core
 from services.keeper.batch_shell import Batches
 from services.keeper.batch_verbs import BatchVerbs
-from services.keeper.core import (
-    KEPT_S,
-    Ack,
-    Announce,
-    Answered,
-    Ask,
-    Command,
-    Delivered,
-    Drop,
-    Event,
-    KeeperCore,
-    Key,
-    LookedUp,
-    LookUp,
-    Nak,
-    Progress,
-    Store,
-    Stored,
-    Tick,
-)
 from services.keeper.forwarding import Forwarder, serve_forwarded
 from services.keeper.queues import MAX_QUEUED, TenantQueues
 from services.keeper.records import CANCELLED, Body, Hook, Work, to_json, work_of
@@ -110,14 +91,14 @@ class KeeperActor(Actor):
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox, bus = mailbox, mailbox.bus
-        self._core = KeeperCore()
+        self._core = core.KeeperCore()
         self._unwritten = Unwritten(mailbox.clock)
         self._made = Made(mailbox.clock)
         self._streams = JetStream(bus, self._replicas > 1, self._unwritten, self._made)
         self._queues = TenantQueues(self._streams, mailbox.guarded(self._on_work), self._core.room)
         self._webhooks = Webhooks(self._streams, mailbox.clock, self._hosts)
-        core, here = self._core, self._here
-        self._forwarder = Forwarder(mailbox.clock, here, self._call, self._handle, core.kept_bytes)
+        own, here = self._core, self._here
+        self._forwarder = Forwarder(mailbox.clock, here, self._call, self._handle, own.kept_bytes)
         self._aliases = Aliases(mailbox.clock.now_us)
         self._verbs = Verbs(
             self._streams,
@@ -181,15 +162,15 @@ class KeeperActor(Actor):
 
     @property
     def metrics(self) -> Metrics:
-        core, hooks = self._core, self._webhooks
+        own, hooks = self._core, self._webhooks
         return (
             MetricPoint("headrace.keeper.queued", self._queues.queued, "{request}"),
-            MetricPoint("headrace.keeper.in_flight", len(core), "{request}"),
+            MetricPoint("headrace.keeper.in_flight", len(own), "{request}"),
             MetricPoint("headrace.keeper.forwarded", len(self._forwarder), "{request}"),
             MetricPoint("headrace.keeper.submitted", self._verbs.submitted, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.kept", self._verbs.kept, "{response}", is_counter=True),
-            MetricPoint("headrace.keeper.stored", core.stored, "{request}", is_counter=True),
-            MetricPoint("headrace.keeper.refused", core.refused, "{request}", is_counter=True),
+            MetricPoint("headrace.keeper.stored", own.stored, "{request}", is_counter=True),
+            MetricPoint("headrace.keeper.refused", own.refused, "{request}", is_counter=True),
             MetricPoint("headrace.keeper.webhooks", hooks.delivered, "{event}", is_counter=True),
             MetricPoint("headrace.keeper.webhooks_failed", hooks.failed, "{try}", is_counter=True),
             MetricPoint("headrace.keeper.webhooks_given_up", hooks.given_up, "{event}", is_counter=True),
@@ -254,14 +235,14 @@ class KeeperActor(Actor):
             return
         reply = delivery.reply
         stored_us = self._queues.age_us(reply)
-        self._handle(Delivered(work, reply, deliveries(reply), len(delivery.data), stored_us))
+        self._handle(core.Delivered(work, reply, deliveries(reply), len(delivery.data), stored_us))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             for model in filter(self._served, self._core.held_models):
                 self._core.release(model)
-            self._handle(Tick())
+            self._handle(core.Tick())
             self._batches.tick()
             self._forwarder.tick()
             self._call(self._sweep())
@@ -270,29 +251,29 @@ class KeeperActor(Actor):
         with contextlib.suppress(HeadraceError):
             await self._files.sweep(self._mailbox.clock.now_us())
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: core.Event) -> None:
         clock = self._mailbox.clock
         self._run(self._core.handle(event, clock.now_us(), clock.wall_us()))
 
-    def _run(self, commands: Iterable[Command]) -> None:
+    def _run(self, commands: Iterable[core.Command]) -> None:
         for command in commands:
             match command:
-                case LookUp(key, checkpoint):
+                case core.LookUp(key, checkpoint):
                     self._call(self._look_up(key, checkpoint=checkpoint))
-                case Ask(work, checkpoint, run):
+                case core.Ask(work, checkpoint, run):
                     self._ask(work, checkpoint, run)
-                case Drop(key):
+                case core.Drop(key):
                     self._call(self._drop(key))
-                case Store(key, record):
+                case core.Store(key, record):
                     self._call(self._store(key, record))
-                case Announce((tenant, request), status):
+                case core.Announce((tenant, request), status):
                     news = to_json({"id": request, "status": status})
                     self._mailbox.bus.publish(subjects.done(tenant, request), news)
-                case Ack(reply, hook):
+                case core.Ack(reply, hook):
                     self._ack(reply, hook)
-                case Nak(reply, delay_us):
+                case core.Nak(reply, delay_us):
                     self._streams.nak(reply, delay_us)
-                case Progress(reply):
+                case core.Progress(reply):
                     self._streams.progress(reply)
         if not self._core.full:
             self._queues.has_room()
@@ -308,7 +289,7 @@ class KeeperActor(Actor):
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _look_up(self, key: Key, *, checkpoint: bool) -> None:
+    async def _look_up(self, key: core.Key, *, checkpoint: bool) -> None:
         exists: bool | None = None
         found: bytes | None = None
         try:
@@ -318,25 +299,25 @@ class KeeperActor(Actor):
             exists = await self._streams.last(subjects.RECORD_STREAM, record, sure=False) is not None
         except HeadraceError as error:
             self._away.warning("durable requests wait: %s", error.message)
-        self._handle(LookedUp(key, exists, found or b""))
+        self._handle(core.LookedUp(key, exists, found or b""))
 
-    async def _drop(self, key: Key) -> None:
+    async def _drop(self, key: core.Key) -> None:
         if self._made.has(subjects.STATE_STREAM):
             with contextlib.suppress(HeadraceError):  # it expires
                 await self._streams.purge(subjects.STATE_STREAM, subjects.state(*key))
 
-    async def _store(self, key: Key, record: Body) -> None:
+    async def _store(self, key: core.Key, record: Body) -> None:
         new: bool | None = None
         try:
-            await self._streams.create(subjects.record(*key), to_json(record), ttl_s=KEPT_S)
+            await self._streams.create(subjects.record(*key), to_json(record), ttl_s=core.KEPT_S)
             new = True
         except Taken:
             new = False
         except HeadraceError as error:
             self._away.warning("answers of durable requests wait to be stored: %s", error.message)
-        self._handle(Stored(key, new))
+        self._handle(core.Stored(key, new))
 
-    def _runs(self, key: Key) -> bool:
+    def _runs(self, key: core.Key) -> bool:
         """True if a tokenizer, or the centre of this edge, has a request."""
         work = self._core.work(key)
         if work is not None and self._forwarder.forwards(work.model):
@@ -359,9 +340,9 @@ class KeeperActor(Actor):
         outcome = outcome_of(delivery, self._mailbox.bus.max_payload - self._core.kept_bytes(key))
         if not self._batches.answered(key, outcome, len(delivery.data)):
             lacking = isinstance(outcome, Unavailable | UnknownModel) and self._lacking(key)
-            self._handle(Answered(key, outcome, len(delivery.data), self._changed(key), lacking))
+            self._handle(core.Answered(key, outcome, len(delivery.data), self._changed(key), lacking))
 
-    def _lacking(self, key: Key) -> bool:
+    def _lacking(self, key: core.Key) -> bool:
         """True if a service that a request's model needs is not there."""
         work = self._core.work(key)
         if work is None or self._served(work.model):
@@ -375,7 +356,7 @@ class KeeperActor(Actor):
         name = peers.aliases().get(model, model)
         return self._forwarder.forwards(model) or not missing(peers, name) or starts_cold(peers, name)
 
-    def _changed(self, key: Key) -> bool:
+    def _changed(self, key: core.Key) -> bool:
         """True if the executors of a request have other weights or modes than those at its `submit`."""
         work = self._core.work(key)
         before = work.model_digest if work is not None else ""
@@ -388,11 +369,11 @@ class KeeperActor(Actor):
         if (names := subjects.names_in(delivery.subject)) is not None and self._asked < MAX_ASKED:
             self._call(self._cancel(names))
 
-    async def _cancel(self, key: Key) -> None:
+    async def _cancel(self, key: core.Key) -> None:
         self._asked += 1
         try:
             if await self._verbs.cancel(*key):
-                self._run([Announce(key, CANCELLED)])
+                self._run([core.Announce(key, CANCELLED)])
         except HeadraceError as error:
             self._away.warning("a request is not cancelled: %s", error.message)
         finally:

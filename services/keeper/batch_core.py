@@ -22,17 +22,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from heapq import heappop, heappush
 
-from services.keeper.core import (
-    ASK_AGAIN_US,
-    FIRST_DELAY_US,
-    LAST_DELAY_US,
-    PROGRESS_US,
-    RETRY_US,
-    TRY_AGAIN,
-    Ack,
-    Nak,
-    Progress,
-)
+from services.keeper import core
 from services.keeper.records import Body, to_json
 from shared.api import MAX_TIMEOUT_S
 from shared.client.chunks import DamagedFile
@@ -44,7 +34,16 @@ from shared.errors import (
     Unavailable,
     UnknownRequest,
 )
-from shared.openai.batch_lines import BatchLine, answered, read_line, refused
+from shared.openai.batch_lines import (
+    CANCELLED,
+    COMPLETED,
+    EXPIRED,
+    FAILED,
+    BatchLine,
+    answered,
+    read_line,
+    refused,
+)
 from shared.openai.call import Call
 
 FIRST_WINDOW = 8  # lines in flight at first
@@ -58,7 +57,6 @@ NOTE_AGE_US = 60_000_000  # and, if nothing else has changed, of its age
 CLOSE_US = 5_000_000  # for the lines in flight of a cancelled or expired batch to end
 GIVEN_UP_S = 3_600  # after its time, a batch whose files find no room has failed
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
-COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"
 AGE = "_age_s"  # the private field with the seconds for which keepers have held it
 _PROMPT = re.compile(rb'"(?:instructions|messages|prompt|input)"\s*:')  # within a text its quotes are escaped
 
@@ -220,7 +218,7 @@ class Over:
 
 Call_ = OpenBatch | CheckFile | ReadLines | WriteFiles | StoreEnd  # one at a time, each has one result
 BatchCommand = (
-    Call_ | AskLine | CancelLine | StoreLine | SaveState | Over | Ack | Nak | Progress
+    Call_ | AskLine | CancelLine | StoreLine | SaveState | Over | core.Ack | core.Nak | core.Progress
 )  # fmt: skip
 
 
@@ -319,7 +317,7 @@ class BatchCore:
 
     def begin(self, now_us: int, age_us: int = 0) -> list[BatchCommand]:
         """The first commands. `age_us`: how long it has waited in the queue."""
-        self._now_us, self._progress_us = now_us, now_us + PROGRESS_US
+        self._now_us, self._progress_us = now_us, now_us + core.PROGRESS_US
         self._since_us = now_us - age_us
         return [self._run(OpenBatch())]
 
@@ -362,12 +360,12 @@ class BatchCore:
     def reconnected(self, now_us: int) -> None:
         """The nats-server was away: an answer may be lost."""
         for flight in self._flights.values():
-            flight.due_us = min(flight.due_us, now_us + RETRY_US)
+            flight.due_us = min(flight.due_us, now_us + core.RETRY_US)
 
     def give_back(self) -> list[BatchCommand]:
         """Have the batch delivered again, now: this keeper stops."""
         self.over = True
-        return [Nak(self.ack, 0)]
+        return [core.Nak(self.ack, 0)]
 
     # ---- from one step to the next ---------------------------------------------------------------
 
@@ -458,7 +456,7 @@ class BatchCore:
     def _finish(self, over: Over) -> Iterator[BatchCommand]:
         self.over = True
         yield over
-        yield Ack(self.ack)
+        yield core.Ack(self.ack)
 
     def _fail(self, *errors: Body) -> Iterator[BatchCommand]:
         """It has failed before its first line."""
@@ -468,7 +466,7 @@ class BatchCore:
 
     def _call_failed(self, error: HeadraceError) -> Iterator[BatchCommand]:
         """Try again, unless the file is gone or damaged."""
-        self._again_us = self._now_us + RETRY_US
+        self._again_us = self._now_us + core.RETRY_US
         if not isinstance(error, UnknownRequest | DamagedFile):
             return
         wrong = error_entry("invalid_file", error.message)
@@ -521,7 +519,7 @@ class BatchCore:
         return line, call.of_model(self.resolve(call.model, request))
 
     def _ask(self, flight: _Flight) -> Iterator[BatchCommand]:
-        flight.asked, flight.asked_us, flight.due_us = True, self._now_us, self._now_us + ASK_AGAIN_US
+        flight.asked, flight.asked_us, flight.due_us = True, self._now_us, self._now_us + core.ASK_AGAIN_US
         yield from (AskLine(body) for body in flight.unanswered())
 
     def _answered(self, event: LineAnswered) -> Iterator[BatchCommand]:
@@ -530,7 +528,7 @@ class BatchCore:
             return
         outcome = event.outcome
         if isinstance(outcome, HeadraceError):
-            if isinstance(outcome, TRY_AGAIN) and not self._closing:
+            if isinstance(outcome, core.TRY_AGAIN) and not self._closing:
                 self._refused(flight, outcome)
             elif self._closing:  # cancelled, or it had no place: it has no record
                 self._forget(flight)
@@ -559,7 +557,7 @@ class BatchCore:
             self.window.cut(flight.asked_us, self._now_us)
         elif isinstance(error, Unavailable):
             self.window.restart()
-        delay_us = min(FIRST_DELAY_US << min(flight.tries, 8), LAST_DELAY_US)
+        delay_us = min(core.FIRST_DELAY_US << min(flight.tries, 8), core.LAST_DELAY_US)
         flight.asked, flight.tries = False, flight.tries + 1
         flight.due_us = self._now_us + max(delay_us, error.retry_after_ms * 1_000)
 
@@ -569,7 +567,7 @@ class BatchCore:
             why = PayloadTooLarge(f"the answer of {len(data)} bytes is over the server's limit: ask for less")
             line = refused(why, flight.call.request_id, flight.custom_id)
             data, ok = to_json({"id": f"batch_req_{self.id}.{flight.number}", **line}), False
-        flight.record, flight.due_us = StoreLine(flight.number, ok, data), self._now_us + RETRY_US
+        flight.record, flight.due_us = StoreLine(flight.number, ok, data), self._now_us + core.RETRY_US
         return flight.record
 
     def _stored(self, event: LineStored) -> Iterator[BatchCommand]:
@@ -591,8 +589,8 @@ class BatchCore:
 
     def _tick(self) -> Iterator[BatchCommand]:
         if self._now_us >= self._progress_us:
-            self._progress_us = self._now_us + PROGRESS_US
-            yield Progress(self.ack)
+            self._progress_us = self._now_us + core.PROGRESS_US
+            yield core.Progress(self.ack)
         if self._late_s >= 0:
             yield from self._late()
         if self._call is not None and 0 < self._again_us <= self._now_us:
@@ -605,7 +603,7 @@ class BatchCore:
             if self._now_us < flight.due_us:
                 continue
             if flight.record is not None:
-                flight.due_us = self._now_us + RETRY_US
+                flight.due_us = self._now_us + core.RETRY_US
                 yield flight.record
             elif flight.asked or asked < self.window.size:
                 asked += not flight.asked

@@ -14,34 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from services.keeper.batch_core import (
-    MOST_IN_FLIGHT,
-    SAVE_US,
-    AskLine,
-    BatchCommand,
-    BatchCore,
-    BatchEvent,
-    BatchTick,
-    CallFailed,
-    CancelAsked,
-    CancelLine,
-    Checked,
-    CheckFile,
-    EndStored,
-    LineAnswered,
-    LinesRead,
-    LineStored,
-    OpenBatch,
-    Opened,
-    Over,
-    ReadLines,
-    SaveState,
-    StoreEnd,
-    StoreLine,
-    WriteFiles,
-    Written,
-    error_entry,
-)
+from services.keeper import batch_core
 from services.keeper.core import Ack, Key, Nak, Progress, age_at_first
 from services.keeper.records import BATCH, Body, Hook, to_json
 from services.keeper.verbs import FILE_KEPT_S, file_object, reply_subject
@@ -76,7 +49,7 @@ class _Held:
     """One batch of this keeper."""
 
     tenant: str
-    core: BatchCore
+    core: batch_core.BatchCore
     reader: AsyncGenerator[Line] | None = None  # of lines without a record
     read_to: int = 0  # number of the last line that it gave
     look_us: int = 0  # for the next look whether it is cancelled
@@ -123,7 +96,7 @@ class Batches:
         elif len(self._held) >= MAX_BATCHES:
             self._streams.nak(delivery.reply, FULL_DELAY_US)
         else:
-            core = BatchCore(batch, delivery.reply, self._bus.max_payload)
+            core = batch_core.BatchCore(batch, delivery.reply, self._bus.max_payload)
             core.resolve = lambda name, request: self._aliases.resolve(name, tenant, request) or name
             held = self._held[key] = _Held(tenant, core)
             self._share()
@@ -135,7 +108,7 @@ class Batches:
         tenant, request = key
         held = self._held.get((tenant, request.partition(".")[0]))
         if held is not None:
-            self._handle(held, LineAnswered(request, outcome, size))
+            self._handle(held, batch_core.LineAnswered(request, outcome, size))
         return held is not None
 
     def tick(self) -> None:
@@ -143,9 +116,9 @@ class Batches:
         now_us = self._clock.now_us()
         for held in [*self._held.values()]:
             if now_us >= held.look_us and not held.looks:
-                held.look_us, held.looks = now_us + SAVE_US, True
+                held.look_us, held.looks = now_us + batch_core.SAVE_US, True
                 self._call_soon(self._look(held))
-            self._handle(held, BatchTick())
+            self._handle(held, batch_core.BatchTick())
 
     def reconnected(self) -> None:
         """The nats-server was away."""
@@ -160,12 +133,12 @@ class Batches:
 
     def _share(self) -> None:
         for held in self._held.values():
-            held.core.share = max(MOST_IN_FLIGHT // len(self._held), 1)
+            held.core.share = max(batch_core.MOST_IN_FLIGHT // len(self._held), 1)
 
-    def _handle(self, held: _Held, event: BatchEvent) -> None:
+    def _handle(self, held: _Held, event: batch_core.BatchEvent) -> None:
         self._run(held, held.core.handle(event, self._clock.now_us(), self._clock.wall_us()))
 
-    def _run(self, held: _Held, commands: Iterable[BatchCommand]) -> None:
+    def _run(self, held: _Held, commands: Iterable[batch_core.BatchCommand]) -> None:
         for command in commands:
             match command:
                 case Ack(reply):
@@ -174,22 +147,22 @@ class Batches:
                     self._streams.nak(reply, delay_us)
                 case Progress(reply):
                     self._streams.progress(reply)
-                case AskLine(body):
+                case batch_core.AskLine(body):
                     reply = reply_subject(held.tenant, body["request_id"])
                     subject = subjects.generate(held.tenant, body["model"])
                     self._bus.publish(subject, to_json(body), reply=reply)
-                case CancelLine(request):
+                case batch_core.CancelLine(request):
                     self._bus.publish(subjects.cancel(held.tenant, request), b"")
-                case SaveState(batch):
+                case batch_core.SaveState(batch):
                     self._call_soon(self._save(held, batch))
-                case StoreLine():
+                case batch_core.StoreLine():
                     self._call_soon(self._store_line(held, command))
-                case Over():
+                case batch_core.Over():
                     self._leave(held, command)
                 case _:
                     self._call_soon(self._answer(held, self._result_of(held, command)))
 
-    def _leave(self, held: _Held, over: Over) -> None:
+    def _leave(self, held: _Held, over: batch_core.Over) -> None:
         del self._held[held.tenant, held.core.id]
         if self._held:
             self._share()
@@ -202,41 +175,47 @@ class Batches:
     # ---- calls with one result -------------------------------------------------------------------
 
     def _result_of(
-        self, held: _Held, command: OpenBatch | CheckFile | ReadLines | WriteFiles | StoreEnd
-    ) -> Coroutine[Any, Any, BatchEvent]:
+        self,
+        held: _Held,
+        command: batch_core.OpenBatch
+        | batch_core.CheckFile
+        | batch_core.ReadLines
+        | batch_core.WriteFiles
+        | batch_core.StoreEnd,
+    ) -> Coroutine[Any, Any, batch_core.BatchEvent]:
         match command:
-            case OpenBatch():
+            case batch_core.OpenBatch():
                 return self._open(held)
-            case CheckFile():
+            case batch_core.CheckFile():
                 return self._check(held)
-            case ReadLines(most):
+            case batch_core.ReadLines(most):
                 return self._read(held, most)
-            case WriteFiles(unfinished):
+            case batch_core.WriteFiles(unfinished):
                 return self._write(held, unfinished=unfinished)
-            case StoreEnd(batch):
+            case batch_core.StoreEnd(batch):
                 return self._end(held, batch)
 
-    async def _answer(self, held: _Held, call: Coroutine[Any, Any, BatchEvent]) -> None:
+    async def _answer(self, held: _Held, call: Coroutine[Any, Any, batch_core.BatchEvent]) -> None:
         try:
             event = await call
         except HeadraceError as error:
             self._away.warning("batch %s waits: %s", held.core.id, error.message)
-            event = CallFailed(error)
+            event = batch_core.CallFailed(error)
         except Exception as bug:  # it is tried again, so the batch never hangs
             log.exception("batch %s failed", held.core.id)
-            event = CallFailed(EngineError(f"the keeper failed: {bug!r:.80}"))
+            event = batch_core.CallFailed(EngineError(f"the keeper failed: {bug!r:.80}"))
         self._handle(held, event)
 
-    async def _open(self, held: _Held) -> Opened:
+    async def _open(self, held: _Held) -> batch_core.Opened:
         tenant, batch = held.tenant, held.core.id
         last, stream = self._streams.last, subjects.RECORD_STREAM
         ends = await self._ends(held)  # before the end is looked for: after it they are removed
         if await last(stream, subjects.batch_part(tenant, batch, "end")) is not None:
-            return Opened(ended=True)
+            return batch_core.Opened(ended=True)
         state = await last(stream, subjects.batch_part(tenant, batch, "state"))
         ok = [number for number, outcome in ends.items() if outcome == "ok"]
         failed = [number for number, outcome in ends.items() if outcome != "ok"]
-        return Opened(False, json.loads(state) if state is not None else None, ok, failed)
+        return batch_core.Opened(False, json.loads(state) if state is not None else None, ok, failed)
 
     async def _ends(self, held: _Held) -> dict[int, str]:
         """The lines with a record, each with its outcome."""
@@ -244,7 +223,7 @@ class Batches:
         found = await self._streams.subjects_like(subjects.FILE_STREAM, pattern)
         return {int(number): outcome for _, number, outcome in (s.rsplit(".", 2) for s in found)}
 
-    async def _check(self, held: _Held) -> Checked:
+    async def _check(self, held: _Held) -> batch_core.Checked:
         """Read the whole file, and all that is wrong with it."""
         batch = held.core.batch
         models, default = await self._models()
@@ -257,13 +236,21 @@ class Batches:
                     if wrong <= MAX_ERRORS:
                         errors.append(error)
                 if check.requests > MAX_LINES:
-                    errors = [error_entry("too_many_requests", f"a batch has at most {MAX_LINES:,} requests")]
+                    errors = [
+                        batch_core.error_entry(
+                            "too_many_requests", f"a batch has at most {MAX_LINES:,} requests"
+                        )
+                    ]
                     break
         except ValueError as error:
-            errors = [error_entry("line_too_long", f"line {check.line + 1}: {error}", check.line + 1)]
+            errors = [
+                batch_core.error_entry("line_too_long", f"line {check.line + 1}: {error}", check.line + 1)
+            ]
         if not check.requests and not errors:
-            errors = [error_entry("empty_file", "the file has no requests: each line is one JSON object")]
-        return Checked(check.requests, default, tuple(errors))
+            errors = [
+                batch_core.error_entry("empty_file", "the file has no requests: each line is one JSON object")
+            ]
+        return batch_core.Checked(check.requests, default, tuple(errors))
 
     async def _models(self) -> tuple[set[str], str]:
         """The models that are served, and the one of lines without a model: the only one. Raises Unavailable
@@ -300,7 +287,7 @@ class Batches:
                 if not done and raw.strip():
                     yield number, raw
 
-    async def _read(self, held: _Held, most: int) -> LinesRead:
+    async def _read(self, held: _Held, most: int) -> batch_core.LinesRead:
         reader = held.reader = held.reader or self._todo(held)
         lines, size, end = list[Line](), 0, True
         try:
@@ -314,9 +301,9 @@ class Batches:
             held.reader = None  # the next one starts after the last line that was given
             raise
         held.read_to = lines[-1][0] if lines else held.read_to
-        return LinesRead(tuple(lines), end)
+        return batch_core.LinesRead(tuple(lines), end)
 
-    async def _write(self, held: _Held, *, unfinished: bool) -> Written:
+    async def _write(self, held: _Held, *, unfinished: bool) -> batch_core.Written:
         """The two files, in the order of the lines."""
         ends = await self._ends(held)
         failed = [number for number in sorted(ends) if ends[number] != "ok"]
@@ -326,7 +313,7 @@ class Batches:
         error = None
         if failed or never:
             error = await self._file(held, "errors", self._errors(held, failed, never))
-        return Written(output, error, len(completed), len(failed) + len(never))
+        return batch_core.Written(output, error, len(completed), len(failed) + len(never))
 
     async def _errors(self, held: _Held, failed: list[int], never: list[bytes]) -> AsyncGenerator[bytes]:
         async for record in self._records(held, failed, "error"):
@@ -368,18 +355,20 @@ class Batches:
             await self._store.write(held.tenant, meta, pieces, kept_s)
         return str(meta["id"])
 
-    async def _end(self, held: _Held, batch: Body) -> EndStored:
+    async def _end(self, held: _Held, batch: Body) -> batch_core.EndStored:
         try:
             subject = subjects.batch_part(held.tenant, held.core.id, "end")
             await self._streams.create(subject, to_json(batch), FILE_KEPT_S)
         except Taken:
             stored = await self._streams.last(subjects.RECORD_STREAM, subject)
-            return EndStored(new=stored == to_json(batch))  # by an earlier try whose answer was lost
-        return EndStored(new=True)
+            return batch_core.EndStored(
+                new=stored == to_json(batch)
+            )  # by an earlier try whose answer was lost
+        return batch_core.EndStored(new=True)
 
     # ---- calls of which several run --------------------------------------------------------------
 
-    async def _store_line(self, held: _Held, line: StoreLine) -> None:
+    async def _store_line(self, held: _Held, line: batch_core.StoreLine) -> None:
         new: bool | None = None
         tenant, batch, outcome = held.tenant, held.core.id, "ok" if line.ok else "error"
         subject, any_outcome = (
@@ -392,7 +381,7 @@ class Batches:
             new = False
         except HeadraceError as error:
             self._away.warning("answers of a batch wait to be stored: %s", error.message)
-        self._handle(held, LineStored(line.number, new))
+        self._handle(held, batch_core.LineStored(line.number, new))
 
     async def _save(self, held: _Held, batch: Body) -> None:
         with contextlib.suppress(HeadraceError):  # the next one follows
@@ -405,12 +394,12 @@ class Batches:
         cancel, end = (subjects.batch_part(held.tenant, held.core.id, part) for part in ("cancel", "end"))
         with contextlib.suppress(HeadraceError):  # the next look follows
             if await last(subjects.RECORD_STREAM, cancel) is not None:
-                self._handle(held, CancelAsked())
+                self._handle(held, batch_core.CancelAsked())
             if await last(subjects.RECORD_STREAM, end) is not None:
-                self._handle(held, Opened(ended=True))
+                self._handle(held, batch_core.Opened(ended=True))
         held.looks = False
 
-    async def _clean(self, held: _Held, over: Over) -> None:
+    async def _clean(self, held: _Held, over: batch_core.Over) -> None:
         """Remove what nothing reads any more. It would go by its time, too."""
         with contextlib.suppress(HeadraceError):
             if held.reader is not None:
@@ -433,15 +422,15 @@ def _flaw(check: InputCheck, raw: bytes, endpoint: str, models: set[str], defaul
     try:
         line = check.read(raw)
     except HeadraceError as error:
-        return error_entry("invalid_request", error.message, check.line, error.param)
+        return batch_core.error_entry("invalid_request", error.message, check.line, error.param)
     if line is None:
         return None
     model, number = line.body.get("model", default), check.line
     if line.url != endpoint:
         why = f"line {number}: its url is {line.url}, and the batch is for {endpoint}"
-        return error_entry("mismatched_url", why, number, "url")
+        return batch_core.error_entry("mismatched_url", why, number, "url")
     if not isinstance(model, str) or model not in models:
         there = ", ".join(sorted(models))
         why = f"line {number}: no service serves model {model!r:.80}; there is {there:.200}"
-        return error_entry("model_not_found", why, number, "body.model")
+        return batch_core.error_entry("model_not_found", why, number, "body.model")
     return None

@@ -59,6 +59,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import NoResponders, RequestTimeout
 from shared.nats.jetstream import FULL_RETRY_MS, JetStream, StreamFull, Taken
 from shared.nats.object_store import FILE_ID, ObjectStore, UnknownFile
+from shared.openai.batch_lines import MAX_FILE_BYTES
 
 CHECK_US = 10_000_000  # a tokenizer takes up to three seconds for a megabyte
 REPLIES = f"{access.INBOX}.*.{access.user_of('keeper')}.*"  # answers to the requests of all keepers
@@ -318,7 +319,6 @@ def _same(known: Body, digest: str, asked: str) -> Body:
     return _stored(known["id"], known["status"], asked, known.get("model", asked))
 
 
-MAX_FILE_BYTES = 209_715_200  # 200 MB, as OpenAI has it for a batch
 MAX_CHUNKS = MAX_FILE_BYTES // CHUNK_BYTES
 MAX_LISTED = 100
 FILE_KEPT_S = 2_592_000  # a file goes after 30 days

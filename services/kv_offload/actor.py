@@ -10,35 +10,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from services.kv_offload import events
 from services.kv_offload.backends import arena as arenas
 from services.kv_offload.backends.arena import SHM, Arena, NoRoom, Opened, Plan
-from services.kv_offload.backends.interface import Remote
+from services.kv_offload.backends.interface import Remote, connector
 from services.kv_offload.core import KvCore
-from services.kv_offload.events import (
-    Abandon,
-    Arrived,
-    Command,
-    Event,
-    Fill,
-    PeerLost,
-    PeerRead,
-    PeerReadEnded,
-    PeersChanged,
-    PeerSeen,
-    PeerSum,
-    PeerSummed,
-    Restarted,
-    Send,
-    Ticked,
-)
 from services.kv_offload.l2.worker import L2Job, L2Pool
-from services.kv_offload.peers import nixl
 from services.kv_offload.peers.book import Book
-from services.kv_offload.peers.nixl import NixlWire
-from services.kv_offload.peers.wire import PeerThreads, Wire
+from services.kv_offload.peers.wire import OpenWire, PeerThreads, wire
 from services.kv_offload.state import Counters, ReadLease, State, WriteLease
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import ONLY_TIER, PEER_READS, Peer
@@ -54,7 +35,6 @@ OURS = "headrace.kv_offload"
 AGAIN_US = 30_000_000  # until the arena is tried again for which there was no room
 
 Connect = Callable[[], Remote]
-OpenWire = Callable[[Path], Wire]
 
 
 class KvOffloadActor(Actor):
@@ -112,17 +92,17 @@ class KvOffloadActor(Actor):
         log.info("L1: %d MiB in %s", self._plan.bytes >> 20, arena.name)
 
     def receive(self, source: str, message: Message, trace: str) -> None:
-        self._handle(Arrived(source, self._mailbox.epoch_of(source), message, trace))
+        self._handle(events.Arrived(source, self._mailbox.epoch_of(source), message, trace))
 
     def on_peer(self, peer: Peer) -> None:
         if peer.heartbeat.state not in ("stopped", "failed"):
-            self._handle(PeerSeen(peer.source, peer.epoch))
+            self._handle(events.PeerSeen(peer.source, peer.epoch))
 
     def on_restart(self, source: str) -> None:
-        self._handle(PeerLost(source) if source.startswith("executor.") else Restarted(source))
+        self._handle(events.PeerLost(source) if source.startswith("executor.") else events.Restarted(source))
 
     def on_peer_gone(self, peer: Peer) -> None:
-        self._handle(PeerLost(peer.source))
+        self._handle(events.PeerLost(peer.source))
 
     def upkeep(self) -> None:
         if self._problem is not None:
@@ -226,32 +206,32 @@ class KvOffloadActor(Actor):
         seen = {p.source: p.heartbeat.arena_generation for p in others if (PEER_READS, 1) in p.heartbeat.load}
         if self._peers is not None and self._peers.address and seen != self._peers_seen:
             self._peers_seen = seen
-            self._handle(PeersChanged(self._peers.address, seen))
+            self._handle(events.PeersChanged(self._peers.address, seen))
 
-    def _peers_ended(self, event: PeerReadEnded | PeerSummed, values: list[memoryview]) -> None:
+    def _peers_ended(self, event: events.PeerReadEnded | events.PeerSummed, values: list[memoryview]) -> None:
         self._later(partial(self._handle, event, partial(copy_in, self._core.state.l1.arena, values)))
 
-    def _handle(self, event: Event, fill: Callable[[Fill], None] | None = None) -> None:
+    def _handle(self, event: events.Event, fill: Callable[[events.Fill], None] | None = None) -> None:
         for command in self._core.handle(event, self._mailbox.clock.now_us()):
-            if isinstance(command, Fill):
+            if isinstance(command, events.Fill):
                 assert fill is not None, "Fill follows only the end of a get"
                 fill(command)
             else:
                 self._execute(command)
         self._arm()
 
-    def _execute(self, command: Command) -> None:
-        if isinstance(command, Send):
+    def _execute(self, command: events.Command) -> None:
+        if isinstance(command, events.Send):
             self._mailbox.send(command.to, command.message, command.trace)
             return
-        if isinstance(command, PeerSum | PeerRead):
+        if isinstance(command, events.PeerSum | events.PeerRead):
             assert self._peers is not None, "a core without peers makes no reads"
             self._peers.run(command)
             return
         assert self._l2_pool is not None, "a core without L2 makes no calls"
-        if isinstance(command, Abandon):
+        if isinstance(command, events.Abandon):
             self._l2_pool.abandon(command.call)
-        elif not isinstance(command, Fill):
+        elif not isinstance(command, events.Fill):
             self._l2_pool.run(command)
 
     def _l2_ended(self, job: L2Job) -> None:
@@ -266,7 +246,7 @@ class KvOffloadActor(Actor):
             self._timer = None
         if (due_us := self._core.due_us()) is not None:
             wait_s = timer_s(due_us - self._mailbox.clock.now_us())
-            tick = partial(self._later, partial(self._handle, Ticked()))
+            tick = partial(self._later, partial(self._handle, events.Ticked()))
             self._timer = asyncio.get_running_loop().call_later(wait_s, tick)
 
     def _later(self, what: Callable[[], None]) -> None:
@@ -277,7 +257,7 @@ class KvOffloadActor(Actor):
             self._problem = self._problem or error
 
 
-def copy_in(arena: Arena, values: Sequence[memoryview], command: Fill) -> None:
+def copy_in(arena: Arena, values: Sequence[memoryview], command: events.Fill) -> None:
     """Copy verified bytes that were read to their range in L1. On the event loop, so that the range cannot be
     freed meanwhile. 0.1 ms a MiB."""
     with arena.view(command.slot) as range_:
@@ -287,14 +267,11 @@ def copy_in(arena: Arena, values: Sequence[memoryview], command: Fill) -> None:
 def build(settings: Settings) -> KvOffloadActor:
     """kv_offload with the tiers of the settings. Raises SetupError."""
     plan = arenas.plan(settings.l1, settings.fleet, settings.host_id)
-    open_wire = NixlWire if nixl.installed() else None
     if not settings.l2:
-        return KvOffloadActor(plan, open_wire=open_wire)
+        return KvOffloadActor(plan, open_wire=wire())
     if not plan.bytes:
         log.warning("l2 is not used: values pass through L1, which is off")
-    from services.kv_offload.backends.lmcache import connector
-
-    return KvOffloadActor(plan, connector(settings.l2), _without_password(settings.l2), open_wire)
+    return KvOffloadActor(plan, connector(settings.l2), _without_password(settings.l2), wire())
 
 
 def _without_password(url: str) -> str:

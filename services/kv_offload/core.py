@@ -21,20 +21,8 @@ Each message is answered at once, or by its deadline, also if L2 hangs.
 
 from __future__ import annotations
 
-from services.kv_offload import jobs
+from services.kv_offload import events, jobs
 from services.kv_offload.backends.arena import Arena
-from services.kv_offload.events import (
-    Arrived,
-    Command,
-    Event,
-    Fill,
-    L2Ended,
-    Name,
-    PeerLost,
-    PeerSeen,
-    Restarted,
-    Send,
-)
 from services.kv_offload.l1_cache import L1
 from services.kv_offload.l2 import dispatch
 from services.kv_offload.peers.book import Book
@@ -61,7 +49,7 @@ class KvCore:
         self.peers = Book(self.state) if peers else None
         self.state.peers = self.peers
 
-    def handle(self, event: Event, now_us: int) -> list[Command]:
+    def handle(self, event: events.Event, now_us: int) -> list[events.Command]:
         """Apply one event at `now_us` (monotonic) and return the commands, in order."""
         state = self.state
         state.now_us = now_us
@@ -81,26 +69,26 @@ class KvCore:
         dues = (self.state.due.next_us(), l2.deadlines.next_us(), l2.breaker.next_us(), peers_us)
         return min((due for due in dues if due is not None), default=None)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: events.Event) -> None:
         state = self.state
         if self.peers is not None and self.peers.apply(event):
             return
         match event:
-            case Arrived():
+            case events.Arrived():
                 self._arrived(event)
-            case L2Ended():
+            case events.L2Ended():
                 self._l2_ended(event)
-            case Restarted(source):
+            case events.Restarted(source):
                 self._forget(source)
                 jobs.scheduler_restarted(state, source)
-            case PeerSeen(source, epoch) if source.startswith("executor."):
+            case events.PeerSeen(source, epoch) if source.startswith("executor."):
                 jobs.executor_seen(state, source, epoch)
-            case PeerLost(source) if source.startswith("executor."):
+            case events.PeerLost(source) if source.startswith("executor."):
                 jobs.executor_lost(state, source)
-            case PeerLost(source):
+            case events.PeerLost(source):
                 self._forget(source)
 
-    def _arrived(self, event: Arrived) -> None:
+    def _arrived(self, event: events.Arrived) -> None:
         state, message, trace = self.state, event.message, event.trace
         if isinstance(message, ArenaReleased):
             jobs.arena_released(state, message)
@@ -152,7 +140,7 @@ class KvCore:
 
     # ---- L2 -------------------------------------------------------------------------------------
 
-    def _l2_ended(self, event: L2Ended) -> None:
+    def _l2_ended(self, event: events.L2Ended) -> None:
         state = self.state
         if state.l2.breaker.probed(event.call, event.status == "ok", state.now_us):
             state.l2.presence.clear()  # L2 may have lost its content
@@ -185,7 +173,7 @@ class KvCore:
         if call.kind == "get":
             jobs.value_arrived(state, call.names[0], None)
 
-    def _answered(self, call: Call, event: L2Ended) -> None:
+    def _answered(self, call: Call, event: events.L2Ended) -> None:
         state = self.state
         if event.value_bytes:
             state.l2.sizes[call.names[0][0]] = event.value_bytes
@@ -196,7 +184,7 @@ class KvCore:
         if call.lookup is not None:
             jobs.lookup_answered(state, call.lookup)
 
-    def _got(self, name: Name, event: L2Ended) -> None:
+    def _got(self, name: events.Name, event: events.L2Ended) -> None:
         """A get has ended: with the value, or because it is lost or damaged."""
         state = self.state
         entry = state.l1.entries.get(name)
@@ -204,7 +192,9 @@ class KvCore:
             state.counters.l2_gets += 1
             state.counters.promotions += entry is None
             state.l2.presence.add(name)
-            entry = jobs.bring_up(state, name, Fill(event.call, b""), event.value_bytes, event.valid_tokens)
+            entry = jobs.bring_up(
+                state, name, events.Fill(event.call, b""), event.value_bytes, event.valid_tokens
+            )
         else:
             state.l2.presence.forget(name)
             if event.status == "corrupt":
@@ -226,4 +216,4 @@ class KvCore:
         for first in range(0, len(gone), KEYS_A_MESSAGE):
             keys = b"".join(key for _, key in gone[first : first + KEYS_A_MESSAGE])
             message = KvGone(keys=keys)
-            state.out += [Send(to, message) for to in state.schedulers]
+            state.out += [events.Send(to, message) for to in state.schedulers]

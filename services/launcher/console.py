@@ -1,4 +1,4 @@
-"""Terminal output of the commands: colours on a terminal, plain lines elsewhere. NO_COLOR is respected."""
+"""What commands share: flags, and output with colours on a terminal. NO_COLOR is respected."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import errno
 import os
 import shutil
 import sys
-from typing import Self, TextIO
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from shared.errors import HeadraceError
 
+if TYPE_CHECKING:
+    import argparse
+
+    from shared.config import Loaded
+
+FLEET = ("nats_url", "fleet", "cache_dir")  # settings that are enough to find a fleet
 _COLOURS = (36, 33, 32, 35, 34, 96)  # cyan, yellow, green, magenta, blue, bright cyan
 _BOLD, _RED, _DIM = 1, 31, 2
 
@@ -125,3 +132,73 @@ class ServiceLines:
     def text(self, name: str, line: str) -> str:
         """The line as it is printed."""
         return line if self._bare else f"{self._heads[name]} {line}"
+
+
+def add_setting_flags(
+    parser: argparse.ArgumentParser, names: Sequence[str] | None, *, several_models: bool = False
+) -> None:
+    """Add a flag for each of these settings; None adds all."""
+    import argparse
+    from pathlib import Path
+
+    from shared.config import PREFIX, Settings, metavar
+
+    group = parser.add_argument_group("settings", "also as variables and in a TOML file, see --config")
+    group.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    for name in names or Settings.model_fields:
+        field = Settings.model_fields[name]
+        flag, text = f"--{name.replace('_', '-')}", f"{field.description} [{PREFIX}{name.upper()}]"
+        text = text.replace("%", "%%")
+        if field.annotation is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif name == "model" and several_models:
+            text = text.replace("model to serve", "model to serve, may be repeated")
+            group.add_argument(flag, dest=name, metavar=metavar(name), action="append", default=[], help=text)
+        else:
+            group.add_argument(flag, dest=name, metavar=metavar(name), help=text)
+
+
+def actions_of(parser: argparse.ArgumentParser) -> Callable[[str, str], argparse.ArgumentParser]:
+    """Adds the actions of a command, by name and line of help."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+
+    def act(name: str, text: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text)
+        add_setting_flags(sub, FLEET)
+        return sub
+
+    return act
+
+
+def load(given: argparse.Namespace) -> Loaded:
+    """The settings of a command line."""
+    from shared.config import Settings
+    from shared.config import load as load_settings
+
+    return load_settings(given.config, {name: getattr(given, name, None) for name in Settings.model_fields})
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, longest: str) -> None:
+    """Add the flags of a question, see `options_of`."""
+    parser.add_argument("--max-tokens", type=int, help=f"longest answer, tokens; default: {longest}")
+    parser.add_argument("--temperature", type=float, help="0 is greedy; default: the model's")
+    parser.add_argument("--seed", type=int, help="makes the answer repeatable")
+    parser.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")
+
+
+def options_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a request that the flags of a question give."""
+    named = {"max_tokens": given.max_tokens, "temperature": given.temperature, "seed": given.seed}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def load_test_module(program: str) -> Any:
+    """The module `command` of a folder of loadtest/, loaded by name: services do not import loadtest."""
+    from importlib import import_module
+
+    from shared.errors import SetupError
+
+    try:
+        return import_module(f"loadtest.{program}.command")
+    except ModuleNotFoundError as error:
+        raise SetupError(f"loadtest.{program} is missing ({error}): run it from a source tree") from None

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from services.launcher.heartbeats import HeartbeatFile, runtime_path
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
 
 # In the order of the pipeline, which is also the order in which they drain.
 BUILDERS = {
-    "gateway": "services.gateway.actor",
-    "tokenizer": "services.tokenizer.actor",
-    "scheduler": "services.scheduler.actor",
-    "executor": "services.executor.actor",
-    "kv_offload": "services.kv_offload.actor",
-    "detokenizer": "services.detokenizer.actor",
-    "keeper": "services.keeper.actor",
+    "gateway": "services.gateway.actor:build",
+    "tokenizer": "services.tokenizer.actor:build",
+    "scheduler": "services.scheduler.actor:build",
+    "executor": "services.executor.actor:build",
+    "kv_offload": "services.kv_offload.actor:build",
+    "detokenizer": "services.detokenizer.actor:build",
+    "keeper": "services.keeper.actor:build",
 }
 KINDS = tuple(BUILDERS)
 # Variables that a kind's libraries read at import. Without them LMCache reports its use, logs each discard
@@ -62,11 +63,18 @@ def builder(kind: str) -> Callable[[Settings], Actor]:
         raise SetupError(f"there is no service {kind!r}: choose one of {', '.join(KINDS)}")
     try:
         with importing():
-            module = importlib.import_module(BUILDERS[kind])
+            build: Callable[[Settings], Actor] = resolve_name(BUILDERS[kind])
     except ModuleNotFoundError as error:
         raise SetupError(f"the {kind} needs the package {error.name}: pip install 'headrace[all]'") from error
-    build: Callable[[Settings], Actor] = module.build
     return build
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise SetupError for settings that a service refuses at its start, if its package has a `check`."""
+    for target in BUILDERS.values():
+        package = importlib.import_module(target.rpartition(".")[0])
+        if (refuse := getattr(package, "check", None)) is not None:
+            refuse(settings)
 
 
 def serve(kind: str, settings: Settings, *, name: str = "", heartbeats: str = "") -> int:

@@ -17,16 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from services.launcher.console import load
 from services.launcher.nats_server import is_free
 from shared.config import DEFAULT_NATS_URL, Loaded
 from shared.errors import SetupError
 from shared.nats import access
-from shared.nats.bus import NatsBus
 from shared.nats.interface import BusFault
 from shared.nats.subjects import DEFAULT_TENANT
 
 if TYPE_CHECKING:
+    import argparse
+
     from shared.config import Settings
+    from shared.nats.bus import NatsBus
 
 CONNECT_TIMEOUT_S = 5.0  # a busy machine takes seconds for the first answer
 LOOK_S = 0.1  # between two looks whether a fleet is ready
@@ -76,6 +79,12 @@ def find_target(loaded: Loaded, *, wait: bool = False) -> Target:
     )
 
 
+def find_fleet(given: argparse.Namespace) -> tuple[Target, str]:
+    """The server and the name of the fleet of a command line. Raises SetupError."""
+    loaded = load(given)
+    return find_target(loaded), loaded.settings.fleet
+
+
 def _check_default_server(path: Path) -> None:
     """Raises SetupError if nothing is at the default address, or only fleets with other notes than that at
     `path`."""
@@ -94,6 +103,8 @@ def _check_default_server(path: Path) -> None:
 async def connected(url: str, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncGenerator[NatsBus]:
     """A connection for the duration of a command, which prints what the credentials do not allow. Raises
     SetupError if no server answers."""
+    from shared.nats.bus import NatsBus  # --help needs none
+
     bus = await NatsBus.connect(url, name="headrace-cli", timeout_s=timeout_s, on_fault=_print_denied)
     try:
         yield bus

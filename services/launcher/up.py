@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import shlex
 import signal
@@ -33,7 +32,7 @@ from services.launcher.heartbeats import HANGS_S, HeartbeatNote, SilenceTimers, 
 from services.launcher.host_agent import HostAgent, Joined, MemoryRule
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.own_folder import OwnFolder
-from services.launcher.serve import KINDS
+from services.launcher.serve import KINDS, check_settings
 from services.launcher.session import RunState
 from services.launcher.supervisor import (
     BACKOFF_FIRST_S,
@@ -51,7 +50,7 @@ from shared.actor.membership import Peers, missing
 from shared.actor.runtime import FORCED
 from shared.client.client import PROBE, Client, probe, request_all
 from shared.clock import SystemClock, end_task
-from shared.config import Settings, WatchedFile
+from shared.config import Settings
 from shared.errors import BadRequest, HeadraceError, SetupError, WireError
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
@@ -118,10 +117,7 @@ def up(
             "--leaf and --leaves are of the server that `up` starts, without --nats-url: use one"
         )
     models = served_models(settings, more)
-    if settings.durable and settings.webhooks:  # its keeper starts last
-        from services.keeper.webhooks import read_hosts
-
-        WatchedFile("webhooks", settings.webhooks, read_hosts, logging.getLogger(__name__))
+    check_settings(settings)
     if flags.schedulers > 1 and settings.event_log not in ("", "nats"):
         raise SetupError("an event log in a file is for one scheduler: use --event-log nats with several")
     address = settings.http_address  # fail on a taken one before anything starts

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from pkgutil import resolve_name
+from typing import Any
 
 from services.scheduler import core, load_shedding, overlap
 from services.scheduler.core import Scheduler
@@ -16,7 +18,6 @@ from services.scheduler.fleet.roles import Division, Drain
 from services.scheduler.kv_tiers import store
 from services.scheduler.lifecycle import CLIENT
 from services.scheduler.reports import status
-from services.scheduler.reports.event_log import Recorder, attach
 from services.scheduler.state import policies, requests
 from services.scheduler.state.counters import StepSpan, step_spans, step_trace
 from services.scheduler.state.requests import (
@@ -52,6 +53,9 @@ from shared.vocab.files import served_names
 
 log = logging.getLogger("headrace.scheduler")
 
+RECORDERS = {  # of the setting `event_log`
+    "event_log": "services.scheduler.reports.event_log:attach",
+}
 TICK_US = 10_000
 MOVE_SHARE = 10  # sequences of a draining executor run there for 1 / 10 of drain_timeout_s, then they move
 SLOW_TICK_US = 50_000  # while nothing waits: a tick takes 0.3 ms of a core that an engine on CPUs could use
@@ -76,7 +80,7 @@ class SchedulerActor(Actor):
         self._event_log = event_log
         self._quotas = quotas
         self._quotas_set: dict[str, Quota] = {}  # as the core has them
-        self._recorder: Recorder | None = None
+        self._recorder: Any = None  # of the table
         self._division = Division()
         self._ticking: asyncio.Task[None] | None = None
         self._due_us = 0  # of the timer for the next step that is planned late
@@ -87,8 +91,8 @@ class SchedulerActor(Actor):
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._core.state.next_seq = mailbox.epoch % 2**30 + 1  # numbers are not used again after a restart
-        if self._event_log:
-            self._recorder = await attach(self._core, mailbox, self._event_log, self._model)
+        for recorder in RECORDERS.values() if self._event_log else ():
+            self._recorder = await resolve_name(recorder)(self._core, mailbox, self._event_log, self._model)
         self._set_quotas()
         await mailbox.bus.subscribe(subjects.CANCEL_ALL, mailbox.guarded(self._on_cancel))
         await mailbox.bus.subscribe(subjects.policy(mailbox.actor), mailbox.guarded(self._on_policy))

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import Any, Protocol
 
-from shared.telemetry.otel import (
-    GRPC,
-    GRPC_PACKAGE,
-    HTTP,
-    METRICS,
-    PROTOCOLS,
-    TRACES,
-    is_on,
-    log,
-    protocol_of,
-)
+from shared.telemetry import otel
 from shared.telemetry.readings import Metrics
 from shared.telemetry.traces import SpanRecord
 
-T = TypeVar("T")
+EXPORTERS = {  # by their protocols
+    (otel.HTTP, otel.GRPC): "shared.telemetry.otel_sdk:build",
+}
 
 
 class Tracer(Protocol):
@@ -53,38 +46,30 @@ class MeterSink(Protocol):
 def tracer_from_env(kind: str, actor: str) -> Tracer | None:
     """The tracer of the process `kind.actor`, None if traces are off or cannot be sent."""
 
-    def make(protocol: str) -> Tracer:
-        from shared.telemetry.otel_sdk import OtelTracer
-
-        return OtelTracer(kind, actor, protocol)
-
-    return _made(TRACES, make)
+    return _made(otel.TRACES, kind, actor)  # type: ignore[no-any-return]  # of the table
 
 
 def meter_sink_from_env(kind: str, actor: str) -> MeterSink | None:
     """The sink of the process `kind.actor`, None if metrics are off or cannot be sent."""
 
-    def make(protocol: str) -> MeterSink:
-        from shared.telemetry.otel_sdk import OtelMeterSink
-
-        return OtelMeterSink(kind, actor, protocol)
-
-    return _made(METRICS, make)
+    return _made(otel.METRICS, kind, actor)  # type: ignore[no-any-return]  # of the table
 
 
-def _made(signal: str, make: Callable[[str], T]) -> T | None:
+def _made(signal: str, kind: str, actor: str) -> Any:
     """What sends a signal, None if that is off or cannot be made; the log then has the remedy."""
-    if not is_on(os.environ, signal):
+    if not otel.is_on(os.environ, signal):
         return None
-    protocol = protocol_of(os.environ, signal)
-    if protocol not in (HTTP, GRPC):
-        log.warning("%s: off, unknown %s=%s: use %s or %s", signal, PROTOCOLS[1], protocol, HTTP, GRPC)
+    protocol = otel.protocol_of(os.environ, signal)
+    exporter = next((build for protocols, build in EXPORTERS.items() if protocol in protocols), "")
+    if not exporter:
+        known = " or ".join(name for protocols in EXPORTERS for name in protocols)
+        otel.log.warning("%s: off, unknown %s=%s: use %s", signal, otel.PROTOCOLS[1], protocol, known)
         return None
     try:
-        return make(protocol)
+        return resolve_name(exporter)(signal, kind, actor, protocol)
     except ImportError as error:
-        mend = f"pip install {GRPC_PACKAGE}, or set {PROTOCOLS[1]}={HTTP}"
-        log.warning("%s: off, the protocol %s needs a package (%s): %s", signal, protocol, error, mend)
+        mend = f"pip install {otel.GRPC_PACKAGE}, or set {otel.PROTOCOLS[1]}={otel.HTTP}"
+        otel.log.warning("%s: off, the protocol %s needs a package (%s): %s", signal, protocol, error, mend)
     except Exception as error:  # noqa: BLE001 - a bad OTEL_* value must not stop a service
-        log.warning("%s: off, the OTEL_* variables cannot be used: %s", signal, error)
+        otel.log.warning("%s: off, the OTEL_* variables cannot be used: %s", signal, error)
     return None

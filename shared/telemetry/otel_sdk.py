@@ -45,7 +45,7 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, T
 from opentelemetry.trace.status import Status, StatusCode
 
 from shared.telemetry import traces
-from shared.telemetry.otel import ENDPOINTS, GRPC, METRICS, endpoint, log
+from shared.telemetry.otel import ENDPOINTS, GRPC, METRICS, TRACES, endpoint, log
 from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 from shared.telemetry.traces import SpanRecord
 
@@ -62,6 +62,11 @@ _SDK_LOG = logging.getLogger("opentelemetry")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _OK = Status(StatusCode.UNSET)
 SCOPE = "headrace"
+
+
+def build(signal: str, kind: str, actor: str, protocol: str) -> OtelTracer | OtelMeterSink:
+    """What sends a signal. Raises ImportError if the exporter's package is missing."""
+    return (OtelTracer if signal == TRACES else OtelMeterSink)(kind, actor, protocol)
 
 
 class OtelTracer:

@@ -11,8 +11,7 @@ import pytest
 from support.kv_offload.memory_remote import MemoryRemote
 from support.redis_process import RedisProcess
 
-from services.kv_offload.backends.interface import DamagedValue, Remote, RemoteError
-from services.kv_offload.backends.lmcache import open_remote
+from services.kv_offload.backends.interface import DamagedValue, Remote, RemoteError, open_remote
 from shared.errors import SetupError
 
 # A call that waits for an answer that never comes would run into this, and the test into its time limit.

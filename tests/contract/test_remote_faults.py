@@ -10,8 +10,7 @@ import pytest
 from redis import Redis
 from support.redis_process import RedisProcess, free_port
 
-from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, RemoteError
-from services.kv_offload.backends.lmcache import open_remote
+from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, RemoteError, open_remote
 
 SIZE = 300_000
 DATA = bytes(i % 251 for i in range(SIZE))

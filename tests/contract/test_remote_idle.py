@@ -14,8 +14,7 @@ from redis import Redis
 from support.redis_process import RedisProcess
 
 from services.kv_offload.backends import lmcache
-from services.kv_offload.backends.interface import Remote
-from services.kv_offload.backends.lmcache import open_remote
+from services.kv_offload.backends.interface import Remote, open_remote
 
 SIZE = 300_000
 DATA = bytes(i % 251 for i in range(SIZE))

@@ -16,7 +16,7 @@ from openai import OpenAI
 from support.running_up import StartUp, Up, running_up, wait_until_gone
 
 from loadtest import faults
-from services.gateway.durable.store import KEPT_S
+from services.gateway.store import KEPT_S
 from services.keeper import core
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan

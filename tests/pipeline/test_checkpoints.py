@@ -13,7 +13,7 @@ import pytest
 from support.pipeline.five_actors import Connect, Pipeline
 from support.small_llama import write_small_llama
 
-from services.detokenizer import checkpoints
+from services.detokenizer.durable import checkpoints
 from services.keeper import queues
 from services.keeper.actor import KeeperActor
 from services.launcher import nats_server as servers

@@ -6,6 +6,7 @@ be deleted, and of a service only `core` and `actor` import those.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from support.source_tree import PRODUCT, ROOT, circles, imported, named, product
+from support.source_tree import PRODUCT, ROOT, Source, circles, imported, named, product
+from support.without_folder import DELETABLE, LINES, module_of, names
 
 MOST_LINES, LEAST_LINES, MOST_FILES = 850, 30, 20
 SMALL = 100
@@ -58,8 +60,8 @@ ONE_PATH = (
 HANGING = (
     "services/scheduler/fleet/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
     "services/scheduler/reports/",
-    "services/detokenizer/attach.py", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
-    "services/detokenizer/reconnect.py", "services/detokenizer/checkpoint",
+    "services/detokenizer/durable/", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
+    "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
     "shared/nats/jetstream.py",
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
@@ -73,6 +75,9 @@ KNOWS_HANGING = {
 
 # The engines have parts of the same names, and two mechanisms have a worker.
 TWINS = {"kernels": {"gpu.py", "ref.py"}, "services/executor": {"engine.py", "model.py", "worker.py"}}
+
+# A line of a table: without it the table is a table.
+OF_TABLE = re.compile(r'(?:(?:"[\w.-]+"|\(.*\)): )?"[\w.]+:\w+",')
 
 UNIT = ROOT / "tests" / "unit"
 
@@ -193,6 +198,29 @@ def test_what_hangs_off_the_path_is_imported_by_core_and_actor_alone() -> None:
         if any(to.startswith(HANGING) for to in imported()[name]) and Path(name).stem not in ("core", "actor")
     }
     assert knows == KNOWS_HANGING
+
+
+@pytest.mark.parametrize("path", DELETABLE)
+def test_a_deletable_folder_is_named_by_its_table_alone(path: str) -> None:
+    outside = [s for s in product() if s.name.split("/")[0] in PRODUCT and not s.name.startswith(path)]
+    assert {s.name for s in outside if any(to.startswith(path) for to in imported()[s.name])} == set()
+    assert {s.name for s in outside if _mentions(s, path)} == {DELETABLE[path]}
+    lines = (ROOT / DELETABLE[path]).read_text().splitlines()
+    found = [line.strip() for line in lines if names(line, path)]
+    assert len(found) == LINES.get(path, 1)
+    assert [line for line in found if not OF_TABLE.fullmatch(line)] == []
+
+
+def _mentions(source: Source, path: str) -> bool:
+    """Whether a file names a module of `path` in a string that is no docstring."""
+    module = module_of(path)
+    return any(
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and " " not in node.value
+        and f"{node.value.replace(':', '.')}.".startswith(f"{module}.")
+        for node in source.nodes
+    )
 
 
 def _part(service: str, name: str) -> str:

@@ -17,8 +17,8 @@ def test_every_kind_has_a_sender_and_a_receiver() -> None:
     for source in product():
         if source.name.split("/")[0] in PRODUCT:
             for node in source.nodes:
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                    sent.add(node.func.id)
+                if isinstance(node, ast.Call):
+                    sent |= set(_names(node.func))
                 received |= set(_matched(node))
     kinds = set(codec.KINDS)
     assert kinds - {codec.WIRE_NAMES.get(name, name) for name in sent} == COMING
@@ -31,4 +31,13 @@ def _matched(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
         tests = [node.args[1]]
     for test in tests:
-        yield from (n.id for n in ast.walk(test) if isinstance(n, ast.Name))
+        for part in ast.walk(test):
+            yield from _names(part)
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """The class that a node names, by itself or as its module's."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        yield node.attr
+    elif isinstance(node, ast.Name):
+        yield node.id

@@ -67,7 +67,7 @@ QUESTIONS = (
             "services/kv_offload/l2/dispatch.py:pump",
             "services/kv_offload/actor.py:_execute",
             "services/kv_offload/l2/worker.py:L2Job",
-            "services/kv_offload/backends/lmcache.py:open_remote",
+            "services/kv_offload/backends/lmcache.py:LmcacheRemote",
         ),
     ),
     Question(
@@ -118,7 +118,7 @@ QUESTIONS = (
         2,
         (
             "services/kv_offload/backends/interface.py:Remote",
-            "services/kv_offload/backends/lmcache.py:open_remote",
+            "services/kv_offload/backends/folder.py:build",
         ),
     ),
     Question("add a routing policy", 2, ("services/scheduler/state/policies.py:room",)),

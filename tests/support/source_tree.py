@@ -109,8 +109,9 @@ def imported() -> dict[str, frozenset[str]]:
 
 
 def named(source: Source) -> set[str]:
-    """Files of the tree that a file names in strings, as modules: plugins, builders, processes."""
-    words = {n.value for n in source.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    """Files of the tree that a file names in strings, as `module` or `module:function`."""
+    texts = (n.value for n in source.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    words = {text.partition(":")[0] for text in texts}
     return {s.name for s in product() if _module(s.name) in words}
 
 

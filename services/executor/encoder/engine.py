@@ -7,27 +7,19 @@ nothing and harms nothing: block numbers are the scheduler's, without memory her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from services.executor import engine
 from services.executor.checkpoint.config import pooling_of
 from services.executor.checkpoint.loader import TorchOptions, device_of, sampled_digest, vocab_digests
 from services.executor.checkpoint.stored import check_unchanged, states_of
 from services.executor.checkpoint.weights import stored_hf
-from services.executor.encoder.model import Encoder
-from services.executor.engine import (
-    WARM_ROWS,
-    Arena,
-    ArenaError,
-    BackendInfo,
-    Pending,
-    StepOutput,
-    YieldDevice,
-    no_yield,
-)
+from services.executor.encoder.model import Encoder, is_encoder
 from services.executor.sampling.sampler import vectors_of
 from shared.errors import SetupError
 from shared.kv_blocks import blocks_for
@@ -43,19 +35,24 @@ class NoCopier:
 
     piece_bytes = 1 << 20
 
-    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
+    def attach(self, arena: engine.Arena, yield_device: engine.YieldDevice = engine.no_yield) -> None:
         return
 
     def detach(self) -> None:
         return
 
     def store(self, blocks: Sequence[int], offsets: Sequence[int]) -> None:
-        raise ArenaError("an encoder has no KV blocks")
+        raise engine.ArenaError("an encoder has no KV blocks")
 
     load = store
 
     def finish(self) -> int:
         return 0
+
+
+def of_model(folder: Path) -> Callable[[TorchOptions], EncoderBackend] | None:
+    """What builds the engine of an encoder; None for any other model."""
+    return build if is_encoder(folder) else None
 
 
 def build(options: TorchOptions) -> EncoderBackend:
@@ -90,7 +87,7 @@ class EncoderBackend:
         facts = ("headrace-encoder-1", repr(shapes), name, str(options.deterministic))
         digest = sampled_digest(facts, stored_hf(options.model_path))
         vocab, tokens = vocab_digests(options)
-        self.info = BackendInfo(
+        self.info = engine.BackendInfo(
             backend="torch",
             model=options.model_name,
             dtype=name,
@@ -117,8 +114,8 @@ class EncoderBackend:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        self._model.compile_products(min(WARM_ROWS, self.info.max_step_tokens))
-        self.vectors([[0] * min(WARM_ROWS, self.info.max_context - 1)])
+        self._model.compile_products(min(engine.WARM_ROWS, self.info.max_step_tokens))
+        self.vectors([[0] * min(engine.WARM_ROWS, self.info.max_context - 1)])
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._texts[opened.slot] = opened
@@ -127,15 +124,15 @@ class EncoderBackend:
         self._texts.pop(slot, None)
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Pending:
+    def forward(self, plan: StepPlan) -> engine.Pending:
         opened = [self._texts[slot] for slot in plan.sample_slots]
         if not opened:
-            return Pending(plan=plan)
-        return Pending(plan=plan, hidden=self.vectors([each.tokens for each in opened]))
+            return engine.Pending(plan=plan)
+        return engine.Pending(plan=plan, hidden=self.vectors([each.tokens for each in opened]))
 
-    def sample(self, pending: Pending) -> StepOutput:
+    def sample(self, pending: engine.Pending) -> engine.StepOutput:
         slots, hidden = pending.plan.sample_slots, pending.hidden
-        output = StepOutput(ids=ints([0] * len(slots)), done=ints([1] * len(slots)))
+        output = engine.StepOutput(ids=ints([0] * len(slots)), done=ints([1] * len(slots)))
         if hidden is None:
             return output
         finite = hidden.isfinite().all(1).tolist()

@@ -33,19 +33,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import NoReturn, Protocol
 
+from services.executor import engine
 from services.executor.checkpoint.loader import TorchOptions, device_of
-from services.executor.engine import (
-    Arena,
-    Backend,
-    BackendInfo,
-    Copier,
-    Pending,
-    ReportGrammar,
-    StepOutput,
-    YieldDevice,
-    ignore_grammar_news,
-    no_yield,
-)
 from services.executor.parallel.ranks import DRIVER, Ranks, join, rendezvous
 from shared.errors import EngineError, SetupError
 from shared.messages import GrammarFailed, GrammarReady, Ints, SlotOpen, StepPlan
@@ -137,7 +126,7 @@ class Sampled:
     """A step's result from the last stage of a pipeline, or its error."""
 
     step: int
-    output: StepOutput | None
+    output: engine.StepOutput | None
     error: str = ""
 
 
@@ -148,10 +137,10 @@ class LastError:
     why: str
 
 
-class RankBackend(Backend, Protocol):
+class RankBackend(engine.Backend, Protocol):
     """An engine that can be one rank of several."""
 
-    def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
+    def take(self, pending: engine.Pending, ids: Ints, done: Ints) -> None:
         """In place of `sample`: record the tokens that another rank has chosen, columns as in StepResult.
         Does not wait for the device."""
 
@@ -171,7 +160,7 @@ def build_group(
     device = device_of(options.device)
     store = rendezvous(size)
     workers = Workers(size - 1, environment or {}, lost, options.report_grammar)
-    bare = replace(options, processors={}, device=device.type, report_grammar=ignore_grammar_news)
+    bare = replace(options, processors={}, device=device.type, report_grammar=engine.ignore_grammar_news)
     workers.send_each([JoinGroup(bare, rank, size, store.port) for rank in range(1, size)])
     with ExitStack() as undo:
         undo.callback(workers.end)
@@ -193,13 +182,7 @@ def build_group(
 
 def rank_builder(device: str) -> BuildRank:
     """The function that builds a rank's engine on a device of this type."""
-    if device == "cuda":
-        from services.executor.cuda.engine import build as build_cuda
-
-        return build_cuda
-    from services.executor.cpu.engine import build
-
-    return build
+    return engine.engine_of(device)
 
 
 class GroupBackend:
@@ -212,8 +195,8 @@ class GroupBackend:
         self._own, self._workers, self._ranks, self._pipeline = own, workers, ranks, pipeline
         sizes = ranks.exchange(own.info.bytes_per_block)
         stages = ranks.size if pipeline else own.info.stages
-        self.info: BackendInfo = replace(own.info, bytes_per_block=sum(sizes), stages=stages)
-        self.copier: Copier = GroupCopier(own.copier, workers, ranks.size)
+        self.info: engine.BackendInfo = replace(own.info, bytes_per_block=sum(sizes), stages=stages)
+        self.copier: engine.Copier = GroupCopier(own.copier, workers, ranks.size)
 
     def warm_up(self) -> None:
         self._workers.send(Control.WARM_UP)
@@ -233,7 +216,7 @@ class GroupBackend:
         self._workers.send(CloseSlot(slot))
         self._own.close_slot(slot)
 
-    def forward(self, plan: StepPlan) -> Pending:
+    def forward(self, plan: StepPlan) -> engine.Pending:
         self._workers.send(plan)
         try:
             return self._own.forward(plan)
@@ -243,7 +226,7 @@ class GroupBackend:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
             self._workers.give_up(f"step {plan.step} failed on the driver: {type(error).__name__}: {error}")
 
-    def sample(self, pending: Pending) -> StepOutput:
+    def sample(self, pending: engine.Pending) -> engine.StepOutput:
         command: Command = DropStep(pending.plan.step)
         try:
             output = self._chosen(pending)
@@ -252,7 +235,7 @@ class GroupBackend:
             self._workers.send(command)
         return output
 
-    def _chosen(self, pending: Pending) -> StepOutput:
+    def _chosen(self, pending: engine.Pending) -> engine.StepOutput:
         if not self._pipeline:
             return self._own.sample(pending)
         found = self._workers.sampled()
@@ -296,7 +279,7 @@ class Workers:
         count: int,
         environment: Mapping[str, str],
         lost: Callable[[str], None],
-        report_grammar: ReportGrammar = ignore_grammar_news,
+        report_grammar: engine.ReportGrammar = engine.ignore_grammar_news,
     ) -> None:
         """Start the processes. `lost` is called once, on another thread, when a worker dies before `end`;
         `report_grammar` there, too, with the last stage's reports."""
@@ -421,11 +404,11 @@ class GroupCopier:
     A copy has ended when it has ended on every rank, and has failed if it failed on any. So a tier has whole
     blocks only."""
 
-    def __init__(self, own: Copier, workers: Workers, size: int) -> None:
+    def __init__(self, own: engine.Copier, workers: Workers, size: int) -> None:
         self._own, self._workers = own, workers
         self.piece_bytes = size * own.piece_bytes
 
-    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
+    def attach(self, arena: engine.Arena, yield_device: engine.YieldDevice = engine.no_yield) -> None:
         self._workers.send(AttachArena(arena.name, arena.generation))
         try:
             self._with_all(lambda: self._own.attach(arena, yield_device))
@@ -462,14 +445,14 @@ class GroupCopier:
 class RankCopier:
     """A worker's copier: its part starts `before` bytes into each block in the arena."""
 
-    def __init__(self, own: Copier, before: int) -> None:
+    def __init__(self, own: engine.Copier, before: int) -> None:
         self._own, self._before = own, before
-        self._arena: Arena | None = None
+        self._arena: engine.Arena | None = None
         self._error = ""  # of a move since the last finish; an exception would keep a view of the arena
 
-    def attach(self, name: str, generation: int, yield_device: YieldDevice = no_yield) -> None:
+    def attach(self, name: str, generation: int, yield_device: engine.YieldDevice = engine.no_yield) -> None:
         """Map an arena. Raises ArenaError, or an error of the device's driver."""
-        arena = Arena(name, generation)
+        arena = engine.Arena(name, generation)
         try:
             self._own.attach(arena, yield_device)
         except Exception:

@@ -15,17 +15,21 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import SplitResult, unquote
 
-from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, RemoteError
+from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, Remote, RemoteError
 
 log = logging.getLogger("headrace.kv_offload")
 
+FORM = "file:///folder or file:///folder?gib=100 (the most it may hold)"
+_LIMIT = re.compile(r"(?:gib=([0-9]{1,6}(?:\.[0-9]{1,3})?))?")
 LOOK_S = 10.0  # between looks at the disk, which other programs fill, too
 ROOM_PERCENT = 10  # of the limit: made by an eviction, and written at most before the next look
 LEFT_FREE = 20  # a limit of its own leaves 1/20 of the disk free
@@ -36,6 +40,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _GONE = (errno.ENOENT, errno.ESTALE)
 _PREFIX, _VALUE, _PARTIAL = "headrace@", ".data", ".tmp"
+
+
+def build(parts: SplitResult, _deadline_s: float) -> Callable[[], Remote] | None:
+    """The folder at a URL, one that all threads share, since it counts what they write; None for a URL of
+    another form."""
+    limit = _LIMIT.fullmatch(parts.query)
+    if parts.netloc or not parts.path.startswith("/") or limit is None:
+        return None
+    folder = Folder(unquote(parts.path), int(float(limit[1] or 0) * (1 << 30)))
+    return lambda: folder
 
 
 @dataclass(frozen=True, slots=True)

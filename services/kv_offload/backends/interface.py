@@ -1,12 +1,24 @@
-"""The protocol of a remote store (L2). It only stores bytes: index, leases, eviction, headers and checksums
-are in the core and in l2/.
+"""The protocol of a remote store (L2), and the table of remote stores. They only store bytes: index, leases,
+eviction, headers and checksums are in the core and in l2/.
+
+A module of the table has FORM, the URLs that it takes, and `build(parts, deadline_s)`, which returns what
+opens the store: a connection for each call, or the one store that all threads share. It returns None for a
+URL of another form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Protocol
+from urllib.parse import urlsplit
 
-from shared.errors import HeadraceError
+from shared.errors import HeadraceError, SetupError
+
+BACKENDS = {
+    ("redis", "valkey"): "services.kv_offload.backends.lmcache:build",
+    ("file",): "services.kv_offload.backends.folder:build",
+}  # by the schemes of URLs
 
 
 class RemoteError(HeadraceError):
@@ -50,3 +62,21 @@ class Remote(Protocol):
 
     def close(self) -> None:
         """Close the connection, after the call in progress."""
+
+
+def connector(url: str, deadline_s: float = 1.0) -> Callable[[], Remote]:
+    """Opens the remote store at `url`, whose calls end within about `deadline_s`, as often as it is called.
+    It connects at the first call. Raises SetupError for a URL that no backend takes."""
+    parts = urlsplit(url)
+    for schemes, backend in BACKENDS.items():
+        if parts.scheme in schemes and (connect := resolve_name(backend)(parts, deadline_s)) is not None:
+            return connect  # type: ignore[no-any-return]  # a function of the table
+    forms = ", ".join(resolve_name(backend.partition(":")[0]).FORM for backend in BACKENDS.values())
+    raise SetupError(
+        f"the remote store {parts.scheme}://{parts.hostname or ''}{parts.path} is unknown: use {forms}"
+    )
+
+
+def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
+    """The remote store at `url`, see `connector`."""
+    return connector(url, deadline_s)()

@@ -1,4 +1,4 @@
-"""Opens any L2 by its URL; Redis on the native client of LMCache (==0.5.6).
+"""Redis as an L2, over the native client of LMCache (==0.5.6).
 
 L1 is our own: of LMCache's StorageManager it would use the segment alone. A call of its allocator takes 30 to
 350 µs a range on the event loop, its eviction is a loop of 1 s, and its import and start take 2 to 5 s.
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote
 
-from services.kv_offload.backends.folder import Folder
 from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, Remote, RemoteError
 from shared.errors import SetupError
 
@@ -26,6 +23,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 Words = tuple[str | bytes, ...]  # of a command
 
+FORM = "redis://host:port (database 0)"
 REDIS_PORT = 6379
 IDLE_S = 10.0  # a connection without use for longer is replaced: a balancer may have dropped it in silence
 
@@ -44,38 +42,22 @@ def load_lmcache() -> None:
         raise SetupError(f"no LMCache here ({error}): pip install 'headrace[kv]'") from error
 
 
-def open_remote(url: str, deadline_s: float = 1.0) -> Remote:
-    """The remote store at `url`: redis://[user[:password]@]host[:port], whose calls end within about
-    `deadline_s`, or file:///folder[?gib=most]. For Redis it imports LMCache (2–5 s). Connects at the first
-    call.
+def build(parts: SplitResult, deadline_s: float) -> Callable[[], Remote] | None:
+    """Opens the server at a URL, with a connection of its own for each call; None for a URL of another form.
+    Opening raises SetupError if LMCache is not installed."""
+    if not parts.hostname or parts.path not in ("", "/", "/0"):
+        return None
+    login = (unquote(parts.username or ""), unquote(parts.password or ""))
+    address = (parts.hostname, parts.port or REDIS_PORT)
 
-    Raises SetupError for any other URL, and if LMCache is not installed."""
-    parts = urlsplit(url)
-    if parts.scheme in ("redis", "valkey") and parts.hostname and parts.path in ("", "/", "/0"):
-        login = (unquote(parts.username or ""), unquote(parts.password or ""))
-        address = (parts.hostname, parts.port or REDIS_PORT)
+    def connect() -> Remote:
         load_lmcache()
         if _only_ipv6(*address):
             return Ipv6Redis(address, login, deadline_s)
         own = RedisQuestions(address, login)
         return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s, own)
-    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
-        limit = re.fullmatch(r"(?:gib=([0-9]{1,6}(?:\.[0-9]{1,3})?))?", parts.query)
-        if limit is not None:
-            return Folder(unquote(parts.path), int(float(limit[1] or 0) * (1 << 30)))
-    raise SetupError(
-        f"the remote store {parts.scheme}://{parts.hostname or ''}{parts.path} is unknown: "
-        "use redis://host:port (database 0), file:///folder or file:///folder?gib=100 (the most it may hold)"
-    )
 
-
-def connector(url: str) -> Callable[[], Remote]:
-    """Opens the remote store at `url` as often as it is called: a connection to Redis for each call, a folder
-    once, since it counts what all threads write. Raises SetupError like `open_remote`, later for Redis."""
-    if urlsplit(url).scheme != "file":
-        return partial(open_remote, url)
-    folder = open_remote(url)
-    return lambda: folder
+    return connect
 
 
 def _redis_client(address: tuple[str, int], login: tuple[str, str], deadline_s: float) -> Any:

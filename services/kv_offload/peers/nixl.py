@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from services.kv_offload.backends.interface import RemoteError
+from services.kv_offload.peers.wire import OpenWire
 
 PACKAGE = "nixl_cu12"  # `nixl` alone would install the one for CUDA 13, too; without a GPU they are the same
 POLL_S = (20e-6, 1e-3)  # the first pause between two looks at a transfer, and the longest
@@ -29,6 +30,11 @@ _BASE = struct.Struct("<Q")  # address of the arena in its process, before NIXL'
 def installed() -> bool:
     """Whether NIXL is installed here."""
     return importlib.util.find_spec(PACKAGE) is not None
+
+
+def build() -> OpenWire | None:
+    """Opens the transport; None if NIXL is not installed."""
+    return NixlWire if installed() else None
 
 
 class _Memory(NamedTuple):

@@ -14,6 +14,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol
 
 from services.kv_offload.backends.interface import RemoteError
@@ -24,6 +26,10 @@ from shared.errors import HeadraceError
 log = logging.getLogger("headrace.kv_offload")
 
 WRONG = -1
+# A module's `build` returns what opens its transport for the file of an arena, None if it is not installed.
+WIRES = {
+    "nixl": "services.kv_offload.peers.nixl:build",
+}
 
 
 class Wire(Protocol):
@@ -40,6 +46,14 @@ class Wire(Protocol):
 
     def close(self) -> None:
         """End all connections. The arena can be closed afterwards."""
+
+
+OpenWire = Callable[[Path], Wire]
+
+
+def wire() -> OpenWire | None:
+    """Opens the first transport that is installed here; None without one."""
+    return next((opens for name in WIRES.values() if (opens := resolve_name(name)()) is not None), None)
 
 
 Ended = tuple[PeerReadEnded | PeerSummed, list[memoryview]]

@@ -29,6 +29,7 @@ export keeps its reply subject. So the services answer in the tenant's part of t
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -40,8 +41,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from services.launcher.console import load, print_line
 from services.launcher.leaf import PORT
 from services.launcher.nats_server import ServerLimits, quoted
+from shared.config import DEFAULT_NATS_URL
 from shared.errors import SetupError
 from shared.nats import access
 from shared.nats.access import Permissions
@@ -444,3 +447,38 @@ def _hashed(password: str) -> str:
         raise SetupError("credentials need the package bcrypt: pip install bcrypt") from None
     # nats-server accepts only 2a, the older name of the same algorithm
     return bcrypt.hashpw(password.encode(), bcrypt.gensalt(BCRYPT_ROUNDS, prefix=b"2a")).decode()
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("folder", type=Path, help="where to write them, one folder for each user")
+    parser.add_argument("--tenant", action="append", default=[], help="one more tenant; may be repeated")
+    parser.add_argument(
+        "--classes", default="", metavar="LIST", help="classes of these tenants; default standard,batch"
+    )
+    parser.add_argument("--force", action="store_true", help="make new passwords for every user")
+    parser.add_argument(
+        "--leaves", action="store_true", help="the nats-server listens for edges on port 7422"
+    )
+    parser.add_argument(
+        "--accounts", action="store_true", help="an account of the nats-server for each tenant"
+    )
+    parser.add_argument("--limits", default="", metavar="LIST", help="of accounts: connections=9,payload=1MB")
+    parser.add_argument("--tls-cert", default="", metavar="FILE", help="the nats-server's certificate")
+    parser.add_argument("--tls-key", default="", metavar="FILE", help="its key")
+    parser.add_argument("--show", metavar="NAME", help="print the URL of a service, operator or tenant")
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> None:
+    settings = load(given).settings
+    if given.show:
+        print(url_of(given.folder, given.show, settings.nats_url))
+        return
+    url, tls = settings.nats_url or DEFAULT_NATS_URL, tls_of(given.tls_cert, given.tls_key)
+    classes = classes_of(given.classes)
+    plan = Plan(
+        url, settings.fleet, tuple(given.tenant), given.force, tls, classes, given.leaves,
+        given.accounts or bool(given.limits), given.limits,
+    )  # fmt: skip
+    generate(given.folder, plan, print_line)

@@ -6,6 +6,7 @@ submits, waits and fetches.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
@@ -16,10 +17,8 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import IO, Any
 
-from services.keeper.batch_core import CANCELLED, COMPLETED, EXPIRED, FAILED
-from services.keeper.verbs import MAX_FILE_BYTES
-from services.launcher.console import StatusLine
-from services.launcher.session import Target, connected
+from services.launcher.console import StatusLine, actions_of, load
+from services.launcher.session import Target, connected, find_target
 from shared.client.chunks import CHUNK_BYTES
 from shared.client.client import Client
 from shared.client.file_client import FileClient, asked
@@ -28,7 +27,7 @@ from shared.errors import SetupError, Unavailable, UnknownRequest
 from shared.nats import subjects
 from shared.nats.interface import RequestTimeout
 from shared.nats.object_store import UnknownFile
-from shared.openai.batch_lines import read_line
+from shared.openai.batch_lines import CANCELLED, COMPLETED, EXPIRED, FAILED, MAX_FILE_BYTES, read_line
 
 Body = dict[str, Any]
 
@@ -177,3 +176,42 @@ def _progress(found: Body) -> str:
     done, refused = counts["completed"], counts["failed"]
     of = f"{done + refused:,} of {counts['total']:,} requests" if counts["total"] else "no requests yet"
     return f"{found['status']}: {of}{f', {refused:,} refused' if refused else ''}"
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    act = actions_of(parser)
+    submit = act("submit", "store a file of requests that a keeper answers, and print the id of the batch")
+    submit.add_argument("input", type=Path, metavar="IN.jsonl", help="a line for each request")
+    submit.add_argument("--endpoint", metavar="PATH", help="of all lines; default: that of the first one")
+    submit.add_argument(
+        "--completion-window", default="24h", metavar="TIME", help="m, h or d, up to 7d; default 24h"
+    )
+    submit.add_argument("--webhook", metavar="URL", help="gets a signed event when the batch has ended")
+    status = act("status", "the state of a batch")
+    status.add_argument("id", help="the id that `submit` has printed")
+    status.add_argument("--json", action="store_true", help="everything, as JSON")
+    act("cancel", "cancel a batch; its answers so far are kept").add_argument("id")
+    fetch = act("fetch", "write the answers of a batch that has ended to a file")
+    fetch.add_argument("id")
+    fetch.add_argument("output", type=Path, metavar="OUT.jsonl", help="answers, then errors")
+    whole = act("run", "submit, wait and fetch; after a kill the same command goes on")
+    whole.add_argument("input", type=Path, metavar="IN.jsonl", help="a line for each request")
+    whole.add_argument("output", type=Path, metavar="OUT.jsonl", help="answers, then errors; must not exist")
+    parser.set_defaults(run=_act)
+
+
+def _act(given: argparse.Namespace) -> int:
+    target = find_target(load(given), wait=True)
+    if given.action == "submit":
+        window = given.completion_window
+        print(asyncio.run(submit(target, given.input, given.endpoint, window, given.webhook)))
+        return 0
+    if given.action == "status":
+        return asyncio.run(status(target, given.id, as_json=given.json))
+    if given.action == "cancel":
+        asyncio.run(cancel(target, given.id))
+        return 0
+    if given.action == "fetch":
+        return 1 if asyncio.run(fetch(target, given.id, given.output)) else 0
+    return 1 if asyncio.run(run(target, given.input, given.output)) else 0

@@ -13,6 +13,7 @@ fetched first. With the setting `nats_url` the fleet there is used, and nothing 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import inspect
 import json
@@ -28,7 +29,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
-from services.launcher import background, console
+from services.launcher import background, console, session
 from services.launcher.commands.answer import Answer, answer_on
 from services.launcher.commands.pull import pull
 from services.launcher.console import dim, kind_of
@@ -383,3 +384,39 @@ def _fetch(settings: Settings) -> None:
         if not can_be_pulled(settings.model) or Path(settings.model).exists():
             raise
         pull(settings.model, settings.cache_dir, lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def run_command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("model", metavar="MODEL", help="a known name, a hub id, a GGUF file or a folder")
+    parser.add_argument(
+        "prompt", nargs="*", default=[], metavar="PROMPT", help="and stdin, if piped; neither: a chat"
+    )
+    console.add_sampling_flags(parser, "2048")
+    parser.set_defaults(run=_on_run)
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("-q", "--question", help="send one question, print the answer, exit")
+    console.add_sampling_flags(parser, "2048")
+    parser.set_defaults(run=_on_chat)
+
+
+def _on_run(given: argparse.Namespace) -> None:
+    run(console.load(given), given.prompt, _said(given))
+
+
+def _on_chat(given: argparse.Namespace) -> None:
+    loaded = console.load(given)
+    target, timeout_s = session.find_target(loaded, wait=True), loaded.settings.request_timeout_s
+    if given.question is not None:
+        asyncio.run(ask_once(target, given.question, _said(given), timeout_s))
+    else:
+        converse(target, _said(given), timeout_s)
+
+
+def _said(given: argparse.Namespace) -> Conversation:
+    said = Conversation(console.options_of(given))
+    said.system = given.system
+    return said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib.metadata
 import importlib.util
@@ -145,7 +146,7 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
     os.environ.update(environment("executor", os.environ))
     from services.executor.checkpoint.loader import best_dtype
     from services.executor.checkpoint.quantised import stored_in
-    from services.executor.cpu.autotune import timing_for
+    from services.executor.engine import timing_of
 
     device, ranks = settings.device_and_ranks
     try:
@@ -157,7 +158,7 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
                 yield Finding("fail", "a GPU cannot keep the model's weights in 4 bits", mend)
                 return
             yield Finding("ok", f"dtype {dtype}: {why}")
-        timing = timing_for(settings, path, dtype, ("f32", "bf16"), again=True)
+        timing = timing_of(settings, path, dtype, ("f32", "bf16"), again=True)
     except SetupError:
         return  # `_model` reports it
     if timing is None:
@@ -201,3 +202,21 @@ def _connection(loaded: Loaded) -> Iterator[Finding]:
     yield Finding(
         "ok", f"nats-server at {access.shown(target.nats_url)}, messages up to {limit / 1e6:.0f} MB"
     )
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument(
+        "--context", type=int, metavar="TOKENS", help="print the memory for users with so many"
+    )
+    parser.add_argument("--users", type=int, metavar="N", help="print the memory for so many at once")
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.context is None and given.users is None:
+        return doctor(console.load(given))
+    from services.launcher.commands.sizing import print_sizing
+
+    settings = console.load(given).settings
+    return print_sizing(settings, given.context or 0, 1 if given.users is None else given.users)

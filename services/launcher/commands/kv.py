@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 
 from services.launcher.commands.status import Facts, percent, services_of, size
-from services.launcher.session import Target
+from services.launcher.session import Target, find_fleet
 
 NOBODY = (
     "no kv_offload runs in this fleet: what device memory loses is computed again.",
@@ -150,3 +152,9 @@ def _link_line(executor: str, facts: Facts) -> str:
 def rate(bytes_per_s: float) -> str:
     """Bytes a second; 0 is not measured yet."""
     return f"{size(bytes_per_s)}/s" if bytes_per_s else "not measured"
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.set_defaults(run=lambda given: asyncio.run(kv(*find_fleet(given), as_json=given.json)))

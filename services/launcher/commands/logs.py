@@ -6,6 +6,7 @@ One file for each service, in the temporary folder of the run: they end with the
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -14,8 +15,8 @@ import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from services.launcher.console import ServiceLines
-from services.launcher.session import RunState
+from services.launcher.console import ServiceLines, load
+from services.launcher.session import RunState, path_for, read
 from shared.errors import BadRequest, SetupError
 
 FILE_BYTES = 4 * 1024 * 1024  # some 40,000 lines
@@ -108,3 +109,20 @@ class Tail:
 
 def _file(folder: str, name: str) -> Path:
     return Path(folder, name.replace("/", "--") + SUFFIX)  # a name may end with that of a model, owner/name
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument(
+        "service", nargs="?", default="", metavar="SERVICE", help="its name or the start of it; default: all"
+    )
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the fleet ends")
+    parser.add_argument(
+        "-n", "--lines", type=int, default=100, metavar="N", help="last lines of each service; default 100"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> None:
+    note = read(path_for(load(given).settings))
+    logs(note, given.service, given.lines, follow=given.follow)

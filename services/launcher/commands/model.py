@@ -7,6 +7,7 @@ load, unload    requests to each `headrace up` that has executors of the model: 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,9 @@ from typing import Any
 
 from services.launcher.commands.record import ask_scheduler
 from services.launcher.commands.status import Facts, services_of
+from services.launcher.console import actions_of
 from services.launcher.host_agent import ASLEEP, CHANGING, LOADED, UNLOADED
-from services.launcher.session import Target, connected
+from services.launcher.session import Target, connected, find_fleet
 from shared.client.client import Client, error_of, request_all
 from shared.errors import BadRequest, Unavailable
 from shared.nats import subjects
@@ -154,3 +156,37 @@ async def _ask_hosts(bus: Bus, model: str, what: str) -> list[Facts]:
         return await request_all(bus, subjects.load(model), ANSWER_S, body=what.encode())
     except NoResponders:
         return []
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    act = actions_of(parser)
+    listed = act("list", "models and aliases, with their states")
+    listed.add_argument("--json", action="store_true", help="everything, as JSON")
+    alias = act("alias", "let a name stand for one model, or for several with weights")
+    alias.add_argument("name", metavar="NAME", help="of no served model")
+    alias.add_argument(
+        "targets", nargs="*", metavar="MODEL[=WEIGHT]", help="like big=95 new=5; the default weight is 1"
+    )
+    alias.add_argument("--delete", action="store_true", help="delete the alias")
+    for name, text in (
+        ("load", "start the executors of a model that was unloaded"),
+        ("unload", "drain and end the executors of a model; its name stays"),
+        ("sleep", "free the device memory of a model once its requests have ended; a request wakes it"),
+        ("wake", "take the device memory back before a request comes"),
+    ):
+        act(name, text).add_argument("name", metavar="MODEL", help="as in `headrace status`")
+    parser.set_defaults(run=_act)
+
+
+def _act(given: argparse.Namespace) -> int:
+    target, fleet = find_fleet(given)
+    if given.action in ("load", "unload"):
+        return asyncio.run(load(target, fleet, given.action, given.name))
+    if given.action in ("sleep", "wake"):
+        return asyncio.run(sleep(target, fleet, given.action, given.name))
+    if given.action == "list":
+        asyncio.run(list_models(target, as_json=given.json))
+    else:
+        asyncio.run(alias(target, given.name, given.targets, delete=given.delete))
+    return 0

@@ -6,6 +6,7 @@ user's own index, proxy and certificates. Every other model is a Hugging Face re
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from services.launcher.console import is_terminal
+from services.launcher.console import is_terminal, load, print_line
 from shared.errors import SetupError
 from shared.vocab.files import CATALOGUE, CatalogueEntry, can_be_pulled, place_of, resolve, unknown_model
 
@@ -147,3 +148,16 @@ def _pull_hub(model: str, path: Path, report: Report) -> Path:
         draft.replace(path)
     report(f"{model}: in {path}")
     return path
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept")
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> None:
+    settings = load(given).settings
+    pull(given.name or settings.model, settings.cache_dir, print_line)

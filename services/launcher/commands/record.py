@@ -16,6 +16,7 @@ that starts has the setting `policy`.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import io
@@ -25,8 +26,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from services.launcher.commands.status import Facts, services_of
-from services.launcher.console import print_line
-from services.launcher.session import Target, connected
+from services.launcher.console import load, load_test_module, print_line
+from services.launcher.session import Target, connected, find_fleet, find_target
 from shared.client.client import request_all
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable
 from shared.nats import subjects
@@ -258,3 +259,48 @@ async def ask_scheduler(bus: Bus, subject: str, body: str) -> Facts:
 
 def _named(scheduler: Facts) -> str:
     return f"scheduler {scheduler['id']}, model {scheduler.get('model', '?')}"
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("out", type=Path, help="the file to write; it must not exist")
+    parser.add_argument("--seconds", type=float, help="how long; default: until Ctrl-C")
+    parser.add_argument("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
+    parser.set_defaults(run=_on_record)
+
+
+def _on_record(given: argparse.Namespace) -> None:
+    target = find_target(load(given))
+    asyncio.run(record(target, given.out, given.scheduler, given.seconds))
+
+
+def shadow_command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument(  # `policy` is a setting
+        "--policy", dest="other", required=True, metavar="KIND=NAME,...", help="the other policy"
+    )
+    parser.add_argument("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
+    parser.add_argument("--interval", type=float, default=60.0, metavar="SECONDS", help="default 60")
+    parser.set_defaults(run=_on_shadow)
+
+
+def _on_shadow(given: argparse.Namespace) -> None:
+    compared = load_test_module("simulator").shadow(given.other)
+    asyncio.run(shadow(find_target(load(given)), given.scheduler, given.interval, compared))
+
+
+def policy_command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("action", nargs="?", choices=["set"])
+    parser.add_argument(
+        "change", nargs="?", metavar="KIND=NAME,...", help="kinds that are not named stay as they are"
+    )
+    parser.add_argument(  # `model` is a setting
+        "--model", dest="of_model", default="", metavar="NAME", help="only schedulers of this model"
+    )
+    parser.set_defaults(run=_on_policy)
+
+
+def _on_policy(given: argparse.Namespace) -> int:
+    change = (given.change or "") if given.action else None
+    return asyncio.run(policy(*find_fleet(given), change, given.of_model))

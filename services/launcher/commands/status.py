@@ -7,6 +7,7 @@ are current.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -26,7 +27,7 @@ from typing import Any
 
 from services.launcher import console
 from services.launcher.serve import KINDS
-from services.launcher.session import Target, connected
+from services.launcher.session import Target, connected, find_fleet
 from shared.actor.membership import NEEDED
 from shared.client.client import request_all
 from shared.errors import BadRequest, HeadraceError, Unavailable
@@ -602,3 +603,33 @@ def _lately(recent: Facts) -> str:
 
 def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument(
+        "service",
+        nargs="?",
+        default="",
+        metavar="SERVICE",
+        help="show every fact of this kind, id or start of an id",
+    )
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.set_defaults(
+        run=lambda given: asyncio.run(status(*find_fleet(given), given.service, as_json=given.json))
+    )
+
+
+def top_command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
+    parser.add_argument(
+        "--count", type=int, default=0, metavar="N", help="number of updates; default: until q or Ctrl-C"
+    )
+    parser.set_defaults(run=lambda given: asyncio.run(top(*find_fleet(given), given.interval, given.count)))
+
+
+def usage_command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=lambda given: asyncio.run(usage(*find_fleet(given), as_json=given.json)))

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from services.launcher.commands.answer import AGAIN
-from services.launcher.console import dim
-from services.launcher.session import Target, connected
+from services.launcher.console import add_sampling_flags, dim, load, options_of
+from services.launcher.session import Target, connected, find_target
 from shared.client.client import Client
 from shared.client.follow import ENDED, text_of
 from shared.errors import NO_TEMPLATE, BadRequest, Unavailable, UnknownModel, UnknownRequest
@@ -162,3 +163,74 @@ async def request(target: Target, body: dict[str, Any], *, stream: bool, timeout
 
 def _print(body: dict[str, Any], indent: int | None = None) -> None:
     print(json.dumps(body, ensure_ascii=False, indent=indent), flush=True)
+
+
+def submit_command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("prompt", nargs="?", help="the question; or a request with --file")
+    parser.add_argument("-f", "--file", type=Path, help="read a JSON request from a file, - for stdin")
+    parser.add_argument("--id", help="an id of your choice: the same request is stored once under it")
+    parser.add_argument("--webhook", metavar="URL", help="gets a signed event when it has ended")
+    parser.add_argument(
+        "--checkpoints", action="store_true", help="keep its tokens: it goes on after the loss of everything"
+    )
+    add_sampling_flags(parser, "what fits")
+    parser.set_defaults(run=_on_submit)
+
+
+def _on_submit(given: argparse.Namespace) -> None:
+    if (given.prompt is None) == (given.file is None):
+        raise BadRequest("give the question as an argument, or a request with --file")
+    system = [{"role": "system", "content": given.system}] if given.system else []
+    question = {"role": "user", "content": given.prompt}
+    body = {"messages": [*system, question], **options_of(given)}
+    if given.file is not None:
+        body = read_body(None, given.file)
+    if given.id is not None:
+        body["request_id"] = given.id
+    if given.webhook is not None:
+        body["webhook"] = given.webhook
+    if given.checkpoints:
+        body["durable"] = "tokens"
+    asyncio.run(submit(find_target(load(given), wait=True), body))
+
+
+def result_command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("id", type=_request_id, help="the id that `submit` has printed")
+    parser.add_argument("--wait", action="store_true", help="wait until it has ended")
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.set_defaults(run=_on_result)
+
+
+def _on_result(given: argparse.Namespace) -> int:
+    target = find_target(load(given))
+    return asyncio.run(result(target, given.id, wait=given.wait, as_json=given.json))
+
+
+def attach_command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("id", type=_request_id, help="of a durable request, or of any that runs")
+    parser.set_defaults(run=lambda given: asyncio.run(attach(find_target(load(given)), given.id)))
+
+
+def request_command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
+    parser.add_argument("-f", "--file", type=Path, help="read the request from a file")
+    parser.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
+    parser.set_defaults(run=_on_request)
+
+
+def _on_request(given: argparse.Namespace) -> None:
+    body = read_body(given.body, given.file)
+    loaded = load(given)
+    timeout_s = loaded.settings.request_timeout_s
+    asyncio.run(request(find_target(loaded, wait=True), body, stream=given.stream, timeout_s=timeout_s))
+
+
+def _request_id(text: str) -> str:
+    """`text`, as argparse takes an argument. Raises ValueError for an empty one."""
+    if not text:
+        raise ValueError
+    return text

@@ -6,6 +6,8 @@ steps for each place that works on them, or written as a timeline for a viewer. 
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import shutil
 import sys
@@ -15,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from services.launcher.console import bold, dim, paint
-from services.launcher.session import Target, connected
+from services.launcher.console import bold, dim, load, paint
+from services.launcher.session import Target, connected, find_target
 from shared.client.client import request_all
 from shared.errors import BadRequest, Unavailable, UnknownRequest
 from shared.messages import SEGMENT_LANES
@@ -484,3 +486,21 @@ def _common_us(some: list[Interval], others: list[Interval]) -> int:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / max(whole, 1):.0f} %"
+
+
+def command(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("request", help="its id: `request_id` in the frames, `id` in a plain answer")
+    parser.add_argument("--json", action="store_true", help="the data, with the steps during the request")
+    parser.add_argument(  # `overlap` is the name of a setting
+        "--overlap", dest="draw_overlap", action="store_true", help="some of its steps, as rows of A and B"
+    )
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="write a timeline of requests and steps"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> None:
+    form = Form(as_json=given.json, overlap=given.draw_overlap, perfetto=given.perfetto)
+    asyncio.run(trace(find_target(load(given)), given.request, form))

@@ -21,8 +21,8 @@ from services.executor.cpu.engine import TorchOptions, build
 from services.executor.cuda.engine import DeviceSampling
 from services.executor.cuda.input_batch import CudaSlots
 from services.executor.sampling.sampler import Sampler
-from services.gateway.ollama import OllamaChatRequest
-from services.gateway.ollama import read as read_ollama
+from services.gateway.dialects.ollama import OllamaChatRequest
+from services.gateway.dialects.ollama import read as read_ollama
 from services.tokenizer import prepare
 from shared.api import ChatRequest
 from shared.codec import from_row, to_row

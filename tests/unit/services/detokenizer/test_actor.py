@@ -164,7 +164,7 @@ async def test_a_checkpoint_that_cannot_be_stored_is_counted_and_the_answer_goes
     for seq, message in enumerate((opened, asked, tokens), 1):
         fleet.put(Envelope("scheduler.s", 1, seq, message), to="detokenizer.d")
     await fleet.broker.settle()
-    store: Any = runtime.actor._store  # type: ignore[attr-defined]  # white box
+    store: Any = runtime.actor._parts[0]  # type: ignore[attr-defined]  # white box
     store._turn()
     await fleet.broker.settle()
     assert (store.stored, store.failed) == (0, 1)  # nothing listens: there is no stream

@@ -7,8 +7,16 @@ import math
 
 import pytest
 
-from services.executor.engine import long_steps, open_error, plan_error, sequence_error, without_host_work
+from services.executor.engine import (
+    engine_of,
+    long_steps,
+    open_error,
+    plan_error,
+    sequence_error,
+    without_host_work,
+)
 from services.executor.sim.engine import SimBackend, SimOptions
+from shared.errors import SetupError
 from shared.messages import Sampling, SlotOpen, floats, ints
 
 INFO = dataclasses.replace(SimBackend(SimOptions(vocab=500, slots=4)).info, max_stop_ids=3)
@@ -61,3 +69,8 @@ def test_the_long_steps_of_a_warm_up_are_steps_as_a_scheduler_may_plan_them(
     assert not open_error(opened, info)
     assert [plan_error(plan, info, {0}) for plan in plans] == ["", ""]
     assert sum(plans[0].counts) == min(max_step_tokens, (info.context - 1) // 2)
+
+
+def test_a_device_without_an_engine_is_refused() -> None:
+    with pytest.raises(SetupError, match="no engine for xpu: set `device` to one of cpu, cuda"):
+        engine_of("xpu")

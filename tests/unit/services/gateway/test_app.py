@@ -15,8 +15,7 @@ from support.memory_bus import MemoryBroker
 from support.virtual_loop import FakeClock
 
 from services.gateway.app import MET_503, Endpoints, Keys, build_app
-from services.gateway.native_call import Health, TenantConnections
-from services.gateway.page import Fleet, Page
+from services.gateway.native_call import Fleet, Health, TenantConnections
 from shared.actor.mailbox import Mailbox
 from shared.client.client import Client
 from shared.errors import Unavailable
@@ -42,7 +41,7 @@ def away(keys: str = "", origins: Sequence[str] = ()) -> ASGIApp:
     mailbox = Mailbox(MemoryBroker().connect(), FakeClock(), "f", "gateway.g", 1)
     fleet, read = Fleet(mailbox, lambda: ()), Keys(keys)
     connections = TenantConnections(client, apart=False)
-    desk = Endpoints(connections, read, Health(client), fleet, Page(fleet, read), timeout_s=1)
+    desk = Endpoints(connections, read, Health(client), fleet, timeout_s=1)
     return build_app(desk, origins)
 
 

@@ -9,15 +9,16 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.gateway import anthropic
+from services.gateway.app import DOCUMENT
+from services.gateway.dialects import anthropic
+from services.gateway.dialects.responses import RESPONSES
 from services.gateway.native_call import fields_of
-from services.gateway.openapi import COMPONENTS, document
-from services.gateway.responses.events import RESPONSES
 from services.tokenizer.prepare import read_request
 from shared.api import ChatRequest, CompletionRequest
 from shared.errors import BadRequest
 from shared.openai.call import read_call
 
+COMPONENTS = DOCUMENT["components"]["schemas"]
 CHAT = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "x"}], "logprobs": True}
 COMPLETION = {"model": "m", "stream": True, "prompt": "p"}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -170,7 +171,7 @@ def test_every_reference_leads_somewhere() -> None:
             return own + [r for v in value.values() for r in references(v)]
         return [r for v in value for r in references(v)] if isinstance(value, list) else []
 
-    described = document("1")
+    described = DOCUMENT
     found = set(references(described))
     assert found == {f"#/components/schemas/{name}" for name in COMPONENTS}
     assert described["paths"]["/v1/completions"]["post"]["responses"].keys() >= {"200", "429", "503", "504"}
@@ -179,7 +180,7 @@ def test_every_reference_leads_somewhere() -> None:
 def test_no_default_is_named_where_a_model_may_state_another() -> None:
     """A client that fills in the defaults of the document would override the model's."""
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    schemas = document("1")["components"]["schemas"]
+    schemas = COMPONENTS
     for kind in ("ChatRequest", "CompletionRequest", "ResponseRequest", "Options", "MessagesRequest"):
         found = {name: schemas[kind]["properties"].get(name, {}).get("anyOf", ()) for name in fields}
         assert found["temperature"]

@@ -13,7 +13,7 @@ from services.launcher.serve import OPENMP_SPINS, environment
 # A service that ends where it would be built, and says how its OpenMP waits.
 SHOW = """
 import services.launcher.serve as serve
-serve.BUILDERS["executor"] = "this_module_does_not_exist"
+serve.BUILDERS["executor"] = "this_module_does_not_exist:build"
 try:
     serve.main(["executor"])
 except SystemExit:

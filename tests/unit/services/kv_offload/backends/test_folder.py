@@ -15,8 +15,7 @@ import pytest
 
 from services.kv_offload.backends import folder as folders
 from services.kv_offload.backends.folder import Folder
-from services.kv_offload.backends.interface import RefusedWrite, RemoteError
-from services.kv_offload.backends.lmcache import connector, open_remote
+from services.kv_offload.backends.interface import RefusedWrite, RemoteError, connector, open_remote
 from shared.errors import SetupError
 
 MIB = 1 << 20

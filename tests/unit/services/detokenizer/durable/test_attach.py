@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.text_models import write_sentencepiece_gguf
 
-from services.detokenizer.attach import MAX_BYTES
 from services.detokenizer.core import DetokenizerCore
+from services.detokenizer.durable.attach import MAX_BYTES, Attachments
 from services.detokenizer.response import Command, Publish, SendTo
 from shared.messages import Close, Detached, Message, Open, Tokenized, Tokens, Usage, floats, ints
 from shared.vocab.files import ModelFiles
@@ -79,6 +79,7 @@ class World:
 
     def __init__(self, letters: Vocabulary, *, stream: bool = False, **more: Any) -> None:
         self.core = DetokenizerCore(letters)
+        self.attachments = Attachments(self.core.table, self.core.reconnect)
         self.scheduler = SCHEDULER
         self.inboxes: dict[str, list[dict[str, Any]]] = {}
         self.published: list[Publish] = []
@@ -124,7 +125,9 @@ class World:
         self.carry(self.core.flush())
 
     def attach(self, inbox: str, body: bytes = b"", *, full: bool = False) -> list[dict[str, Any]]:
-        self.carry(self.core.attach("t", "r", inbox, body, full=full))
+        commands = self.attachments.attach("t", "r", inbox, body, full=full)
+        self.core.frames += len(commands)
+        self.carry(commands)
         return self.inboxes.get(inbox, [])
 
     def close(self, **more: Any) -> None:
@@ -279,8 +282,8 @@ def test_who_leaves_gets_no_more(letters: Vocabulary) -> None:
 
 def test_only_the_tenant_of_an_open_request_has_an_answer(letters: Vocabulary) -> None:
     world = begun(letters)
-    assert world.core.attach("u", "r", "a", b"", full=False) == []
-    assert world.core.attach("t", "q", "a", b"", full=False) == []
+    assert world.attachments.attach("u", "r", "a", b"", full=False) == []
+    assert world.attachments.attach("t", "q", "a", b"", full=False) == []
     world.close()
     assert world.attach("a") == []
 

@@ -17,11 +17,16 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from typing_extensions import TypedDict
 
+from services.gateway import openapi as doc
+from services.gateway.exchange import answer as sent
 from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder, idle_fields
 from shared.api import (
     MAX_MESSAGES,
@@ -41,6 +46,9 @@ from shared.api import (
 from shared.errors import BadRequest, HeadraceError
 from shared.openai.call import CONTEXT_LENGTH, Call, error_status, thinking
 from shared.openai.whole_answer import answer
+
+if TYPE_CHECKING:
+    from services.gateway.app import Endpoints
 
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -584,3 +592,37 @@ COUNT = Api(
     read=partial(read, kind=CountTokensRequest),
     ignored=partial(ignored, kind=CountTokensRequest),
 )
+
+
+def routes(endpoints: Endpoints) -> list[Route]:
+    """The paths."""
+
+    async def count_tokens(request: Request) -> Response:
+        return sent({"input_tokens": (await endpoints.tokenized(request, COUNT))["count"]})
+
+    return [
+        Route("/v1/messages", partial(endpoints.generate, api=MESSAGES), methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    ]
+
+
+def build() -> doc.Part:
+    """Anthropic's API."""
+    post = partial(doc.post, api="Anthropic")
+    whole = post("Messages", "answer a conversation (Anthropic)", doc.GENERATING, stream=True)
+    count = post("CountTokens", "the size of a prompt (Anthropic)", doc.ASKING)
+    paths = {"/v1/messages": {"post": whole}, "/v1/messages/count_tokens": {"post": count}}
+    counts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+    usage = doc.object_of(**dict.fromkeys(counts, doc.COUNT))
+    error = doc.object_of(type=doc.TEXT, message=doc.TEXT)
+    schemas = {
+        "MessagesAnswer": doc.object_of(
+            id=doc.TEXT, type=doc.one_of("message"), role=doc.one_of("assistant"), model=doc.TEXT,
+            content={"type": "array", "items": {"type": "object"}},
+            stop_reason=doc.one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+            stop_sequence=doc.WORD, usage=usage,
+        ),
+        "CountTokensAnswer": doc.object_of(input_tokens=doc.COUNT),
+        "AnthropicError": doc.object_of(type=doc.one_of("error"), error=error, request_id=doc.TEXT),
+    }  # fmt: skip
+    return doc.Part("anthropic", routes, paths, schemas, [MessagesRequest, CountTokensRequest])

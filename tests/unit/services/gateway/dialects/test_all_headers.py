@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from starlette.requests import Request
 
-from services.gateway.app import _route
-from services.gateway.durable.endpoints import Durable, _place, prefers_async
-from services.gateway.durable.store import call_of
-from services.gateway.responses.events import START, Place
+from services.gateway.app import Endpoints, _route
+from services.gateway.dialects.later import prefers_async
+from services.gateway.dialects.responses import START, Place, Responses, _place
+from services.gateway.store import call_of
 from shared.clock import SystemClock
 from shared.errors import BadRequest
 from shared.openai.responses.output import of_state
@@ -82,13 +83,12 @@ async def test_a_conversation_with_functions_in_a_namespace_is_continued() -> No
             return json.loads(json.dumps(state))
 
     client: Any = Keeper()
-    ends: Any = object()
-    durable = Durable(ends, ends, ends, ends, SystemClock(), ends, 10.0)
+    responses = Responses(cast("Endpoints", SimpleNamespace(clock=SystemClock())))
     (item,) = of_state(call_of(state), state)["output"]
     assert (item["name"], item["namespace"]) == ("close", "agents")
     result = {"type": "function_call_output", "call_id": item["call_id"], "output": "closed"}
     asked = {"model": "m", "previous_response_id": "resp_1", "input": [result], "tools": tools}
-    again = await durable.continued(read(asked), client)
+    again = await responses.continued(read(asked), client)
     function = {"name": "agents__close", "arguments": '{"target": "x"}'}
     assert again["messages"] == [
         {"role": "user", "content": "Hi"},

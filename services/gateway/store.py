@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
 
 from services.gateway.errors import Gone, NoKeeper, StoreAway
+from shared.api import REQUEST_ID
 from shared.client.client import Client, error_of
 from shared.clock import SystemClock
 from shared.errors import BadRequest, HeadraceError, Unavailable, UnknownModel, UnknownRequest
@@ -30,6 +34,9 @@ from shared.nats import subjects
 from shared.nats.interface import NoResponders
 from shared.openai.call import Body, Call, drawn_at, read_call
 from shared.processes import Rarely
+
+if TYPE_CHECKING:
+    from services.gateway.app import Endpoints
 
 log = logging.getLogger("headrace.gateway")
 
@@ -183,3 +190,23 @@ def call_of(state: Body) -> Call:
     if not isinstance(keep.get("response", {}), dict):
         raise BadRequest(_DAMAGED)
     return replace(call, keep={"response": {}, **keep})
+
+
+async def found(endpoints: Endpoints, request: Request, path: str) -> tuple[Store, Body]:
+    """The store of a request's tenant, and the state of the id in its path. Raises UnknownRequest, Gone."""
+    endpoints.enter(request)
+    store = Store(await endpoints.client_of(request))
+    return store, await store.state(named_id(request), path, endpoints.clock.wall_us() / 1e6)
+
+
+def named_id(request: Request) -> str:
+    """The id in the path. Raises UnknownRequest."""
+    given = str(request.path_params["id"])
+    if not re.fullmatch(REQUEST_ID, given):
+        raise UnknownRequest(f"{given!r:.140} is no id of a request", param="id")
+    return given
+
+
+def wants_events(request: Request) -> bool:
+    """Whether the client asks for a stream."""
+    return "text/event-stream" in request.headers.get("accept", "")

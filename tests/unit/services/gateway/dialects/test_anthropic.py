@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway import anthropic
-from services.gateway.anthropic import MessageEvents, message, read
+from services.gateway.dialects import anthropic
+from services.gateway.dialects.anthropic import MessageEvents, message, read
 from services.gateway.errors import NotAuthorized
 from services.tokenizer.prepare import _max_tokens, _too_long, read_request
 from shared.api import ChatRequest

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.structured import grammar_of
 
-from services.gateway import anthropic, ollama
-from services.gateway.ollama import (
+from services.gateway.dialects import anthropic, ollama
+from services.gateway.dialects.ollama import (
     Lines,
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -101,8 +101,9 @@ def test_a_request_without_a_prompt_loads_the_model(keep_alive: object, reason: 
         (ollama.GENERATE, {"raw": True, "stream": False}, {"response": ""}),
     ):
         fields = api.read({"model": "m:latest", "keep_alive": keep_alive, **asked})
-        assert api.at_once(fields, 9) == {**HEAD, **content, "done": True, "done_reason": reason}
-    assert ollama.CHAT.at_once(ollama.CHAT.read({**CHAT, "keep_alive": keep_alive}), 9) is None
+        whole = ollama.loaded(fields, 9, chat=api is ollama.CHAT)
+        assert whole == {**HEAD, **content, "done": True, "done_reason": reason}
+    assert "done_reason" not in ollama.CHAT.read({**CHAT, "keep_alive": keep_alive})
 
 
 @pytest.mark.parametrize(

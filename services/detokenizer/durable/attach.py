@@ -101,11 +101,6 @@ class Attachments:
             else self._copied(request, inbox, start)
         )
 
-    def forget(self) -> None:
-        """The broker is lost: what was sent to the readers of plain requests may be lost, too."""
-        for request in [*self._table.readers.values()]:
-            self._table.read_by(request, None)
-
     def _moved(self, key: RequestKey, request: ResponseText, inbox: str, start: Start) -> list[Command]:
         has, attempt = _place(request, start)
         commands: list[Command] = []

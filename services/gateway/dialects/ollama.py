@@ -14,10 +14,17 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from services.gateway import openapi as doc
+from services.gateway.exchange import answer as sent
+from services.gateway.exchange import exchange_of
+from services.gateway.native_call import served_model, served_models
 from services.gateway.openai_response import Api, Body, ChunkBuilder, idle_fields
 from shared.api import (
     MAX_MESSAGES,
@@ -37,6 +44,9 @@ from shared.api import (
 from shared.errors import HeadraceError
 from shared.openai.call import MAX_INPUTS, Call, read_vectors_call, thinking
 from shared.openai.whole_answer import answer
+
+if TYPE_CHECKING:
+    from services.gateway.app import Endpoints
 
 LATEST = ":latest"  # ollama's tag of a name without one
 _OPEN = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
@@ -211,10 +221,8 @@ def whole_answer(call: Call, natives: Sequence[Body], echoed: Sequence[str], *, 
     return {**_head(whole), **content, **_ending(choice["finish_reason"], whole)}
 
 
-def loaded(fields: Body, created: int, *, chat: bool) -> Body | None:
-    """The answer to a request that loads a model, which every served model is; None for any other."""
-    if "done_reason" not in fields:
-        return None
+def loaded(fields: Body, created: int, *, chat: bool) -> Body:
+    """The answer to a request that loads a model, which every served model is."""
     head = _head({"model": fields["model"], "created": created})
     return {**head, **_content(chat, ""), "done": True, "done_reason": fields["done_reason"]}
 
@@ -380,10 +388,8 @@ def embedded(call: Call, natives: Sequence[Body], _: Sequence[str]) -> Body:
 
 def _api(kind: Kind, *, chat: bool) -> Api:
     chunks: Callable[..., Any] = partial(Lines, chat=chat)
-    whole, at_once = partial(whole_answer, chat=chat), partial(loaded, chat=chat)
-    return Api(
-        whole, chunks, error_body, partial(read, kind=kind), at_once, ignored=partial(ignored, kind=kind)
-    )
+    whole = partial(whole_answer, chat=chat)
+    return Api(whole, chunks, error_body, partial(read, kind=kind), ignored=partial(ignored, kind=kind))
 
 
 CHAT = _api(OllamaChatRequest, chat=True)
@@ -396,3 +402,84 @@ EMBED = Api(
     ignored=partial(ignored, kind=OllamaEmbedRequest),
 )
 SHOW = Api(error=error_body, read=read_show, ignored=partial(ignored, kind=OllamaShowRequest))
+
+
+def routes(endpoints: Endpoints) -> list[Route]:
+    """The paths."""
+
+    async def ask(request: Request, *, chat: bool) -> Response:
+        api = CHAT if chat else GENERATE
+        fields, client = await endpoints.asked(request, api)
+        if "done_reason" in fields:
+            await served_model(client, fields["model"])
+            return sent(loaded(fields, endpoints.clock.wall_us() // 1_000_000, chat=chat))
+        return await endpoints.answered(request, client, endpoints.call_of(request, fields, api), api)
+
+    async def tagged(request: Request) -> Response:
+        exchange_of(request).error_body = error_body
+        return sent(tags((await served_models(await endpoints.client_of(request)))["data"]))
+
+    async def show(request: Request) -> Response:
+        exchange_of(request).error_body = error_body
+        fields, client = await endpoints.read_request(request, SHOW)
+        return sent(shown(await served_model(client, fields["model"])))
+
+    embed = partial(endpoints.generate, chat=False, api=EMBED)
+    return [
+        Route("/api/chat", partial(ask, chat=True), methods=["POST"]),
+        Route("/api/generate", partial(ask, chat=False), methods=["POST"]),
+        Route("/api/embed", embed, methods=["POST"]),
+        Route("/api/tags", tagged, methods=["GET"]),
+        Route("/api/ps", tagged, methods=["GET"]),  # every model is loaded
+        Route("/api/show", show, methods=["POST"]),
+        Route("/api/version", endpoints.version, methods=["GET"]),
+    ]
+
+
+_COUNTS = (
+    "total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count",
+    "eval_duration",
+)  # fmt: skip
+
+
+def _schema(*optional: str, **content: doc.Schema) -> doc.Schema:
+    """The schema of an answer; the counts are absent if a model was only loaded."""
+    return doc.object_of(
+        *optional, *_COUNTS, model=doc.TEXT, created_at=doc.TEXT, **content, done=doc.one_of(True),
+        done_reason=doc.one_of("stop", "length", "load", "unload"), **dict.fromkeys(_COUNTS, doc.COUNT),
+    )  # fmt: skip
+
+
+def build() -> doc.Part:
+    """Ollama's API."""
+    post, generating = partial(doc.post, api="Ollama"), doc.GENERATING
+    version = {"summary": "the version (ollama)", "responses": {"200": doc.body_of("Version", "the version")}}
+    paths = {
+        "/api/chat": {"post": post("OllamaChat", "answer a conversation (ollama)", generating, stream=True)},
+        "/api/generate": {
+            "post": post("OllamaGenerate", "answer a prompt (ollama)", generating, stream=True)
+        },
+        "/api/embed": {"post": post("OllamaEmbed", "vectors of texts (ollama)", generating)},
+        "/api/tags": {"get": doc.get("OllamaModels", "the models served (ollama)", doc.LISTING, "Ollama")},
+        "/api/ps": {"get": doc.get("OllamaModels", "the models loaded (ollama)", doc.LISTING, "Ollama")},
+        "/api/show": {"post": post("OllamaShow", "one served model (ollama)", doc.ASKING)},
+        "/api/version": {"get": version},
+    }
+    numbers = {"type": "array", "items": {"type": "number"}}
+    schemas = {
+        "OllamaEmbedAnswer": doc.object_of(
+            model=doc.TEXT,
+            embeddings={"type": "array", "items": numbers},
+            **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), doc.COUNT),
+        ),
+        "OllamaChatAnswer": _schema(message={"type": "object"}),
+        "OllamaGenerateAnswer": _schema("thinking", response=doc.TEXT, thinking=doc.TEXT),
+        "OllamaModels": doc.object_of(models={"type": "array", "items": {"type": "object"}}),
+        "OllamaShowAnswer": doc.object_of(
+            modified_at=doc.TEXT, details={"type": "object"}, model_info={"type": "object"},
+            capabilities={"type": "array", "items": doc.TEXT},
+        ),
+        "OllamaError": doc.object_of(error=doc.TEXT),
+    }  # fmt: skip
+    requests: list[Any] = [OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest, OllamaEmbedRequest]
+    return doc.Part("ollama", routes, paths, schemas, requests)

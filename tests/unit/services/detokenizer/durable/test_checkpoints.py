@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.text_models import write_sentencepiece_gguf
 
-from services.detokenizer.checkpoints import (
+from services.detokenizer.core import DetokenizerCore
+from services.detokenizer.durable.checkpoints import (
     EACH_US,
     GROWN,
     GROWTH,
@@ -19,8 +20,8 @@ from services.detokenizer.checkpoints import (
     MOST_SCORES,
     TOKENS_A_SECOND,
     Checkpoint,
+    Checkpoints,
 )
-from services.detokenizer.core import DetokenizerCore
 from services.detokenizer.failover import WAIT_TURNS
 from services.detokenizer.response import Command, Publish, SendTo
 from shared import codec
@@ -58,9 +59,17 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     return load_vocabulary(ModelFiles("l", path))
 
 
+class Core(DetokenizerCore):
+    """With its checkpoints, as the shell has them."""
+
+    def __init__(self, letters: Vocabulary) -> None:
+        super().__init__(letters)
+        self.checkpoints = Checkpoints(self.table)
+
+
 @pytest.fixture
-def core(letters: Vocabulary) -> DetokenizerCore:
-    return DetokenizerCore(letters)
+def core(letters: Vocabulary) -> Core:
+    return Core(letters)
 
 
 def ids(text: str) -> list[int]:
@@ -86,15 +95,15 @@ def step(seq: int, first: int, tokens: list[int], scored: bool = False) -> Token
     )  # fmt: skip
 
 
-def give(core: DetokenizerCore, scheduler: str, *messages: Message, now_us: int = 0) -> list[Command]:
+def give(core: Core, scheduler: str, *messages: Message, now_us: int = 0) -> list[Command]:
     return [c for message in messages for c in core.handle(scheduler, message, "trace", 10**15, now_us)]
 
 
-def begin(core: DetokenizerCore, asked: Tokenized = ASKED, seq: int = 5) -> None:
+def begin(core: Core, asked: Tokenized = ASKED, seq: int = 5) -> None:
     give(core, A, *(opened(asked, seq + i, i) for i in range(asked.n)), asked)
 
 
-def sizes(core: DetokenizerCore, steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def sizes(core: Core, steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Tokens and bytes of each checkpoint, for steps of (time passed, tokens) with a turn after each."""
     begin(core)
     found, taken, now_us = list[tuple[int, int]](), 0, 0
@@ -107,7 +116,7 @@ def sizes(core: DetokenizerCore, steps: list[tuple[int, int]]) -> list[tuple[int
     return found
 
 
-def test_the_first_ones_come_after_some_tokens_or_a_second(core: DetokenizerCore) -> None:
+def test_the_first_ones_come_after_some_tokens_or_a_second(core: Core) -> None:
     begin(core)
     turn = core.checkpoints.turn
     assert turn(0) == turn(EACH_US) == []  # no token
@@ -126,23 +135,23 @@ def test_the_first_ones_come_after_some_tokens_or_a_second(core: DetokenizerCore
     assert list(resumed.tokens) == [11, 12, 13, *ids("x" * (GROWN - 1) + "yz")]
 
 
-def test_a_long_answer_does_not_cost_a_square_of_its_tokens(core: DetokenizerCore) -> None:
+def test_a_long_answer_does_not_cost_a_square_of_its_tokens(core: Core) -> None:
     """32,768 tokens at 1,000 a second, in steps of a turn: a record each 64 tokens would be 33.6 MB."""
     stored = sum(size for _, size in sizes(core, [(100_000, 100)] * 328))
     assert stored < 1_600_000
-    slow = DetokenizerCore(core._table._vocabulary)
+    slow = Core(core._table._vocabulary)
     per_second = sizes(slow, [(100_000, 5)] * 6_554)  # at 50 a second
     assert sum(size for _, size in per_second) / 656 < 16_384 + 200
 
 
 @given(steps=st.lists(st.tuples(st.integers(1_000, 3_000_000), st.integers(1, 900)), min_size=1, max_size=60))
 def test_the_size_is_bounded_at_any_speed(letters: Vocabulary, steps: list[tuple[int, int]]) -> None:
-    stored = sum(tokens + 3 for tokens, _ in sizes(DetokenizerCore(letters), steps))
+    stored = sum(tokens + 3 for tokens, _ in sizes(Core(letters), steps))
     passed_s, tokens = sum(us for us, _ in steps) / 1e6, sum(count for _, count in steps)
     assert stored <= GROWTH * tokens + TOKENS_A_SECOND * passed_s + GROWTH
 
 
-def test_a_turn_has_a_bounded_number_and_the_longest_wait_comes_first(core: DetokenizerCore) -> None:
+def test_a_turn_has_a_bounded_number_and_the_longest_wait_comes_first(core: Core) -> None:
     many = MOST_A_TURN + 5
     for number in range(many):
         begin(core, dataclasses.replace(ASKED, request=f"r{number}"), seq=number)
@@ -153,7 +162,7 @@ def test_a_turn_has_a_bounded_number_and_the_longest_wait_comes_first(core: Deto
 
 
 @pytest.mark.parametrize("why", ["not asked for", "cancelled", "torn", "ended", "scores are missing"])
-def test_what_has_none(core: DetokenizerCore, why: str) -> None:
+def test_what_has_none(core: Core, why: str) -> None:
     asked = dataclasses.replace(
         ASKED, checkpoints="" if why == "not asked for" else ASKED.checkpoints, logprobs=2 * (why[:2] == "sc")
     )
@@ -170,7 +179,7 @@ def test_what_has_none(core: DetokenizerCore, why: str) -> None:
     assert core.checkpoints.active == (why not in ("not asked for", "ended"))
 
 
-def test_log_probabilities_are_stored_up_to_a_number(core: DetokenizerCore) -> None:
+def test_log_probabilities_are_stored_up_to_a_number(core: Core) -> None:
     begin(core, dataclasses.replace(ASKED, logprobs=3))
     give(core, A, step(5, 0, [40, 41, 42], scored=True))
     (first,) = core.checkpoints.turn(EACH_US)
@@ -184,12 +193,12 @@ def test_log_probabilities_are_stored_up_to_a_number(core: DetokenizerCore) -> N
 # ---- how a request goes on -------------------------------------------------------------------------
 
 
-def last(core: DetokenizerCore, now_us: int = EACH_US) -> bytes:
+def last(core: Core, now_us: int = EACH_US) -> bytes:
     (each,) = core.checkpoints.turn(now_us)
     return each.data
 
 
-def resume(core: DetokenizerCore, data: bytes, now_us: int = 0) -> list[Command]:
+def resume(core: Core, data: bytes, now_us: int = 0) -> list[Command]:
     tokenized, scores = unpack(data)
     return core.resume(tokenized, scores, 10**15, now_us)
 
@@ -217,17 +226,17 @@ def test_a_resumed_answer_equals_one_that_was_never_interrupted(letters: Vocabul
     ]
 
     def undisturbed() -> dict[str, object]:
-        core = DetokenizerCore(letters)
+        core = Core(letters)
         begin(core, asked, seq=8)
         give(core, A, step(8, 0, first, scored=True), step(9, 0, second + rest, scored=True))
         return answer(give(core, A, *closes))
 
-    before = DetokenizerCore(letters)
+    before = Core(letters)
     begin(before, asked)
     give(before, A, step(5, 0, first, scored=True), step(6, 0, second, scored=True))
     data = last(before)
 
-    core = DetokenizerCore(letters)
+    core = Core(letters)
     assert resume(core, data) == []
     ((scheduler, message),) = sent(core.failover.turn(["b"], 0))
     assert isinstance(message, Tokenized)
@@ -243,7 +252,7 @@ def test_a_resumed_answer_equals_one_that_was_never_interrupted(letters: Vocabul
     assert core.idle
 
 
-def test_a_request_that_runs_is_not_disturbed(core: DetokenizerCore, letters: Vocabulary) -> None:
+def test_a_request_that_runs_is_not_disturbed(core: Core, letters: Vocabulary) -> None:
     """Its scheduler says that it runs: whatever the attempt of the checkpoint, it is not newer than a request
     that has started over."""
     begin(core, dataclasses.replace(ASKED, attempt=3))
@@ -252,7 +261,7 @@ def test_a_request_that_runs_is_not_disturbed(core: DetokenizerCore, letters: Vo
     assert unpack(data)[0].attempt == 3
     assert resume(core, data) == []
     assert core.failover.turn(["a"], 0) == []
-    other = DetokenizerCore(letters)
+    other = Core(letters)
     resume(other, data)
     ((_, message),) = sent(other.failover.turn(["a"], 0))
     assert isinstance(message, Tokenized)
@@ -265,7 +274,7 @@ def test_a_request_that_runs_is_not_disturbed(core: DetokenizerCore, letters: Vo
 
 
 def test_one_that_no_scheduler_takes_gets_a_503_and_may_come_again(letters: Vocabulary) -> None:
-    before, core = DetokenizerCore(letters), DetokenizerCore(letters)
+    before, core = Core(letters), Core(letters)
     begin(before)
     give(before, A, step(5, 0, ids("abc")))
     data = last(before)
@@ -280,7 +289,7 @@ def test_one_that_no_scheduler_takes_gets_a_503_and_may_come_again(letters: Voca
 
 def test_a_kind_of_executors_with_other_weights_starts_over(letters: Vocabulary) -> None:
     """Its scheduler opens it as a new attempt: the text so far is dropped."""
-    before, core = DetokenizerCore(letters), DetokenizerCore(letters)
+    before, core = Core(letters), Core(letters)
     begin(before)
     give(before, A, step(5, 0, ids("abc")))
     resume(core, last(before))
@@ -293,7 +302,7 @@ def test_a_kind_of_executors_with_other_weights_starts_over(letters: Vocabulary)
 
 
 def test_a_resumed_request_that_is_cancelled_ends(letters: Vocabulary) -> None:
-    before, core = DetokenizerCore(letters), DetokenizerCore(letters)
+    before, core = Core(letters), Core(letters)
     begin(before)
     give(before, A, step(5, 0, ids("abc")))
     resume(core, last(before))
@@ -304,7 +313,7 @@ def test_a_resumed_request_that_is_cancelled_ends(letters: Vocabulary) -> None:
     assert core.idle
 
 
-def test_a_checkpoint_is_of_one_body(core: DetokenizerCore) -> None:
+def test_a_checkpoint_is_of_one_body(core: Core) -> None:
     begin(core)
     give(core, A, step(5, 0, ids("abc")))
     data = last(core)
@@ -314,7 +323,7 @@ def test_a_checkpoint_is_of_one_body(core: DetokenizerCore) -> None:
     assert not is_of(b"", BODY)
 
 
-def test_what_is_no_checkpoint_is_an_error(core: DetokenizerCore) -> None:
+def test_what_is_no_checkpoint_is_an_error(core: Core) -> None:
     asked = dataclasses.replace(ASKED, logprobs=3)
     begin(core, asked)
     give(core, A, step(5, 0, [40, 41], scored=True))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.durable.endpoints import LastId, NumberedChunks, read_last_id
+from services.gateway.dialects.later import LastId, NumberedChunks, read_last_id
 from shared.errors import BadRequest, EngineError
 from shared.openai.call import Call, read_call
 

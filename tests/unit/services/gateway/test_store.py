@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.durable.store import Pause, Store, call_of
 from services.gateway.errors import Gone, NoKeeper, StoreAway
+from services.gateway.store import Pause, Store, call_of
 from shared.errors import (
     BadRequest,
     EngineError,
@@ -113,7 +113,7 @@ async def test_a_response_that_cannot_be_kept_is_answered(error: HeadraceError) 
 
 async def test_a_store_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a gateway whose credentials are older than the verb: the server drops its request."""
-    monkeypatch.setattr("services.gateway.durable.store.KEEP_S", 0.01)
+    monkeypatch.setattr("services.gateway.store.KEEP_S", 0.01)
     asked, pause = list[str](), Pause()
 
     async def silent(subject: str, body: Any) -> None:

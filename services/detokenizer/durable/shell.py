@@ -1,5 +1,5 @@
-"""`CheckpointStore` is the shell of checkpoints: it sends them to stream HR_STATE, and takes those that a
-keeper sends back.
+"""`DurableShell` has readers attach to running requests. It sends checkpoints to stream HR_STATE, and takes
+those that a keeper sends back.
 
     core ──due──▶ HR_STATE ──keeper, after the loss of everything──▶ resume ──▶ core, as a lost request
 """
@@ -10,13 +10,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from services.detokenizer.checkpoints import TURN_S
 from services.detokenizer.core import DetokenizerCore
+from services.detokenizer.durable.attach import Attachments
+from services.detokenizer.durable.checkpoints import TURN_S, Checkpoints
 from services.detokenizer.response import Command
 from shared.actor.mailbox import Mailbox
 from shared.checkpoints import unpack
 from shared.errors import BadRequest, PayloadTooLarge, WireError
-from shared.nats import subjects
+from shared.nats import access, subjects
 from shared.nats.interface import Delivery
 from shared.processes import Rarely
 from shared.replies import end_headers, error_reply
@@ -24,25 +25,31 @@ from shared.telemetry.readings import MetricPoint, Metrics
 
 log = logging.getLogger("headrace.detokenizer")
 
+Run = Callable[[list[Command]], None]
 
-class CheckpointStore:
-    """The checkpoints of one shard. No token waits for them: an ack is counted, and read for its error alone,
-    since a lost checkpoint is followed by another one."""
 
-    def __init__(
-        self, mailbox: Mailbox, core: DetokenizerCore, lost: Callable[[list[Command]], None], most_bytes: int
-    ) -> None:
-        """`lost` runs the commands of lost requests; with a backlog over `most_bytes` nothing is stored."""
-        self._mailbox, self._core, self._lost, self._most_bytes = mailbox, core, lost, most_bytes
+class DurableShell:
+    """The attached readers and the checkpoints of one shard. No token waits for a checkpoint: an ack is
+    counted, and read for its error alone, since a lost checkpoint is followed by another one."""
+
+    def __init__(self, mailbox: Mailbox, core: DetokenizerCore, run: Run, lost: Run, most_bytes: int) -> None:
+        """`run` runs commands, `lost` those of lost requests; with a backlog over `most_bytes` nothing is
+        stored, and no reader attaches."""
+        self._mailbox, self._core, self._most_bytes = mailbox, core, most_bytes
+        self._run, self._lost = run, lost
+        self._attachments = Attachments(core.table, core.reconnect)
+        self._checkpoints = Checkpoints(core.table)
         self._acks = mailbox.bus.new_inbox()
         self._away = Rarely(log, mailbox.clock)
         self._timer = False
         self.stored = self.failed = 0
 
     async def listen(self, model: str, names: Sequence[str]) -> None:
-        """Subscribe to the acks, and to requests of keepers for a model with these names."""
+        """Subscribe to requests to attach, to the acks, and to requests of keepers for a model with these
+        names."""
         subscribe, guarded = self._mailbox.bus.subscribe, self._mailbox.guarded
         self._model = model
+        await subscribe(subjects.ATTACH_ALL, guarded(self._on_attach))
         await subscribe(self._acks, guarded(self._on_ack))
         for name in names:
             resumed = subjects.resume_any_tenant(name)
@@ -50,7 +57,7 @@ class CheckpointStore:
 
     def watch(self) -> None:
         """Run the timer while a request has checkpoints."""
-        if not self._timer and self._core.checkpoints.active:
+        if not self._timer and self._checkpoints.active:
             self._timer = True
             asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._turn))
 
@@ -61,11 +68,19 @@ class CheckpointStore:
             for name, count in (("checkpoints", self.stored), ("checkpoints_failed", self.failed))
         )
 
+    def _on_attach(self, asked: Delivery) -> None:
+        bus, names = self._mailbox.bus, subjects.names_in(asked.subject)
+        if names is not None and access.answerable(bus, asked):
+            full = bus.backlog_bytes > self._most_bytes
+            commands = self._attachments.attach(*names, asked.reply, asked.data, full=full)
+            self._core.frames += len(commands)
+            self._run(commands)
+
     def _turn(self) -> None:
         self._timer = False
         bus = self._mailbox.bus
         if not self._core.reconnect.away and bus.backlog_bytes <= self._most_bytes:
-            for each in self._core.checkpoints.turn(self._mailbox.clock.now_us()):
+            for each in self._checkpoints.turn(self._mailbox.clock.now_us()):
                 try:
                     bus.publish(each.subject, each.data, reply=self._acks)
                 except PayloadTooLarge as error:

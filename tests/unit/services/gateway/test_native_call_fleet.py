@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 from support.actor_fleet import INTERVAL_US, Fleet, Recorder, watched_fleet
 
-from services.gateway import page as fleet_module
-from services.gateway.page import KEPT_US
-from services.gateway.page import Fleet as GatewayFleet
+from services.gateway import native_call as fleet_module
+from services.gateway.native_call import KEPT_US
+from services.gateway.native_call import Fleet as GatewayFleet
 from shared import codec
 from shared.codec import Envelope
 from shared.messages import Heartbeat
@@ -66,7 +66,7 @@ async def test_each_service_is_on_the_page_with_its_name(fleet: Fleet) -> None:
 async def test_a_silent_service_is_down_and_a_damaged_answer_is_dropped(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(fleet_module, "SERVICES_S", 0.05)
     await fleet.started(Counting("scheduler"), "s")
     metrics = await collector(fleet)
     silent = Heartbeat(kind="executor", actor="e", host_id="h", state="ready", interval_us=INTERVAL_US)
@@ -102,7 +102,7 @@ async def test_many_requests_for_the_page_cost_one_collection(fleet: Fleet) -> N
 async def test_without_a_broker_the_page_has_the_gateways_own_metrics(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(fleet_module, "SERVICES_S", 0.05)
     metrics = await collector(fleet)
     fleet.broker.drop(subjects.metrics("f"))
     assert lines(await metrics.metrics(), "headrace_up", "own") == [

@@ -13,7 +13,7 @@ from openai._models import construct_type
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
-from services.gateway.responses.events import START, Place, ResponseEvents, place_of
+from services.gateway.dialects.responses import START, Place, ResponseEvents, place_of
 from shared.errors import Cancelled, EngineError
 from shared.openai.call import Call, error_body, read_call
 from shared.openai.responses.output import whole
