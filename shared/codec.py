@@ -25,21 +25,6 @@ import msgpack
 
 from shared import messages
 from shared.errors import PayloadTooLarge, WireError
-from shared.messages import (
-    SEGMENT_LANES,
-    WHOLE_VECTOR,
-    ExecHello,
-    Fragment,
-    Ints,
-    Message,
-    Open,
-    PromptTokens,
-    SlotOpen,
-    StepPlan,
-    StepResult,
-    Tokenized,
-    Tokens,
-)
 
 if sys.byteorder != "little":  # columns would need a byte swap that nothing tests
     raise ImportError("Headrace's wire format needs a little-endian machine")
@@ -70,7 +55,9 @@ _USUAL = 1_024  # rows: shorter columns with the usual contents below are compar
 _ONES = array("i", [1] * _USUAL).tobytes()
 _COUNTING = array("i", range(_USUAL)).tobytes()
 
-Paged = Tokenized | Open | SlotOpen  # the kinds with `tokens` that may need several parts
+Paged = (
+    messages.Tokenized | messages.Open | messages.SlotOpen
+)  # the kinds with `tokens` that may need several parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +68,7 @@ class Envelope:
     source: str  # kind.id of the sender
     epoch: int
     seq: int
-    message: Message
+    message: messages.Message
     trace: str = ""
 
 
@@ -119,17 +106,17 @@ def encode_all(envelope: Envelope) -> Iterator[bytes]:
         yield encode(dataclasses.replace(envelope, seq=number, message=part))
 
 
-def _fragments(message: Message) -> list[Fragment]:
+def _fragments(message: messages.Message) -> list[messages.Fragment]:
     data = msgpack.packb(to_row(message))
     starts = range(0, len(data), FRAGMENT_BYTES)
     _check_parts(message, len(starts))
     return [
-        Fragment(part=part, parts=len(starts), data=data[start : start + FRAGMENT_BYTES])
+        messages.Fragment(part=part, parts=len(starts), data=data[start : start + FRAGMENT_BYTES])
         for part, start in enumerate(starts)
     ]
 
 
-def _check_parts(message: Message, parts: int) -> None:
+def _check_parts(message: messages.Message, parts: int) -> None:
     if parts > MAX_PARTS:
         raise PayloadTooLarge(
             f"{type(message).__name__} needs {parts} messages, over {MAX_PARTS}: send fewer tokens"
@@ -157,12 +144,12 @@ def _unpacked(data: bytes) -> Any:
         raise WireError(f"not msgpack: {error}") from error
 
 
-def _validated(kind: Any, fields: list[Any]) -> Message:
+def _validated(kind: Any, fields: list[Any]) -> messages.Message:
     """The message of a kind with these fields. Raises WireError if it is invalid."""
     layout = _LAYOUTS.get(kind) if isinstance(kind, str) else None
     if layout is None:
         raise WireError(f"unknown message kind {kind!r:.80}")
-    message: Message = layout.from_row(fields)
+    message: messages.Message = layout.from_row(fields)
     if wrong := validation_error(message):
         raise WireError(f"{kind}: {wrong}")
     return message
@@ -174,22 +161,22 @@ def kind_of(message: object) -> str:
     return WIRE_NAMES.get(name, name)
 
 
-def to_row(message: Message) -> list[Any]:
+def to_row(message: messages.Message) -> list[Any]:
     """[kind, field, field, ...]: a message of any size as plain data, for files and fragments."""
     layout = _LAYOUT_OF[type(message)]
     return [layout.kind, *layout.to_row(message)]
 
 
-def from_row(row: list[Any]) -> Message:
+def from_row(row: list[Any]) -> messages.Message:
     """The message of a row from `to_row`. Raises WireError."""
     layout = _LAYOUTS.get(row[0]) if row and isinstance(row[0], str) else None
     if layout is None:
         raise WireError(f"unknown message kind {row[:1]!r:.80}")
-    message: Message = layout.from_row(row[1:])
+    message: messages.Message = layout.from_row(row[1:])
     return message
 
 
-def split(message: Message) -> Iterator[Message]:
+def split(message: messages.Message) -> Iterator[messages.Message]:
     """The message itself, or its parts if its token list is too long for one message. The first part carries
     the options, the others only the required fields. Raises PayloadTooLarge for options of a new request
     over MAX_OPTIONS_BYTES, and for more than MAX_PARTS."""
@@ -214,10 +201,10 @@ def split(message: Message) -> Iterator[Message]:
 def _options_bytes(message: Paged) -> int:
     row = _LAYOUT_OF[type(message)].to_row(dataclasses.replace(message, tokens=array("i")))
     size = len(msgpack.packb(row))
-    known = isinstance(message, Tokenized) and (
+    known = isinstance(message, messages.Tokenized) and (
         message.age_us or message.generated or message.shard or message.model_digest
     )
-    new = isinstance(message, Tokenized) and not known
+    new = isinstance(message, messages.Tokenized) and not known
     if new and size > MAX_OPTIONS_BYTES:  # a resumed request has a few more fields
         raise PayloadTooLarge(
             f"the options of the request take {size} bytes, over {MAX_OPTIONS_BYTES}: "
@@ -233,12 +220,12 @@ class Assembler:
         self._head: Paged | None = None
         self._tokens: array[int] = array("i")
         self._next = 0
-        self._fragments: list[Fragment] = []
+        self._fragments: list[messages.Fragment] = []
 
-    def add(self, message: Message) -> Message | None:
+    def add(self, message: messages.Message) -> messages.Message | None:
         """The whole message at its last part, None before. Raises WireError for a part out of order, and if
         the joined message is invalid."""
-        if isinstance(message, Fragment):
+        if isinstance(message, messages.Fragment):
             return self._join(message)
         if not isinstance(message, Paged) or message.parts == 1:
             return message
@@ -256,7 +243,7 @@ class Assembler:
         self._head = None
         return dataclasses.replace(head, part=0, parts=1, tokens=self._tokens)
 
-    def _join(self, fragment: Fragment) -> Message | None:
+    def _join(self, fragment: messages.Fragment) -> messages.Message | None:
         if fragment.part == 0:
             self._fragments = []
         fragments = self._fragments
@@ -270,7 +257,7 @@ class Assembler:
         row = _unpacked(b"".join(each.data for each in fragments))
         kind, *fields = row if isinstance(row, list) and row else [None]
         message = _validated(kind, fields)
-        if isinstance(message, Fragment | Paged):
+        if isinstance(message, messages.Fragment | Paged):
             raise WireError(f"{kind} is not sent in fragments")
         return message
 
@@ -399,21 +386,21 @@ def validation_error(message: object) -> str:
     return "" if check is None else check(message)
 
 
-def _is(column: Ints, usual: bytes) -> bool:
+def _is(column: messages.Ints, usual: bytes) -> bool:
     """True if a column equals the start of `usual`: a fiftieth of the time of a check of each row."""
     return column.tobytes() == usual[: 4 * len(column)]
 
 
-def _negative(column: Ints) -> bool:
+def _negative(column: messages.Ints) -> bool:
     """True if a column has a negative number: its last byte, the highest, is over 127."""
     return not column.tobytes()[3::4].isascii()
 
 
-def _total(counts: Ints) -> int:
+def _total(counts: messages.Ints) -> int:
     return len(counts) if _is(counts, _ONES) else sum(counts)
 
 
-def _scores(m: StepResult | Tokens | PromptTokens) -> bool:
+def _scores(m: messages.StepResult | messages.Tokens | messages.PromptTokens) -> bool:
     """True if there are no log probabilities, or one for each id with its alternatives."""
     if not (m.logprobs or m.top_counts or m.top_ids or m.top_logprobs):
         return True
@@ -422,7 +409,7 @@ def _scores(m: StepResult | Tokens | PromptTokens) -> bool:
     return sum(m.top_counts) == len(m.top_ids) == len(m.top_logprobs) and not _negative(m.top_ids)
 
 
-def _step_plan(m: StepPlan) -> str:
+def _step_plan(m: messages.StepPlan) -> str:
     rows, tables = len(m.slots), len(m.table_slots)
     if not len(m.starts) == len(m.counts) == len(m.from_device) == rows:
         return "its forward columns differ in length"
@@ -446,7 +433,7 @@ def _step_plan(m: StepPlan) -> str:
     return "" if _total(m.table_counts) == len(m.table_blocks) else "its table counts do not add up"
 
 
-def _step_result(m: StepResult) -> str:
+def _step_result(m: messages.StepResult) -> str:
     if len(m.ids) != len(m.done):
         return "its columns differ in length"
     if m.queued_us < 0 or m.host_us < 0:
@@ -460,10 +447,10 @@ def _step_result(m: StepResult) -> str:
     return "" if _scores(m) else "its log probabilities do not add up"
 
 
-def _segments(segments: Ints) -> str:
+def _segments(segments: messages.Ints) -> str:
     if len(segments) > 3 * MAX_SEGMENTS:
         return f"it has over {MAX_SEGMENTS} segments"
-    if len(segments) % 3 or _negative(segments) or max(segments[::3]) >= len(SEGMENT_LANES):
+    if len(segments) % 3 or _negative(segments) or max(segments[::3]) >= len(messages.SEGMENT_LANES):
         return "a segment of it has no lane, start or length"
     return ""
 
@@ -472,7 +459,7 @@ def _vector(data: bytes) -> bool:
     return len(data) % 4 == 0
 
 
-def _row_errors(m: StepResult) -> str:
+def _row_errors(m: messages.StepResult) -> str:
     rows = {row for row, _ in m.row_errors}
     if len(rows) < len(m.row_errors) or min(rows) < 0 or max(rows) >= len(m.ids):
         return "a row error names no row, or one twice"
@@ -481,7 +468,7 @@ def _row_errors(m: StepResult) -> str:
     return ""
 
 
-def _processors(m: Tokenized | SlotOpen) -> str:
+def _processors(m: messages.Tokenized | messages.SlotOpen) -> str:
     if len(m.processors) > MAX_PROCESSORS:
         return f"it has over {MAX_PROCESSORS} logits processors"
     if not all(0 < len(text) <= MAX_PROCESSOR_CHARS for text in m.processors):
@@ -489,7 +476,7 @@ def _processors(m: Tokenized | SlotOpen) -> str:
     return ""
 
 
-def _tokens(m: Tokens) -> str:
+def _tokens(m: messages.Tokens) -> str:
     if not len(m.seqs) == len(m.first) == len(m.counts):
         return "its columns differ in length"
     if _negative(m.counts) or _negative(m.first) or _negative(m.ids):
@@ -499,13 +486,13 @@ def _tokens(m: Tokens) -> str:
     return "" if _scores(m) else "its log probabilities do not add up"
 
 
-def _parts(m: Tokenized | Open | SlotOpen) -> str:
+def _parts(m: messages.Tokenized | messages.Open | messages.SlotOpen) -> str:
     if not 0 <= m.part < m.parts <= MAX_PARTS:
         return f"part {m.part} of {m.parts} is not one of at most {MAX_PARTS}"
     return "a token id is negative" if _negative(m.tokens) else ""
 
 
-def _tokenized(m: Tokenized) -> str:
+def _tokenized(m: messages.Tokenized) -> str:
     if m.part:
         return _parts(m)
     if not (1 <= m.n <= MAX_CHOICES and m.max_tokens >= 1 and m.timeout_us >= 0 and 0 <= m.seed < _SEED_END):
@@ -518,19 +505,19 @@ def _tokenized(m: Tokenized) -> str:
         return "its generated tokens are not counted for each choice"
     if min(m.age_us, m.first_us, m.waited_us, m.min_tokens) < 0:
         return "its age or min_tokens is negative"
-    if m.pooling < WHOLE_VECTOR:
+    if m.pooling < messages.WHOLE_VECTOR:
         return "its pooling is out of range"
     return _processors(m) or _parts(m)
 
 
-def _open(m: Open) -> str:
+def _open(m: messages.Open) -> str:
     if not 0 <= m.choice < m.choices <= MAX_CHOICES:
         return f"choice {m.choice} is not one of {m.choices}"
     return "a stop string is empty" if "" in m.stop else _parts(m)
 
 
-def _slot_open(m: SlotOpen) -> str:
-    least = min(m.slot, m.max_length, m.min_tokens, m.pooling - WHOLE_VECTOR)
+def _slot_open(m: messages.SlotOpen) -> str:
+    least = min(m.slot, m.max_length, m.min_tokens, m.pooling - messages.WHOLE_VECTOR)
     if least < 0 or not 0 <= m.seed < _SEED_END:
         return "slot, max_length, min_tokens, pooling or seed is out of range"
     if len(m.sampling.bias_ids) != len(m.sampling.bias_values):
@@ -538,14 +525,14 @@ def _slot_open(m: SlotOpen) -> str:
     return _processors(m) or _parts(m)
 
 
-def _exec_hello(m: ExecHello) -> str:
+def _exec_hello(m: messages.ExecHello) -> str:
     sizes = (m.block_tokens, m.max_step_tokens, m.max_context, m.vocab)
     sane = 1 <= m.blocks <= MAX_BLOCKS and 1 <= m.slots <= MAX_SLOTS and min(sizes) >= 1
     sane = sane and 1 <= m.stages <= MAX_STAGES and min(m.two_stream_tokens, m.max_stop_ids) >= 0
     return "" if sane else "its blocks, slots, sizes or stages are out of range"
 
 
-def _fragment(m: Fragment) -> str:
+def _fragment(m: messages.Fragment) -> str:
     if not 0 <= m.part < m.parts <= MAX_PARTS:
         return f"part {m.part} of {m.parts} is not one of at most {MAX_PARTS}"
     return "" if m.data else "it is empty"

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.detokenizer.response import Command, OpenRequests, RequestKey, ResponseText, SendTo, detached
+from shared import messages
 from shared.errors import Cancelled, DuplicateRequest, HeadraceError, Unavailable, from_code
 from shared.kv_blocks import rendezvous
-from shared.messages import ATTEMPTS, MOVED, Accepted, Cancel, Detached, Open, Rejected, Tokenized, ints
 
 TURN_S = 0.25
 WAIT_TURNS = 120  # 30 s: a hung scheduler is replaced after 15 s, and the new one has to start
@@ -69,7 +69,7 @@ class Failover:
         """True while a request of this name has no scheduler."""
         return (tenant, request) in self._lost
 
-    def keep(self, scheduler: str, tokenized: Tokenized) -> None:
+    def keep(self, scheduler: str, tokenized: messages.Tokenized) -> None:
         """Keep the request as its scheduler sent it."""
         request = self._table.requests.get((scheduler, tokenized.tenant, tokenized.request))
         if request is not None:
@@ -100,11 +100,11 @@ class Failover:
         """Ask schedulers and give up. Call every TURN_S while `active`; `ready` are scheduler ids."""
         return [command for name in list(self._lost) for command in self._turn(name, ready, now_us)]
 
-    def answered(self, scheduler: str, answer: Accepted | Rejected) -> list[Command]:
+    def answered(self, scheduler: str, answer: messages.Accepted | messages.Rejected) -> list[Command]:
         """Handle the answer of an asked scheduler. After Accepted its Opens follow."""
         name = (answer.tenant, answer.request)
         lost = self._lost.get(name)
-        if lost is None or lost.asked != scheduler or isinstance(answer, Accepted):
+        if lost is None or lost.asked != scheduler or isinstance(answer, messages.Accepted):
             return []
         lost.asked, lost.refused_by, lost.refusal = "", scheduler, answer.message
         if answer.code == Unavailable.code and not lost.over:
@@ -113,13 +113,13 @@ class Failover:
         if self._request_of(lost) is None:
             return []
         commands = self._detached(lost)
-        if answer.code == MOVED:
+        if answer.code == messages.MOVED:
             self._forget(lost.key)
             return commands
         error = from_code(answer.code, answer.message, answer.retry_after_ms)
         return [*commands, *self._fail(lost.key, error)]
 
-    def opened(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
+    def opened(self, scheduler: str, opened: messages.Open) -> tuple[list[Command], bool]:
         """A scheduler opens a sequence, maybe of a lost request, which then has a scheduler again. Returns
         commands, and whether this shard takes the sequence."""
         name = (opened.tenant, opened.request)
@@ -153,7 +153,7 @@ class Failover:
         request = None if lost.over else self._table.requests.get(lost.key)
         return request if request is not None and request.opened.inbox == lost.inbox else None
 
-    def _second(self, scheduler: str, opened: Open) -> tuple[list[Command], bool]:
+    def _second(self, scheduler: str, opened: messages.Open) -> tuple[list[Command], bool]:
         """A scheduler opens a request that another one runs: it is slow and this one has been resumed there,
         or the request was sent twice and the loads chose another scheduler. The first one goes on. Another
         client's request with the same id is refused."""
@@ -164,13 +164,17 @@ class Failover:
                 if key[1:] in self._lost:
                     continue
                 error = DuplicateRequest(f"request {opened.request!r} is running; use another request_id")
-                refused = Cancel(
+                refused = messages.Cancel(
                     tenant=opened.tenant, request=opened.request, code=error.code, message=error.message
                 )
                 return [SendTo(scheduler, refused)], True
-            again = (opened.attempt - 1) // ATTEMPTS > (request.opened.attempt - 1) // ATTEMPTS  # a takeover
+            again = (opened.attempt - 1) // messages.ATTEMPTS > (
+                request.opened.attempt - 1
+            ) // messages.ATTEMPTS  # a takeover
             if request.opened.attempt >= opened.attempt or again:
-                return [SendTo(scheduler, Detached(seqs=ints([opened.seq]), moved=True))], False
+                return [
+                    SendTo(scheduler, messages.Detached(seqs=messages.ints([opened.seq]), moved=True))
+                ], False
         return [], True
 
     def _turn(self, name: Name, ready: Sequence[str], now_us: int) -> Iterator[Command]:
@@ -199,7 +203,7 @@ class Failover:
         name = lost.key[1:]
         if lost.asked:
             lost.over, lost.turns_left = True, WAIT_TURNS
-            yield SendTo(lost.asked, Cancel(tenant=name[0], request=name[1]))
+            yield SendTo(lost.asked, messages.Cancel(tenant=name[0], request=name[1]))
         else:
             del self._lost[name]
         if request is not None:
@@ -232,11 +236,11 @@ def _no_scheduler(lost: _LostRequest) -> Unavailable:
     return Unavailable(f"{lost.why}, and {why}; send it again")
 
 
-def resumption(request: ResponseText, now_us: int) -> Tokenized:
+def resumption(request: ResponseText, now_us: int) -> messages.Tokenized:
     """The message to another scheduler: the request with all its tokens so far."""
     kept = request.kept
     assert kept is not None  # see _unrecoverable
-    tokens, counts, reasons = kept.tokens[:], ints(), []
+    tokens, counts, reasons = kept.tokens[:], messages.ints(), []
     for choice in range(kept.n):
         ids, reason = _so_far(request, choice)
         tokens += ids
@@ -257,7 +261,7 @@ def _so_far(request: ResponseText, choice: int) -> tuple[array[int], str]:
     """The tokens of a choice, and its finish reason; only this shard may have seen its stop string."""
     stream, closed = request.choices.get(choice), request.closed.get(choice)
     if stream is None:
-        return ints(), ""
+        return messages.ints(), ""
     if closed is not None:
         return stream.ids[: closed.tokens], closed.reason
     if stream.stop_index is not None:

@@ -35,20 +35,8 @@ from json.encoder import encode_basestring as quote
 from typing import Any
 
 from services.detokenizer.text import Delta, Mark, SequenceStream, merged
+from shared import messages
 from shared.errors import HeadraceError, Moved
-from shared.messages import (
-    EMBEDDING,
-    EMBEDDING_BASE64,
-    MOVED,
-    Cancel,
-    Close,
-    Detached,
-    Ended,
-    Open,
-    StopFound,
-    Timings,
-    Tokenized,
-)
 from shared.replies import error_reply, to_json
 from shared.vocab.vocabulary import Vocabulary
 
@@ -63,7 +51,7 @@ class Closed:
 
     tokens: int
     reason: str
-    message: Close
+    message: messages.Close
 
 
 class ResponseText:
@@ -74,13 +62,13 @@ class ResponseText:
         "inbox", "kept", "number", "opened", "opened_us", "reader", "since_us", "torn", "trace", "unwanted",
     )  # fmt: skip
 
-    def __init__(self, opened: Open, number: int, trace: str) -> None:
+    def __init__(self, opened: messages.Open, number: int, trace: str) -> None:
         self.opened = opened
         self.inbox = opened.inbox  # of its client: the one that asked for it, or for its stream by an attach
         self.reader: Reader | None = None  # attached to a plain request
         self.number = number
         self.trace = trace
-        self.kept: Tokenized | None = None  # the request, for another scheduler
+        self.kept: messages.Tokenized | None = None  # the request, for another scheduler
         self.deaths = 0  # failovers so far
         self.unwanted: HeadraceError | None = None  # why it must not be resumed
         self.torn = 0  # requests to re-open it after lost messages; 0: no message is lost
@@ -96,7 +84,7 @@ class ResponseText:
         self.since_us = 0  # the same two by the monotonic clock, for ages
         self.began_us = 0
 
-    def add(self, opened: Open, vocabulary: Vocabulary) -> SequenceStream:
+    def add(self, opened: messages.Open, vocabulary: Vocabulary) -> SequenceStream:
         """Add a choice."""
         stream = self.choices[opened.choice] = SequenceStream(opened, vocabulary)
         return stream
@@ -174,20 +162,20 @@ class ResponseText:
         """The last message once more, after `end` or `failure`."""
         return self.last_frame(self._frames) if self.opened.stream else self._reply
 
-    def close(self, stream: SequenceStream, message: Close) -> int:
+    def close(self, stream: SequenceStream, message: messages.Close) -> int:
         """End one choice. Returns its true number of tokens. Raises TokenGap."""
         tokens = stream.close(message.final, message.reason)
         self.closed[stream.choice] = Closed(tokens, stream.reason, message)
         return tokens
 
-    def broken(self, stream: SequenceStream, message: Close) -> None:
+    def broken(self, stream: SequenceStream, message: messages.Close) -> None:
         """One choice has failed; the caller fails the request."""
         self.closed[stream.choice] = Closed(message.final, message.reason, message)
 
     @property
     def embeds(self) -> bool:
         """True if the reply is a vector."""
-        return self.opened.format in (EMBEDDING, EMBEDDING_BASE64)
+        return self.opened.format in (messages.EMBEDDING, messages.EMBEDDING_BASE64)
 
     @property
     def complete(self) -> bool:
@@ -252,7 +240,7 @@ class Reader:
 
     __slots__ = ("_marks", "frames", "inbox", "number")
 
-    def __init__(self, opened: Open, inbox: str, number: int) -> None:
+    def __init__(self, opened: messages.Open, inbox: str, number: int) -> None:
         self.inbox = inbox
         self.number = number
         self.frames = FrameBuilder(opened)
@@ -270,7 +258,7 @@ class Reader:
         return self.frames.delta(new) if new else b""
 
 
-def slowest(timings: Iterable[Timings]) -> Timings:
+def slowest(timings: Iterable[messages.Timings]) -> messages.Timings:
     """The timings of the slowest choice."""
     return max(timings, key=lambda t: t.queue_us + t.prefill_us + t.decode_us)
 
@@ -290,7 +278,7 @@ class FrameBuilder:
         "attempt",
     )
 
-    def __init__(self, opened: Open) -> None:
+    def __init__(self, opened: messages.Open) -> None:
         self._request = opened.request
         self.attempt = (opened.attempt - 1) * MAX_RESENDS + 1
         created = opened.received_wall_us // 1_000_000
@@ -367,7 +355,9 @@ class FrameBuilder:
         return {"type": kind, "request_id": self._request, "attempt": self.attempt, "frame": number}
 
 
-def answer(opened: Open, whole: list[tuple[Delta, dict[str, str]]], facts: Mapping[str, Any]) -> bytes:
+def answer(
+    opened: messages.Open, whole: list[tuple[Delta, dict[str, str]]], facts: Mapping[str, Any]
+) -> bytes:
     """The reply of a plain request; `whole` is (text, fields of its end) by choice."""
     chat = opened.format == "chat"
 
@@ -390,10 +380,10 @@ def answer(opened: Open, whole: list[tuple[Delta, dict[str, str]]], facts: Mappi
     )
 
 
-def embedding(opened: Open, vector: bytes, facts: Mapping[str, Any]) -> bytes:
+def embedding(opened: messages.Open, vector: bytes, facts: Mapping[str, Any]) -> bytes:
     """The reply of a request for a vector."""
     numbers: Any = b64encode(vector).decode()
-    if opened.format == EMBEDDING:
+    if opened.format == messages.EMBEDDING:
         numbers = [float(f"{number:.9g}") for number in array("f", vector)]  # exact in float32
     return to_json(
         {
@@ -407,11 +397,11 @@ def embedding(opened: Open, vector: bytes, facts: Mapping[str, Any]) -> bytes:
     )
 
 
-def _format_of(opened: Open) -> dict[str, str]:
+def _format_of(opened: messages.Open) -> dict[str, str]:
     return {"answer_format": opened.answer_format} if opened.answer_format else {}
 
 
-def _run_of(opened: Open) -> dict[str, int]:
+def _run_of(opened: messages.Open) -> dict[str, int]:
     return {"run": opened.run} if opened.run else {}
 
 
@@ -425,7 +415,7 @@ def usage_body(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
-def timings_body(timings: Timings, prompt: int, completion: int) -> dict[str, float]:
+def timings_body(timings: messages.Timings, prompt: int, completion: int) -> dict[str, float]:
     """Durations in milliseconds and rates in tokens per second. Prefill makes the first token, decode the
     others."""
     waited_us = timings.received_us + timings.tokenize_us + timings.transit_us + timings.queue_us
@@ -467,7 +457,7 @@ class OpenRequests:
         self._named: dict[tuple[str, str], list[RequestKey]] = {}
         self._last_number = 0
 
-    def add(self, scheduler: str, opened: Open, trace: str) -> tuple[ResponseText | None, bool]:
+    def add(self, scheduler: str, opened: messages.Open, trace: str) -> tuple[ResponseText | None, bool]:
         """Add a sequence. Returns its request (None for a duplicate or outdated Open) and whether the request
         is new. A higher attempt replaces a lower one."""
         key = (scheduler, opened.tenant, opened.request)
@@ -491,7 +481,7 @@ class OpenRequests:
         self.sequences[scheduler, opened.seq] = (request.add(opened, self._vocabulary), request)
         return request, fresh
 
-    def adopt(self, scheduler: str, tokenized: Tokenized, trace: str) -> ResponseText:
+    def adopt(self, scheduler: str, tokenized: messages.Tokenized, trace: str) -> ResponseText:
         """Add a request from its backup or checkpoint, without tokens, as a lost request of its scheduler."""
         choices = [opened_of(tokenized, choice) for choice in range(tokenized.n)]
         key = (scheduler, tokenized.tenant, tokenized.request)
@@ -502,7 +492,7 @@ class OpenRequests:
             request.add(opened, self._vocabulary)
         return request
 
-    def keep(self, request: ResponseText, tokenized: Tokenized) -> None:
+    def keep(self, request: ResponseText, tokenized: messages.Tokenized) -> None:
         """Keep a request as its scheduler sent it."""
         request.kept = tokenized
         if tokenized.checkpoints:
@@ -580,9 +570,9 @@ class OpenRequests:
         self._named.setdefault(key[1:], []).append(key)
 
 
-def opened_of(tokenized: Tokenized, choice: int) -> Open:
+def opened_of(tokenized: messages.Tokenized, choice: int) -> messages.Open:
     """An Open for a choice of an adopted request; `seq` is -1 until a scheduler opens it."""
-    return Open(
+    return messages.Open(
         seq=-1,
         request=tokenized.request,
         attempt=tokenized.attempt,
@@ -624,7 +614,7 @@ class SendTo:
     """Send a message to a scheduler (`kind.id`)."""
 
     scheduler: str
-    message: StopFound | Ended | Detached | Tokenized | Cancel
+    message: messages.StopFound | messages.Ended | messages.Detached | messages.Tokenized | messages.Cancel
     trace: str = ""
 
 
@@ -650,5 +640,5 @@ def detached(key: RequestKey, request: ResponseText, *, moved: bool = False) -> 
     sequence numbers: it is cancelled by name, since a Detached without any reports lost messages."""
     scheduler, tenant, name = key
     if seqs := request.seqs:
-        return SendTo(scheduler, Detached(seqs=seqs, moved=moved))
-    return SendTo(scheduler, Cancel(tenant=tenant, request=name, code=MOVED))
+        return SendTo(scheduler, messages.Detached(seqs=seqs, moved=moved))
+    return SendTo(scheduler, messages.Cancel(tenant=tenant, request=name, code=messages.MOVED))

@@ -34,28 +34,13 @@ from services.executor.engine import (
 from services.executor.kv_transfer.worker import ArenaTransfers, CopyWorker, on_loop
 from services.executor.sampling.logits_processors import load_processors
 from services.executor.sim.engine import SimBackend, SimOptions
+from shared import messages
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import ASLEEP, NEED, ONLY_TIER, SLEEPS, Peer, Peers, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.config import Settings
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import rendezvous
-from shared.messages import (
-    ExecHello,
-    ExecRefused,
-    ExecReset,
-    ExecSleep,
-    ExecWake,
-    ExecWelcome,
-    GrammarFailed,
-    GrammarReady,
-    KvCopy,
-    Message,
-    SlotClose,
-    SlotOpen,
-    StepPlan,
-    StepResult,
-)
 from shared.processes import importing
 from shared.telemetry.readings import Attributes, MetricPoint, Metrics
 from shared.vocab import files
@@ -131,7 +116,7 @@ class ExecutorActor(Actor):
             else:
                 built.set_result(result)
 
-        def on_result(result: StepResult) -> None:
+        def on_result(result: messages.StepResult) -> None:
             assert self._arenas is not None, "a step before the engine was built"
             loop.call_soon_threadsafe(take_result, result)  # before copies that wait for it
             self._arenas.worker.stepped(result.exec_epoch, result.step)
@@ -148,24 +133,24 @@ class ExecutorActor(Actor):
     def on_ready(self) -> None:
         self._join()
 
-    def receive(self, source: str, message: Message, trace: str) -> None:
+    def receive(self, source: str, message: messages.Message, trace: str) -> None:
         if source != self._scheduler:
             return  # from a scheduler that this executor has left, or never joined
         match message:
-            case ExecWelcome(exec_epoch=epoch):
+            case messages.ExecWelcome(exec_epoch=epoch):
                 if epoch == self._exec_epoch:  # else it welcomes an earlier incarnation
                     self._welcomed, self._kept_out = True, ""
-            case ExecRefused(exec_epoch=epoch, why=why) if epoch == self._exec_epoch:
+            case messages.ExecRefused(exec_epoch=epoch, why=why) if epoch == self._exec_epoch:
                 if why != self._kept_out:
                     log.warning("kept out by %s: %s", source, why)
                 self._kept_out = why
-            case ExecReset(exec_epoch=epoch, why=why, scheduler=given) if epoch == self._exec_epoch:
+            case messages.ExecReset(exec_epoch=epoch, why=why, scheduler=given) if epoch == self._exec_epoch:
                 log.warning("reset by the scheduler: %s", why)
                 ready = self._mailbox.peers.ready("scheduler")
                 self._choose_scheduler(given if given in ready else source.removeprefix("scheduler."))
-            case ExecSleep(exec_epoch=epoch) | ExecWake(exec_epoch=epoch):
+            case messages.ExecSleep(exec_epoch=epoch) | messages.ExecWake(exec_epoch=epoch):
                 if epoch == self._exec_epoch:
-                    self._switch(asleep=isinstance(message, ExecSleep))
+                    self._switch(asleep=isinstance(message, messages.ExecSleep))
             case _ if self._welcomed and not self._asleep:
                 self._apply(message)
 
@@ -359,11 +344,11 @@ class ExecutorActor(Actor):
         self._kept_out = why
         return True
 
-    def _apply(self, message: Message) -> None:
+    def _apply(self, message: messages.Message) -> None:
         assert self._backend is not None, "welcomed before it was built"
         info = self._backend.info
         match message:
-            case StepPlan(exec_epoch=epoch, step=step):
+            case messages.StepPlan(exec_epoch=epoch, step=step):
                 if epoch == self._exec_epoch and step == self._last_step + 1:
                     self._last_step = step
                     self._device.refuse(plan_error(message, info, self._open_slots))
@@ -371,25 +356,25 @@ class ExecutorActor(Actor):
                 elif epoch == self._exec_epoch and step > self._last_step:
                     log.error("step %d was planned, step %d expected", step, self._last_step + 1)
                     self._begin_incarnation()  # the plans between are lost
-            case SlotOpen() if error := open_error(message, info):
+            case messages.SlotOpen() if error := open_error(message, info):
                 self._device.refuse(error)
-            case SlotOpen(slot=slot):
+            case messages.SlotOpen(slot=slot):
                 self._open_slots.add(slot)
                 self._empty.clear()
                 self._device.put(checked_slot(message, info))
-            case SlotClose(slot=slot):
+            case messages.SlotClose(slot=slot):
                 self._open_slots.discard(slot)
                 if not self._open_slots:
                     self._empty.set()
                 self._device.put(message)
-            case KvCopy() if self._arenas is not None:
+            case messages.KvCopy() if self._arenas is not None:
                 self._arenas.copy(message)
 
-    def _on_grammar(self, news: GrammarReady | GrammarFailed) -> None:
+    def _on_grammar(self, news: messages.GrammarReady | messages.GrammarFailed) -> None:
         if news.slot in self._open_slots:  # the scheduler compares the generation: the slot may be reused
             self._mailbox.send(self._scheduler, news)
 
-    def _on_result(self, result: StepResult) -> None:
+    def _on_result(self, result: messages.StepResult) -> None:
         if result.exec_epoch != self._exec_epoch:
             return  # the step belongs to an earlier incarnation
         self._steps += 1
@@ -577,12 +562,12 @@ def _needs_no_l1(settings: Settings) -> bool:
     return not sized and not settings.l2 and settings.executors == 1
 
 
-def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) -> ExecHello:
+def hello_of(info: BackendInfo, executor: str, exec_epoch: int, host_id: str) -> messages.ExecHello:
     """The message that announces an incarnation, with the engine's facts that the scheduler plans with: the
     fields that both have."""
-    names = {each.name for each in fields(ExecHello)} & {each.name for each in fields(info)}
+    names = {each.name for each in fields(messages.ExecHello)} & {each.name for each in fields(info)}
     facts: dict[str, Any] = {name: getattr(info, name) for name in names}
-    return ExecHello(executor=executor, exec_epoch=exec_epoch, host_id=host_id, **facts)
+    return messages.ExecHello(executor=executor, exec_epoch=exec_epoch, host_id=host_id, **facts)
 
 
 def _copy_metrics(worker: CopyWorker) -> Iterator[MetricPoint]:

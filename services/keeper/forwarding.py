@@ -26,21 +26,10 @@ from typing import Any
 from services.keeper.core import EXPIRED, KEPT_S, TRY_AGAIN, Answered, Away, Event, Key
 from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work, to_json
 from services.keeper.verbs import RECORD_ROOM, Verbs
+from shared import errors
 from shared.api import read_json
 from shared.client.client import Client, error_of
 from shared.clock import Clock
-from shared.errors import (
-    BadRequest,
-    Cancelled,
-    DeadlineExceeded,
-    DuplicateRequest,
-    EngineError,
-    HeadraceError,
-    Overloaded,
-    PayloadTooLarge,
-    Unavailable,
-    UnknownRequest,
-)
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
 
@@ -53,10 +42,10 @@ FIRST_LOOK_US, LAST_LOOK_US = 250_000, 15_000_000
 NO_LINK = "the central nats-server does not answer: the request waits here"
 
 
-class TakenThere(HeadraceError):
+class TakenThere(errors.HeadraceError):
     """Another request has this id at the centre. Final: it has the id for a day."""
 
-    code, type = 409, DuplicateRequest.type
+    code, type = 409, errors.DuplicateRequest.type
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +62,7 @@ class Called:
 
     key: Key
     verb: str
-    outcome: Body | HeadraceError
+    outcome: Body | errors.HeadraceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +94,7 @@ class Done:
     """The answer of a request, or its error. `changed`: by another model than that of the submit there."""
 
     key: Key
-    outcome: Body | HeadraceError
+    outcome: Body | errors.HeadraceError
     changed: bool = False
 
 
@@ -163,9 +152,9 @@ class ForwardCore:
         if age_us > kept_s * 1_000_000:
             if request is not None:
                 self._forget(key)
-            yield Done(key, DeadlineExceeded(EXPIRED))
+            yield Done(key, errors.DeadlineExceeded(EXPIRED))
         elif request is None and self._here >= MOST_HERE and not self._linked:
-            yield Done(key, Unavailable(NO_LINK))
+            yield Done(key, errors.Unavailable(NO_LINK))
         elif request is None:
             self._requests[key] = request = _Forwarded(work, now_us)
             self._here += 1
@@ -182,7 +171,9 @@ class ForwardCore:
         if (request := self._requests.get(event.key)) is None:
             return
         request.calling = False
-        if down or (event.verb != SUBMIT and isinstance(event.outcome, Overloaded | Unavailable)):
+        if down or (
+            event.verb != SUBMIT and isinstance(event.outcome, errors.Overloaded | errors.Unavailable)
+        ):
             self._plan(event.key, request, now_us + RETRY_US)
         elif request.cancelled:
             if event.verb == CANCEL:
@@ -195,7 +186,7 @@ class ForwardCore:
             yield from self._looked(event, request, now_us)
 
     def _submitted(self, event: Called, request: _Forwarded, now_us: int) -> Iterator[ForwardCommand]:
-        if not isinstance(event.outcome, HeadraceError):
+        if not isinstance(event.outcome, errors.HeadraceError):
             if not request.there:
                 self._here -= 1
             request.there, request.since_us = True, now_us
@@ -203,15 +194,19 @@ class ForwardCore:
             yield Away(event.key)
             return
         self._forget(event.key)
-        taken = isinstance(event.outcome, DuplicateRequest)
+        taken = isinstance(event.outcome, errors.DuplicateRequest)
         yield Done(event.key, TakenThere(event.outcome.message) if taken else event.outcome)
 
     def _looked(self, event: Called, request: _Forwarded, now_us: int) -> Iterator[ForwardCommand]:
         found = event.outcome
-        if isinstance(found, HeadraceError) and found.code == UnknownRequest.code:
+        if isinstance(found, errors.HeadraceError) and found.code == errors.UnknownRequest.code:
             self._forget(event.key)
-            yield Done(event.key, Unavailable("the centre has lost this request: it gets it again"))
-        elif not isinstance(found, HeadraceError) and found.get("status") in (COMPLETED, FAILED, CANCELLED):
+            yield Done(event.key, errors.Unavailable("the centre has lost this request: it gets it again"))
+        elif not isinstance(found, errors.HeadraceError) and found.get("status") in (
+            COMPLETED,
+            FAILED,
+            CANCELLED,
+        ):
             self._forget(event.key)
             yield Done(event.key, _ended(found), bool(found.get("model_changed")))
         else:
@@ -228,7 +223,7 @@ class ForwardCore:
             self._plan(key, request, now_us)
         else:
             self._forget(key)
-        yield Done(key, Cancelled("cancelled by the client"))
+        yield Done(key, errors.Cancelled("cancelled by the client"))
 
     def _next(self, now_us: int) -> Iterator[ForwardCommand]:
         """Calls that are due. Without a link one at a time looks whether it is back."""
@@ -254,13 +249,13 @@ class ForwardCore:
         self._here -= not self._requests.pop(key).there
 
 
-def _ended(record: Body) -> Body | HeadraceError:
+def _ended(record: Body) -> Body | errors.HeadraceError:
     """The answer or the error of a record of the centre. An error there is final."""
     if record["status"] == COMPLETED:
         answer: Body = record["answer"]
         return answer
     error = error_of(record)
-    return EngineError(error.message) if isinstance(error, TRY_AGAIN) else error
+    return errors.EngineError(error.message) if isinstance(error, TRY_AGAIN) else error
 
 
 class Forwarder:
@@ -321,22 +316,22 @@ class Forwarder:
         tenant, request = call.key
         work = call.work
         body: Body = {"id": request} if work is None else {"model": work.model, "request": work.body}
-        outcome: Body | HeadraceError
+        outcome: Body | errors.HeadraceError
         try:
             client = self._client.as_tenant(tenant)
             answer = await client.ask(subjects.forward(tenant, call.verb), to_json(body))
             found: Body = json.loads(answer.data)
             outcome = error_of(found) if "error" in found and "status" not in found else found
-        except HeadraceError as error:
+        except errors.HeadraceError as error:
             outcome = error
         self._feed(Called(call.key, call.verb, outcome))
 
-    def _answered(self, key: Key, outcome: Body | HeadraceError, *, changed: bool) -> Answered:
-        size = 0 if isinstance(outcome, HeadraceError) else len(to_json(outcome))
+    def _answered(self, key: Key, outcome: Body | errors.HeadraceError, *, changed: bool) -> Answered:
+        size = 0 if isinstance(outcome, errors.HeadraceError) else len(to_json(outcome))
         most = self._client.bus.max_payload - self._kept_bytes(key) - RECORD_ROOM
         if size > most:
             why = f"the answer of {size} bytes with its record is over the limit of this edge's nats-server"
-            return Answered(key, PayloadTooLarge(f"{why}: ask for less"))
+            return Answered(key, errors.PayloadTooLarge(f"{why}: ask for less"))
         return Answered(key, outcome, size, changed)
 
     def _on_done(self, delivery: Delivery) -> None:
@@ -354,7 +349,7 @@ def serve_forwarded(verbs: Verbs) -> Callable[[str, str, bytes], Awaitable[Body]
             model, request, body = asked.get("model", ""), asked.get("id", ""), asked.get("request")
             subjects.work(tenant, request or model)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise BadRequest(f"the body of {verb!r:.40} is of another form: {error!s:.200}") from None
+            raise errors.BadRequest(f"the body of {verb!r:.40} is of another form: {error!s:.200}") from None
         if verb == SUBMIT and isinstance(body, dict) and model:
             return await verbs.submit(tenant, model, to_json(body))
         if verb == RESULT and request:
@@ -362,6 +357,8 @@ def serve_forwarded(verbs: Verbs) -> Callable[[str, str, bytes], Awaitable[Body]
         if verb == CANCEL and request:
             await verbs.end(tenant, request)
             return {"id": request}
-        raise BadRequest(f"{verb!r:.40} with this body is no verb of forward: {SUBMIT}, {RESULT}, {CANCEL}")
+        raise errors.BadRequest(
+            f"{verb!r:.40} with this body is no verb of forward: {SUBMIT}, {RESULT}, {CANCEL}"
+        )
 
     return answer

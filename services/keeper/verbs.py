@@ -25,21 +25,9 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from services.keeper import records
 from services.keeper.core import KEPT_S, Key
 from services.keeper.queues import TenantQueues
-from services.keeper.records import (
-    CANCELLED,
-    COMPLETED,
-    DELETED,
-    QUEUED,
-    RUNNING,
-    Body,
-    Work,
-    body_to_store,
-    digest_of,
-    to_json,
-    work_of,
-)
 from shared.actor.membership import Peers
 from shared.aliases import Aliases
 from shared.api import REQUEST_ID, read_json
@@ -92,7 +80,7 @@ class Verbs:
         self.submitted = self.kept = 0
         self._looked_us, self._half_full = 0, False
 
-    async def submit(self, tenant: str, model: str, data: bytes) -> Body:
+    async def submit(self, tenant: str, model: str, data: bytes) -> records.Body:
         """Store a request; returns when the stream has it. The model that an alias stands for is stored: it
         answers, also after the alias has changed. Raises the error that `generate` would give,
         DuplicateRequest for another request under this id, StreamFull, PayloadTooLarge, Unavailable."""
@@ -105,19 +93,19 @@ class Verbs:
             )
         if len(reply_subject(tenant, request_id)) > subjects.MAX_INBOX_CHARS:
             raise BadRequest("`request_id` is too long beside the name of this tenant", param="request_id")
-        digest, keep = digest_of(model, body), _kept(body)
+        digest, keep = records.digest_of(model, body), _kept(body)
         # a record that a mirror lacks costs a second run, whose record is then taken
         if (known := await self._known(tenant, request_id, sure=False)) is not None:
             return _same(known, digest, model)
         asked, model = model, self._aliases.resolve(model, tenant, request_id) or model
         body |= {"model": model} if "model" in body and model != asked else {}
         webhook = self._webhook(body.pop("webhook")) if "webhook" in body else ""
-        drawn: Body = {}
+        drawn: records.Body = {}
         if not self._forwards(model):  # else the link may be down, and a tokenizer there validates it later
             drawn = await self._checked(tenant, model, {**body, "request_id": request_id})
-        stored = body_to_store(body, request_id, drawn)
+        stored = records.body_to_store(body, request_id, drawn)
         now_us, computed_by = self._clock.wall_us(), self._peers.model_digest(model)
-        work = Work(tenant, request_id, model, stored, digest, now_us, keep, webhook, computed_by)
+        work = records.Work(tenant, request_id, model, stored, digest, now_us, keep, webhook, computed_by)
         packed = work.pack()
         if keep and len(packed) + RECORD_ROOM > self._bus.max_payload:  # its record has them, too
             size = f"a request of {len(packed)} bytes leaves no room for its record"
@@ -127,17 +115,17 @@ class Verbs:
             await self._create(subjects.work(tenant, request_id), packed)
         except Taken:  # by another submit, or by a try of this one whose answer was lost
             known = await self._known(tenant, request_id)
-            ours = {"id": request_id, "digest": digest, "status": QUEUED, "model": model}
+            ours = {"id": request_id, "digest": digest, "status": records.QUEUED, "model": model}
             return _same(known or ours, digest, asked)
         self.submitted += 1
         self._queues.stored(tenant)
-        return _stored(request_id, QUEUED, asked, model)
+        return _stored(request_id, records.QUEUED, asked, model)
 
-    async def result(self, tenant: str, request_id: str) -> Body:
+    async def result(self, tenant: str, request_id: str) -> records.Body:
         """The state of a request, with its answer or its error once it has ended. Raises UnknownRequest for
         an id that this tenant has not submitted, or whose record is older than a day; Unavailable."""
         known = await self._known(tenant, request_id)
-        if known is None or known["status"] == DELETED:
+        if known is None or known["status"] == records.DELETED:
             raise UnknownRequest(f"no durable request {request_id!r:.140} of this tenant is kept", param="id")
         return {name: value for name, value in known.items() if name != "digest"}
 
@@ -148,9 +136,11 @@ class Verbs:
         waits = await self._streams.last(subjects.WORK_STREAM, at, sure=False)  # most cancels are of others
         if waits is None:
             return False
-        ended = work_of(waits).record(self._clock.wall_us(), Cancelled("cancelled by the client"))
+        ended = records.work_of(waits).record(self._clock.wall_us(), Cancelled("cancelled by the client"))
         try:
-            await self._streams.create(subjects.record(tenant, request_id), to_json(ended), ttl_s=KEPT_S)
+            await self._streams.create(
+                subjects.record(tenant, request_id), records.to_json(ended), ttl_s=KEPT_S
+            )
         except Taken:
             return False
         return True
@@ -159,20 +149,20 @@ class Verbs:
         """Cancel a request, with the news of its end, where no client has sent a cancel to all services.
         Raises Unavailable."""
         if await self.cancel(tenant, request_id):
-            news = to_json({"id": request_id, "status": CANCELLED})
+            news = records.to_json({"id": request_id, "status": records.CANCELLED})
             self._bus.publish(subjects.done(tenant, request_id), news)
             self._bus.publish(subjects.cancel(tenant, request_id), b"")  # services may run it
 
-    async def delete(self, tenant: str, request_id: str, _: bytes) -> Body:
+    async def delete(self, tenant: str, request_id: str, _: bytes) -> records.Body:
         """Delete the record of a request; one that waits or runs is cancelled before. Raises like `result`,
         and StreamFull."""
         await self.result(tenant, request_id)
         await self.end(tenant, request_id)
-        mark = to_json({"id": request_id, "digest": "", "status": DELETED})
+        mark = records.to_json({"id": request_id, "digest": "", "status": records.DELETED})
         await self._streams.replace(subjects.record(tenant, request_id), mark, ttl_s=KEPT_S)
         return {"id": request_id, "deleted": True}
 
-    async def keep(self, tenant: str, request_id: str, data: bytes) -> Body:
+    async def keep(self, tenant: str, request_id: str, data: bytes) -> records.Body:
         """Store a request that was answered already: its fields `request`, `keep` and `answer`. Raises
         BadRequest, DuplicateRequest for an id with a record, StreamFull, PayloadTooLarge, Unavailable."""
         body = _read(data)
@@ -182,11 +172,13 @@ class Verbs:
         if not await self._room_to_keep(self._clock.now_us()):
             full = "the store is half full: the rest is for the answers of durable requests"
             raise StreamFull(full, retry_after_ms=FULL_RETRY_MS)
-        work = Work(tenant, request_id, model, body["request"], digest_of(model, body), now_us, body["keep"])
-        record = to_json(work.record(now_us, body["answer"]))
+        work = records.Work(
+            tenant, request_id, model, body["request"], records.digest_of(model, body), now_us, body["keep"]
+        )
+        record = records.to_json(work.record(now_us, body["answer"]))
         await self._streams.create(subjects.record(tenant, request_id), record, ttl_s=KEPT_S)
         self.kept += 1
-        return {"id": request_id, "status": COMPLETED}
+        return {"id": request_id, "status": records.COMPLETED}
 
     async def _room_to_keep(self, now_us: int) -> bool:
         """True while the records take at most half of their stream."""
@@ -196,7 +188,7 @@ class Verbs:
             self._half_full = most > 0 and 2 * used > most
         return not self._half_full
 
-    async def _known(self, tenant: str, request_id: str, *, sure: bool = True) -> Body | None:
+    async def _known(self, tenant: str, request_id: str, *, sure: bool = True) -> records.Body | None:
         """The record of a request, or its state without one. The work is read first: it goes after the record
         has come. `sure`: as of `JetStream.last`."""
         work_at, record_at = subjects.work(tenant, request_id), subjects.record(tenant, request_id)
@@ -204,13 +196,13 @@ class Verbs:
         lacks_both = sure and waits is None
         record = await self._streams.last(subjects.RECORD_STREAM, record_at, sure=lacks_both)
         if record is not None:
-            found: Body = json.loads(record)
+            found: records.Body = json.loads(record)
             return found
         if waits is None:
             return None
-        work = work_of(waits)
+        work = records.work_of(waits)
         runs = self._runs((tenant, request_id)) or await self._runs_elsewhere(tenant, request_id)
-        status = RUNNING if runs else QUEUED
+        status = records.RUNNING if runs else records.QUEUED
         at = work.submitted_us // 1_000_000
         return {
             "id": work.id,
@@ -248,11 +240,11 @@ class Verbs:
                 return
             reads = await self._streams.reads(subjects.WORK_STREAM)
 
-    async def _checked(self, tenant: str, model: str, body: Body) -> Body:
+    async def _checked(self, tenant: str, model: str, body: records.Body) -> records.Body:
         """What a tokenizer draws for a valid request. Raises its error for another one."""
         try:
             delivery = await self._bus.request(
-                subjects.check(tenant, model), to_json(body), timeout_us=CHECK_US
+                subjects.check(tenant, model), records.to_json(body), timeout_us=CHECK_US
             )
         except NoResponders:
             raise await self._no_tokenizer(model) from None
@@ -284,7 +276,7 @@ def reply_subject(tenant: str, request_id: str) -> str:
     return f"{access.INBOX}.{subjects.token(tenant)}.{name}.{subjects.token(request_id)}"
 
 
-def _read(data: bytes) -> Body:
+def _read(data: bytes) -> records.Body:
     """The fields of a submitted request. Raises BadRequest."""
     try:
         body = read_json(data)
@@ -297,7 +289,7 @@ def _read(data: bytes) -> Body:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _kept(body: Body) -> Body:
+def _kept(body: records.Body) -> records.Body:
     """Take `keep` out of a body: it is for the record, not for the tokenizer. Raises BadRequest."""
     keep = body.pop("keep", {})
     if not isinstance(keep, dict):
@@ -305,12 +297,12 @@ def _kept(body: Body) -> Body:
     return keep
 
 
-def _stored(request_id: str, status: str, asked: str, model: str) -> Body:
+def _stored(request_id: str, status: str, asked: str, model: str) -> records.Body:
     """The answer to a submit. With the model, if an alias was asked for."""
     return {"id": request_id, "status": status, **({"model": model} if model != asked else {})}
 
 
-def _same(known: Body, digest: str, asked: str) -> Body:
+def _same(known: records.Body, digest: str, asked: str) -> records.Body:
     """The answer to a submit of a known id."""
     if known["digest"] != digest:
         raise DuplicateRequest(
@@ -334,7 +326,7 @@ class FileVerbs:
 
     def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
-        self._verbs: dict[str, Callable[[str, Body], Awaitable[Body | bytes]]] = {
+        self._verbs: dict[str, Callable[[str, records.Body], Awaitable[records.Body | bytes]]] = {
             "keep": self._keep, "show": self._show, "list": self._list, "read": self._read,
             "delete": self._delete,
         }  # fmt: skip
@@ -345,7 +337,7 @@ class FileVerbs:
         """Make the stream if it is missing."""
         await self._store.open(replicas)
 
-    async def answer(self, tenant: str, verb: str, data: bytes) -> Body | bytes:
+    async def answer(self, tenant: str, verb: str, data: bytes) -> records.Body | bytes:
         """The reply to a verb. Raises BadRequest, UnknownFile, StreamFull, PayloadTooLarge, Unavailable."""
         if verb == "put":
             return await self._put(tenant, data)
@@ -362,7 +354,7 @@ class FileVerbs:
                 await self._store.delete(tenant, file)
             self._unfinished = found - self._unfinished
 
-    async def _put(self, tenant: str, data: bytes) -> Body:
+    async def _put(self, tenant: str, data: bytes) -> records.Body:
         """`ID NUMBER`, a line end, and the chunk."""
         head = _PUT.match(data)
         file, number = (head[1].decode(errors="replace"), int(head[2])) if head else ("", 0)
@@ -377,7 +369,7 @@ class FileVerbs:
         await self._store.put(tenant, file, number, chunk, FILE_KEPT_S)
         return {"bytes": len(chunk)}
 
-    async def _keep(self, tenant: str, asked: Body) -> Body:
+    async def _keep(self, tenant: str, asked: records.Body) -> records.Body:
         meta, ttl_s = self._checked(asked)
         try:
             await self._store.keep(tenant, meta, ttl_s)
@@ -387,7 +379,7 @@ class FileVerbs:
             return known
         return meta
 
-    def _checked(self, asked: Body) -> tuple[Body, int]:
+    def _checked(self, asked: records.Body) -> tuple[records.Body, int]:
         """The message about a file, and how long it is kept."""
         file, name, purpose = (asked.get(field) for field in ("id", "filename", "purpose"))
         size, chunks, digest = (asked.get(field) for field in ("bytes", "chunks", "sha256"))
@@ -410,10 +402,10 @@ class FileVerbs:
         meta = file_object(file, name, purpose, self._clock.wall_us(), kept_s)
         return {**meta, "bytes": size, "chunks": chunks, "sha256": digest}, kept_s
 
-    async def _show(self, tenant: str, asked: Body) -> Body:
+    async def _show(self, tenant: str, asked: records.Body) -> records.Body:
         return await self._store.meta(tenant, str(asked.get("id")))
 
-    async def _list(self, tenant: str, asked: Body) -> Body:
+    async def _list(self, tenant: str, asked: records.Body) -> records.Body:
         wanted, order = asked.get("purpose"), asked.get("order", "desc")
         if order not in ("asc", "desc"):
             raise BadRequest("`order`: asc or desc is expected", param="order")
@@ -421,7 +413,7 @@ class FileVerbs:
         if order == "asc":
             ids.reverse()
         ids, limit = page_of(ids, asked)
-        found = list[Body]()
+        found = list[records.Body]()
         for file in ids:
             meta = await self._store.meta(tenant, file)
             if wanted is None or meta["purpose"] == wanted:
@@ -430,13 +422,13 @@ class FileVerbs:
                 break
         return listing(found, limit)
 
-    async def _read(self, tenant: str, asked: Body) -> bytes:
+    async def _read(self, tenant: str, asked: records.Body) -> bytes:
         file, number = str(asked.get("id")), asked.get("chunk")
         if not FILE_ID.fullmatch(file) or type(number) is not int or not 0 <= number < 100_000:
             raise BadRequest("`id` of a file and `chunk`, a number, are expected")
         return RAW + await self._store.chunk(tenant, file, number)
 
-    async def _delete(self, tenant: str, asked: Body) -> Body:
+    async def _delete(self, tenant: str, asked: records.Body) -> records.Body:
         """Also of an upload that is given up."""
         file, unfinished = str(asked.get("id")), asked.get("unfinished") is True
         if not unfinished or not FILE_ID.fullmatch(file):
@@ -445,7 +437,7 @@ class FileVerbs:
         return {"id": file, "object": "file", "deleted": True}
 
 
-def file_object(file: str, name: str, purpose: str, now_wall_us: int, kept_s: int) -> Body:
+def file_object(file: str, name: str, purpose: str, now_wall_us: int, kept_s: int) -> records.Body:
     """OpenAI's object of a file."""
     now_s = now_wall_us // 1_000_000
     return {
@@ -459,7 +451,7 @@ def file_object(file: str, name: str, purpose: str, now_wall_us: int, kept_s: in
     }
 
 
-def fields_of(data: bytes) -> Body:
+def fields_of(data: bytes) -> records.Body:
     """The fields of a request. Raises BadRequest."""
     try:
         fields = read_json(data or b"{}")
@@ -470,7 +462,7 @@ def fields_of(data: bytes) -> Body:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def page_of(ids: list[str], asked: Body) -> tuple[list[str], int]:
+def page_of(ids: list[str], asked: records.Body) -> tuple[list[str], int]:
     """The ids after `after`, and how many the page has at most. Raises BadRequest, UnknownFile."""
     limit, after = asked.get("limit", MAX_LISTED), asked.get("after")
     if type(limit) is not int or limit < 1:
@@ -482,7 +474,7 @@ def page_of(ids: list[str], asked: Body) -> tuple[list[str], int]:
     return ids, min(limit, MAX_LISTED)
 
 
-def listing(found: list[Body], limit: int) -> Body:
+def listing(found: list[records.Body], limit: int) -> records.Body:
     """OpenAI's list; `found` may have one more than the page."""
     page = found[:limit]
     return {

@@ -36,22 +36,7 @@ from services.kv_offload.state import (
     WriteLease,
     names_of,
 )
-from shared.messages import (
-    NO_ROOM,
-    PRESENT,
-    ArenaReleased,
-    KvCommit,
-    KvFound,
-    KvLookup,
-    KvPrefetch,
-    KvReady,
-    KvRelease,
-    KvReserve,
-    KvReserved,
-    KvStored,
-    ints,
-    longs,
-)
+from shared import messages
 
 NOT_HERE = -1
 LOOKUP_US, MOST_LOOKUP_US = 10_000, 50_000  # for the answer of L2, while the request is in a queue
@@ -60,7 +45,7 @@ QUARANTINE_US = 60_000_000
 LIVE_US = 600_000_000
 
 
-def look_up(state: State, lease: LeaseId, message: KvLookup, trace: str) -> None:
+def look_up(state: State, lease: LeaseId, message: messages.KvLookup, trace: str) -> None:
     """Answer now, or within `lookup_us` if L2 or peers must be asked."""
     if lease in state.lookups:
         return  # a repeated lookup: the answer will come
@@ -116,7 +101,7 @@ def finish_lookup(state: State, lease: LeaseId) -> None:
     ):  # not from peers: the scheduler asks all hosts, and each would copy what one of them has
         for name in in_l2:
             state.l2.get(name, urgent=False)
-    state.send(lease, KvFound(job=lease[2], tiers=ints(tiers)), lookup.trace)
+    state.send(lease, messages.KvFound(job=lease[2], tiers=messages.ints(tiers)), lookup.trace)
 
 
 def drop_lookup(state: State, lease: LeaseId) -> Lookup | None:
@@ -127,7 +112,7 @@ def drop_lookup(state: State, lease: LeaseId) -> Lookup | None:
     return lookup
 
 
-def prefetch(state: State, lease: LeaseId, message: KvPrefetch, trace: str) -> None:
+def prefetch(state: State, lease: LeaseId, message: messages.KvPrefetch, trace: str) -> None:
     """Pin the blocks in L1, and get the rest from L2. A repeated job has one lease."""
     names = names_of(message.fingerprint, message.keys)
     before = state.leases.get(lease)
@@ -231,20 +216,20 @@ def _cut(state: State, load: Load, at: int) -> None:
 
 def _ready(
     state: State, job: int, names: list[Name], entries: list[Entry], load: Load | None = None
-) -> KvReady:
+) -> messages.KvReady:
     missing = len(names) - len(entries)
-    return KvReady(
+    return messages.KvReady(
         job=job,
         arena_generation=state.l1.arena.generation,
-        offsets=longs([*(entry.range.offset for entry in entries), *[NOT_HERE] * missing]),
-        valid_tokens=ints([*(entry.valid_tokens for entry in entries), *[0] * missing]),
+        offsets=messages.longs([*(entry.range.offset for entry in entries), *[NOT_HERE] * missing]),
+        valid_tokens=messages.ints([*(entry.valid_tokens for entry in entries), *[0] * missing]),
         status="missing" if missing else "ok",
         took_us=state.now_us - load.began_us if load else 0,
         from_l2=min(load.from_l2, len(entries)) if load else 0,
     )
 
 
-def reserve(state: State, lease: LeaseId, message: KvReserve, trace: str) -> None:
+def reserve(state: State, lease: LeaseId, message: messages.KvReserve, trace: str) -> None:
     """Answer with a range for each key that is not in L1. A repeated job gets the same ranges. A job with
     ranges in quarantine gets none."""
     names = names_of(message.fingerprint, message.keys)
@@ -253,18 +238,20 @@ def reserve(state: State, lease: LeaseId, message: KvReserve, trace: str) -> Non
         extend_lease(state, lease, message.lease_us)
         offsets = before.offsets
     elif before is not None or lease in state.quarantine:
-        offsets = [NO_ROOM] * len(names)
+        offsets = [messages.NO_ROOM] * len(names)
     else:
         made = _reservation(state, message)
         open_lease(state, lease, made, message.lease_us)
         offsets = made.offsets
-    status = "no_room" if NO_ROOM in offsets else "ok"
+    status = "no_room" if messages.NO_ROOM in offsets else "ok"
     generation = state.l1.arena.generation
-    answer = KvReserved(job=message.job, arena_generation=generation, offsets=longs(offsets), status=status)
+    answer = messages.KvReserved(
+        job=message.job, arena_generation=generation, offsets=messages.longs(offsets), status=status
+    )
     state.send(lease, answer, trace)
 
 
-def commit(state: State, lease: LeaseId, message: KvCommit, trace: str) -> None:
+def commit(state: State, lease: LeaseId, message: messages.KvCommit, trace: str) -> None:
     """Publish the written ranges, free the others, and answer with the tier of each key. An expired
     reservation stores nothing, but its ranges are free now: its copies have ended."""
     names = []
@@ -281,10 +268,12 @@ def commit(state: State, lease: LeaseId, message: KvCommit, trace: str) -> None:
         names = late.names
     else:
         names = state.committed.get(lease, [])
-    state.send(lease, KvStored(job=message.job, tiers=ints(map(state.tier_of, names))), trace)
+    state.send(
+        lease, messages.KvStored(job=message.job, tiers=messages.ints(map(state.tier_of, names))), trace
+    )
 
 
-def _reservation(state: State, message: KvReserve) -> WriteLease:
+def _reservation(state: State, message: messages.KvReserve) -> WriteLease:
     names = names_of(message.fingerprint, message.keys)
     there = [state.l1.entries.get(name) for name in names]
     held = [entry for entry in there if entry is not None]
@@ -301,7 +290,7 @@ def _reservation(state: State, message: KvReserve) -> WriteLease:
     if any(ranges):
         state.l2.sizes[message.fingerprint] = message.value_bytes
     offsets = [_offset(*row) for row in zip(there, ranges, strict=True)]
-    state.counters.no_room += offsets.count(NO_ROOM)
+    state.counters.no_room += offsets.count(messages.NO_ROOM)
     valid = [*message.valid_tokens, *[0] * len(names)][: len(names)]
     epoch = state.executors.get(message.owner, 0)
     return WriteLease(message.owner, epoch, names, ranges, offsets, held, valid, urgent)
@@ -309,8 +298,8 @@ def _reservation(state: State, message: KvReserve) -> WriteLease:
 
 def _offset(entry: Entry | None, range_: Range | None) -> int:
     if entry is not None:
-        return PRESENT
-    return NO_ROOM if range_ is None else range_.offset
+        return messages.PRESENT
+    return messages.NO_ROOM if range_ is None else range_.offset
 
 
 def _publish(state: State, made: WriteLease, written: list[int]) -> None:
@@ -351,7 +340,7 @@ def close_lease(state: State, lease: LeaseId) -> WriteLease | ReadLease | None:
     return what
 
 
-def release(state: State, source: str, epoch: int, message: KvRelease) -> None:
+def release(state: State, source: str, epoch: int, message: messages.KvRelease) -> None:
     """The scheduler releases jobs with no copy in flight: free their ranges."""
     for job in message.jobs:
         lease = (source, epoch, job)
@@ -413,7 +402,7 @@ def executor_lost(state: State, source: str) -> None:
             _owner_gone(state, lease, held)
 
 
-def arena_released(state: State, message: ArenaReleased) -> None:
+def arena_released(state: State, message: messages.ArenaReleased) -> None:
     """An executor has unmapped an arena. If it is this one, free the executor's quarantined ranges."""
     if message.arena_generation == state.l1.arena.generation:
         owner = f"executor.{message.executor}"

@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from services.launcher import background, console, host_agent, leaf, nats_server, own_folder, session
+from services.launcher import (
+    background,
+    console,
+    host_agent,
+    leaf,
+    nats_server,
+    own_folder,
+    session,
+    supervisor,
+)
 from services.launcher.commands import auth
 from services.launcher.commands.logs import LogFiles
 from services.launcher.console import ServiceLines, print_line
@@ -34,17 +43,6 @@ from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.own_folder import OwnFolder
 from services.launcher.serve import KINDS, check_settings
 from services.launcher.session import RunState
-from services.launcher.supervisor import (
-    BACKOFF_FIRST_S,
-    BACKOFF_LAST_S,
-    HEALTHY_S,
-    LOOK_S,
-    ExecutorProcesses,
-    ServiceSpec,
-    Supervisor,
-    ended_how,
-    service_specs,
-)
 from shared import codec
 from shared.actor.membership import Peers, missing
 from shared.actor.runtime import FORCED
@@ -365,7 +363,7 @@ class _Up:
             signalled.cancel()
             return await self._wind_down(first)
 
-    def _make_supervisor(self) -> Supervisor:
+    def _make_supervisor(self) -> supervisor.Supervisor:
         s = self._settings
         counts = {
             "gateway": s.gateways if s.http_address is not None else 0,
@@ -377,14 +375,14 @@ class _Up:
             "detokenizer": s.detokenizers,
         }
         kinds = KINDS if self._joined is None else host_agent.JOINING_KINDS
-        specs = service_specs({kind: counts.get(kind, 1) for kind in SHARED if kind in kinds})
+        specs = supervisor.service_specs({kind: counts.get(kind, 1) for kind in SHARED if kind in kinds})
         of_model = {kind: counts.get(kind, 1) for kind in kinds if kind not in SHARED}
         for name, model in self._models.items():
             suffix, own = f"@{name}" if len(self._models) > 1 else "", {"HEADRACE_MODEL": model}
             own["HEADRACE_EXECUTORS"] = str(s.executors * len(self._models))  # that share L1
             if self._joined is not None:
                 own["HEADRACE_MODEL_DIGEST"] = s.model_digest or self._joined.digests[name]
-            specs += service_specs(of_model, suffix, own)
+            specs += supervisor.service_specs(of_model, suffix, own)
         specs.sort(key=lambda spec: KINDS.index(spec.kind))
         device, ranks = s.device_and_ranks
         if device != "cpu" and s.backend != "sim":
@@ -403,15 +401,15 @@ class _Up:
             shown(name, line)
             kept(name, line)
 
-        return Supervisor(specs, env, log_line, self._forks)
+        return supervisor.Supervisor(specs, env, log_line, self._forks)
 
-    def _on_end(self, spec: ServiceSpec, pid: int) -> None:
+    def _on_end(self, spec: supervisor.ServiceSpec, pid: int) -> None:
         if (note := self._watch.unannounced(spec.name, pid)) is not None:
             task = asyncio.create_task(announce_death(spec.env["HEADRACE_NATS_URL"], self._settings, note))
             self._notices.add(task)
             task.add_done_callback(self._notices.discard)
 
-    def _executors_of(self, name: str) -> ExecutorProcesses:
+    def _executors_of(self, name: str) -> supervisor.ExecutorProcesses:
         model, settings = self._models[name], self._settings
         services = [
             service
@@ -419,7 +417,7 @@ class _Up:
             if service.spec.kind == "executor" and service.spec.env["HEADRACE_MODEL"] == model
         ]
         weights = 0 if settings.backend == "sim" else size_bytes(resolve(model, settings.cache_dir))
-        return ExecutorProcesses(self._supervisor, services, len(services) * weights >> 20)
+        return supervisor.ExecutorProcesses(self._supervisor, services, len(services) * weights >> 20)
 
     async def _serve_models(self) -> None:
         """Load, unload, sleep and wake, until cancelled."""
@@ -433,17 +431,17 @@ class _Up:
         finally:
             await bus.drain()
 
-    def _argv_of(self, spec: ServiceSpec) -> tuple[str, ...]:
+    def _argv_of(self, spec: supervisor.ServiceSpec) -> tuple[str, ...]:
         return (*spec.argv, "--heartbeats", self._watch.path(spec.name))
 
-    def _env_of(self, spec: ServiceSpec) -> dict[str, str]:
+    def _env_of(self, spec: supervisor.ServiceSpec) -> dict[str, str]:
         page = self._pages.variables(spec.name)
         own = {"HEADRACE_NATS_URL": self._logins.of(spec.kind), **self._classes_of(spec)}
         if spec.kind == "keeper" and self._settings.leaf:  # an edge forwards requests for other models
             own["HEADRACE_MODEL_NAME"] = ",".join((*self._models, *self._settings.model_names[1:]))
         return {**spec.env, **own, **page}
 
-    def _classes_of(self, spec: ServiceSpec) -> dict[str, str]:
+    def _classes_of(self, spec: supervisor.ServiceSpec) -> dict[str, str]:
         """The setting with the classes that tenants may use, for a tokenizer with credentials."""
         if spec.kind != "tokenizer" or self._logins.users is None or self._settings.tenant_classes:
             return {}
@@ -595,7 +593,7 @@ async def announce_death(url: str, settings: Settings, note: HeartbeatNote) -> N
             bus.publish(subjects.heartbeat(settings.fleet, kind, actor), data)
 
 
-def starts_later(specs: Sequence[ServiceSpec]) -> set[str]:
+def starts_later(specs: Sequence[supervisor.ServiceSpec]) -> set[str]:
     """The services that start only after the server is ready on few cores, which the executor needs to load
     the model: kv_offload, whose import of LMCache for an L2 keeps a core busy for seconds, keeper, and every
     tokenizer and detokenizer of a model but the first."""
@@ -637,17 +635,17 @@ async def keep_running(server: NatsServer, report: Callable[[str], None]) -> Non
     """Restart `server` on its ports each time it ends, with back-off, until cancelled. Use the main thread.
     The services reconnect and repair their streams: a restart delays the requests in flight and loses
     none."""
-    loop, backoff_s = asyncio.get_running_loop(), BACKOFF_FIRST_S
+    loop, backoff_s = asyncio.get_running_loop(), supervisor.BACKOFF_FIRST_S
     while True:
         started_at = loop.time()
-        what = ended_how(await ended(server.process))
-        if loop.time() - started_at > HEALTHY_S:
-            backoff_s = BACKOFF_FIRST_S
+        what = supervisor.ended_how(await ended(server.process))
+        if loop.time() - started_at > supervisor.HEALTHY_S:
+            backoff_s = supervisor.BACKOFF_FIRST_S
         runs = False
         while not runs:
             report(f"nats-server {what}; starts again in {backoff_s:g} s")
             await asyncio.sleep(backoff_s)
-            backoff_s = min(backoff_s * 2, BACKOFF_LAST_S)
+            backoff_s = min(backoff_s * 2, supervisor.BACKOFF_LAST_S)
             try:
                 server.restart()
                 runs = True
@@ -660,7 +658,7 @@ async def watch_server(server: NatsServer, report: Callable[[str], None]) -> Non
     `keep_running` starts it again."""
     silences, disk = SilenceTimers(), nats_server.FullDisk(server.limits.store, report)
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(supervisor.LOOK_S)
         pid = server.process.pid
         answer = await _health(server.monitoring_url)
         if disk.has_space_again(answer):

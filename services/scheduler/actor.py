@@ -20,21 +20,6 @@ from services.scheduler.lifecycle import CLIENT
 from services.scheduler.reports import status
 from services.scheduler.state import policies, requests
 from services.scheduler.state.counters import StepSpan, step_spans, step_trace
-from services.scheduler.state.requests import (
-    Arrived,
-    DrainRequested,
-    DrainTimedOut,
-    Event,
-    PeerDraining,
-    PeerLost,
-    PeerReady,
-    PolicySet,
-    QuotasChanged,
-    StreamLost,
-    Ticked,
-    TierLost,
-    TierReady,
-)
 from services.scheduler.state.state import Limits, State
 from services.scheduler.state.waiting_queue import Quota, read_quotas
 from shared.actor.mailbox import Mailbox
@@ -105,7 +90,7 @@ class SchedulerActor(Actor):
         transit_us = 0
         if isinstance(message, Tokenized) and message.sent_wall_us and not message.generated:
             transit_us = max(self._mailbox.clock.wall_us() - message.sent_wall_us, 0)
-        self._handle(Arrived(source, message, trace, transit_us))
+        self._handle(requests.Arrived(source, message, trace, transit_us))
 
     def on_peer(self, peer: Peer) -> None:
         heartbeat = peer.heartbeat
@@ -114,11 +99,13 @@ class SchedulerActor(Actor):
         elif heartbeat.model != self._model:
             return  # a detokenizer of another model has another vocabulary
         elif heartbeat.scheduler not in ("", self._mailbox.actor):
-            self._handle(PeerLost(heartbeat.kind, heartbeat.actor, died=False))
+            self._handle(requests.PeerLost(heartbeat.kind, heartbeat.actor, died=False))
         elif heartbeat.state == "ready":
-            self._handle(PeerReady(heartbeat.kind, heartbeat.actor, peer.epoch, heartbeat.arena_generation))
+            self._handle(
+                requests.PeerReady(heartbeat.kind, heartbeat.actor, peer.epoch, heartbeat.arena_generation)
+            )
         elif heartbeat.state == "draining":
-            self._handle(PeerDraining(heartbeat.kind, heartbeat.actor))
+            self._handle(requests.PeerDraining(heartbeat.kind, heartbeat.actor))
 
     def on_peer_gone(self, peer: Peer) -> None:
         self._handle(_lost(peer.heartbeat.kind, peer.heartbeat.actor))
@@ -128,13 +115,13 @@ class SchedulerActor(Actor):
         self._handle(_lost(kind, actor))
 
     def on_stream_lost(self, source: str) -> None:
-        self._handle(StreamLost(source))
+        self._handle(requests.StreamLost(source))
 
     def upkeep(self) -> None:
         if self._ticking is not None and self._ticking.done():
             self._ticking.result()  # a tick that failed fails the actor, as a message would have
         if store.waits(self._core.state):
-            self._handle(Ticked())
+            self._handle(requests.Ticked())
         if self._quotas is not None:
             self._quotas.refresh()
             self._set_quotas()
@@ -159,14 +146,14 @@ class SchedulerActor(Actor):
         return {"model": self._model, "scale_wanted": status.executors_wanted(state), **status.status(state)}
 
     async def drain(self) -> None:
-        self._handle(DrainRequested())
+        self._handle(requests.DrainRequested())
         await self._idle.wait()
 
     async def stop(self) -> None:
         if (
             self._core.state.draining and self._core.state.requests
         ):  # after a failure other schedulers continue
-            self._handle(DrainTimedOut())
+            self._handle(requests.DrainTimedOut())
         if self._ticking is not None:
             self._ticking.cancel()
         if self._due is not None:
@@ -175,7 +162,7 @@ class SchedulerActor(Actor):
             self._recorder.close()
             self._recorder = None  # messages until the process ends are not part of the log
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: requests.Event) -> None:
         handle = self._core.handle if self._recorder is None else self._recorder.handle
         for command in handle(event, self._mailbox.clock.now_us()):
             self._mailbox.send(command.to, command.message, command.trace)
@@ -202,7 +189,7 @@ class SchedulerActor(Actor):
 
     def _on_due(self) -> None:
         self._due_us = 0
-        self._handle(Ticked())
+        self._handle(requests.Ticked())
 
     def _divide(self) -> None:
         """Move an executor to another scheduler, if this one has too many."""
@@ -210,11 +197,11 @@ class SchedulerActor(Actor):
         running = {name: len(executor.running) for name, executor in executors.items()}
         move = self._division.turn(box.actor, self._model, box.peers, running, box.clock.now_us())
         if isinstance(move, Drain):
-            self._handle(PeerDraining("executor", move.executor))
+            self._handle(requests.PeerDraining("executor", move.executor))
         elif move is not None:
             log.info("executor %s moves to scheduler %s", move.executor, move.scheduler)
             epoch, why = executors[move.executor].epoch, "the executors are divided among the schedulers"
-            self._handle(PeerLost("executor", move.executor, died=False))
+            self._handle(requests.PeerLost("executor", move.executor, died=False))
             reset = ExecReset(exec_epoch=epoch, why=why, scheduler=move.scheduler)
             box.send(f"executor.{move.executor}", reset)
 
@@ -222,17 +209,17 @@ class SchedulerActor(Actor):
         if self._quotas is not None and self._quotas.value != self._quotas_set:
             self._quotas_set = self._quotas.value
             rows = ((tenant, *quota) for tenant, quota in self._quotas_set.items())
-            self._handle(QuotasChanged(tuple(rows)))
+            self._handle(requests.QuotasChanged(tuple(rows)))
 
     async def _tick(self) -> None:
         while not self._core.idle:
             await asyncio.sleep((TICK_US if self._core.waits else SLOW_TICK_US) / 1e6)
-            self._handle(Ticked())
+            self._handle(requests.Ticked())
         self._ticking = None
 
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
-            self._handle(Arrived(CLIENT, Cancel(tenant=names[0], request=names[1])))
+            self._handle(requests.Arrived(CLIENT, Cancel(tenant=names[0], request=names[1])))
 
     def _on_policy(self, delivery: Delivery) -> None:
         """Put the policy in the body in force, and answer with the policies before and after, or why not."""
@@ -245,7 +232,7 @@ class SchedulerActor(Actor):
         except SetupError as error:
             answer = error_body(error)
         else:
-            self._handle(PolicySet(str(after)))
+            self._handle(requests.PolicySet(str(after)))
             log.info("the policy is %s now, it was %s", after, before)
             answer = {"before": str(before), "after": str(after)}
         self._mailbox.bus.publish(delivery.reply, to_json(answer))
@@ -265,18 +252,18 @@ class SchedulerActor(Actor):
         self._mailbox.bus.publish(delivery.reply, to_json(answer))
 
 
-def _tier_event(peer: Peer) -> Event:
+def _tier_event(peer: Peer) -> requests.Event:
     """The event for a heartbeat of a kv_offload. Without an arena, or while it drains, the tier is lost."""
     heartbeat = peer.heartbeat
     if heartbeat.state != "ready" or not heartbeat.arena or not heartbeat.tiers:
-        return TierLost(heartbeat.actor)
-    return TierReady(
+        return requests.TierLost(heartbeat.actor)
+    return requests.TierReady(
         heartbeat.actor, peer.epoch, heartbeat.host_id, heartbeat.arena_generation, heartbeat.tiers
     )
 
 
-def _lost(kind: str, actor: str) -> Event:
-    return TierLost(actor) if kind == "kv_offload" else PeerLost(kind, actor)
+def _lost(kind: str, actor: str) -> requests.Event:
+    return requests.TierLost(actor) if kind == "kv_offload" else requests.PeerLost(kind, actor)
 
 
 def send_spans(unsent: deque[StepSpan], tracer: Tracer | None) -> None:

@@ -41,27 +41,8 @@ from services.scheduler.state.requests import (
 )
 from services.scheduler.state.state import Executor, Limits, State
 from services.scheduler.state.transfers import Tier
+from shared import messages
 from shared.errors import SetupError
-from shared.messages import (
-    ArenaReleased,
-    Cancel,
-    Detached,
-    Ended,
-    ExecHello,
-    ExecReset,
-    GrammarFailed,
-    GrammarReady,
-    KvCopied,
-    KvFound,
-    KvGone,
-    KvReady,
-    KvReserved,
-    KvStored,
-    Message,
-    StepResult,
-    StopFound,
-    Tokenized,
-)
 
 
 def decide(state: State) -> None:
@@ -132,9 +113,9 @@ class Scheduler:
     def _apply(self, event: Event) -> None:
         state = self.state
         match event:
-            case Arrived(source, Tokenized() as tokenized, trace) if tokenized.generated:
+            case Arrived(source, messages.Tokenized() as tokenized, trace) if tokenized.generated:
                 recovery.take_over(state, source, tokenized, trace)
-            case Arrived(source, Tokenized() as tokenized, trace, transit_us):
+            case Arrived(source, messages.Tokenized() as tokenized, trace, transit_us):
                 lifecycle.arrive(state, source, tokenized, trace, transit_us)
             case Arrived(source, message):
                 self._apply_message(source, message)
@@ -185,42 +166,42 @@ class Scheduler:
             case SleepSet():
                 sleep.ask(state, event)
 
-    def _apply_message(self, source: str, message: Message) -> None:
+    def _apply_message(self, source: str, message: messages.Message) -> None:
         state = self.state
         match message:
-            case StepResult():
+            case messages.StepResult():
                 _step_result(state, source, message)
-            case GrammarReady() | GrammarFailed():
+            case messages.GrammarReady() | messages.GrammarFailed():
                 results.grammar_ended(state, source, message)
-            case StopFound():
+            case messages.StopFound():
                 lifecycle.stop_found(state, message)
-            case Ended():
+            case messages.Ended():
                 lifecycle.ended(state, source, message)
-            case Cancel():
+            case messages.Cancel():
                 lifecycle.cancel(state, source, message)
-            case Detached(seqs=seqs) if not seqs:
+            case messages.Detached(seqs=seqs) if not seqs:
                 recovery.detokenizer_missed(state, source)
-            case Detached():
+            case messages.Detached():
                 lifecycle.detach(state, source, message)
-            case ExecHello():
+            case messages.ExecHello():
                 recovery.executor_hello(state, source, message)
-            case ArenaReleased():
+            case messages.ArenaReleased():
                 tiers.on_arena_released(state, source, message)
-            case KvFound():
+            case messages.KvFound():
                 lookups.on_found(state, source, message)
-            case KvReserved():
+            case messages.KvReserved():
                 store.reserved(state, source, message)
-            case KvStored():
+            case messages.KvStored():
                 store.stored(state, source, message)
-            case KvReady():
+            case messages.KvReady():
                 load.ready(state, source, message)
-            case KvCopied():
+            case messages.KvCopied():
                 tiers.copied(state, source, message)
-            case KvGone():
+            case messages.KvGone():
                 tiers.on_evicted(state, source, message)
 
 
-def _step_result(state: State, source: str, result: StepResult) -> None:
+def _step_result(state: State, source: str, result: messages.StepResult) -> None:
     """Apply a result of a known incarnation; reset an unknown one."""
     executor = state.executors.get(source.removeprefix("executor."))
     if executor is not None and executor.epoch == result.exec_epoch:
@@ -229,7 +210,9 @@ def _step_result(state: State, source: str, result: StepResult) -> None:
         else:
             recovery.reset_executor(state, executor.hello.executor, "its result does not fit its plan")
     elif executor is None:
-        state.send(source, ExecReset(exec_epoch=result.exec_epoch, why="the scheduler has no record of it"))
+        state.send(
+            source, messages.ExecReset(exec_epoch=result.exec_epoch, why="the scheduler has no record of it")
+        )
 
 
 def change_policy(state: State, text: str) -> None:

@@ -20,43 +20,18 @@ from services.scheduler.kv_tiers import lookups
 from services.scheduler.load_shedding import no_executor
 from services.scheduler.preemption import withdraw
 from services.scheduler.state import requests
-from services.scheduler.state.requests import (
-    MAX_IDS,
-    EndedRequest,
-    Phase,
-    Request,
-    Scores,
-    Sequence,
-    add_scores,
-    close_of,
-    request_record,
-)
 from services.scheduler.state.state import State
 from services.scheduler.state.waiting_queue import SequenceGroup
+from shared import messages
 from shared.errors import drain_over
 from shared.kv_blocks import choice_seed, rendezvous
-from shared.messages import (
-    ATTEMPTS,
-    MOVED,
-    Accepted,
-    Cancel,
-    Close,
-    Detached,
-    Ended,
-    Open,
-    StopFound,
-    Tokenized,
-    Tokens,
-    Usage,
-    ints,
-)
 from shared.telemetry.traces import Reply
 
 CLIENT = "client"  # source of messages that come from no service
 MAX_TOMBSTONES = 10_000  # then the oldest go: a client may cancel requests that never existed
 
 
-def arrive(state: State, source: str, tokenized: Tokenized, trace: str, transit_us: int = 0) -> None:
+def arrive(state: State, source: str, tokenized: messages.Tokenized, trace: str, transit_us: int = 0) -> None:
     """Accept a request and open its text at a detokenizer, or refuse it."""
     key = (tokenized.tenant, tokenized.request)
     if _known(state, tokenized):
@@ -67,7 +42,7 @@ def arrive(state: State, source: str, tokenized: Tokenized, trace: str, transit_
     if rejected is not None:
         state.send(source, rejected, trace)
         return
-    request = Request(
+    request = requests.Request(
         tokenized=tokenized,
         trace=trace,
         tokenizer=source,
@@ -97,7 +72,7 @@ def arrive(state: State, source: str, tokenized: Tokenized, trace: str, transit_
     assign_shard(state, request)
 
 
-def set_start_deadline(state: State, request: Request) -> None:
+def set_start_deadline(state: State, request: requests.Request) -> None:
     """From now on a request that has not begun waits for an executor, or for its turn. The wait for an
     executor does not count against its class's limit."""
     if not load_shedding.serving(state, request.tokenized.model):
@@ -132,21 +107,21 @@ def executors_changed(state: State) -> None:
                 fail(state, request, *why)
 
 
-def assign_shard(state: State, request: Request) -> None:
+def assign_shard(state: State, request: requests.Request) -> None:
     """Choose the request's detokenizer, if one is alive, and open its sequences there."""
     request.shard = rendezvous(request.tokenized.request, state.detokenizers) if state.detokenizers else ""
     if request.shard:
         open_at_shard(state, request)
 
 
-def open_at_shard(state: State, request: Request) -> None:
+def open_at_shard(state: State, request: requests.Request) -> None:
     """Open the sequences of a request at its detokenizer, and send it a copy of the request."""
     open_sequences(state, request)
     request.opened_us = state.now_us
     send_to_shard(state, request)
 
 
-def send_to_shard(state: State, request: Request) -> None:
+def send_to_shard(state: State, request: requests.Request) -> None:
     """Send the request and its model digest to its detokenizer, if it has one: if this scheduler dies, the
     detokenizer passes the request to another one."""
     if not request.shard:
@@ -161,7 +136,7 @@ def send_to_shard(state: State, request: Request) -> None:
     send_to_backup(state, request)
 
 
-def send_to_backup(state: State, request: Request) -> None:
+def send_to_backup(state: State, request: requests.Request) -> None:
     """Send the request to a second detokenizer, if there is one: if this scheduler and the first detokenizer
     die, it passes the request to another scheduler, which starts over."""
     others = [shard for shard in state.detokenizers if shard != request.shard]
@@ -176,7 +151,7 @@ def send_to_backup(state: State, request: Request) -> None:
         state.send(f"detokenizer.{request.backup_shard}", copy, request.trace)
 
 
-def open_sequences(state: State, request: Request) -> None:
+def open_sequences(state: State, request: requests.Request) -> None:
     """Open the sequences of a request at a detokenizer that has the request."""
     for sequence in request.sequences:
         held = min(sequence.generated, sequence.final) if not sequence.live else sequence.generated
@@ -188,23 +163,25 @@ def open_sequences(state: State, request: Request) -> None:
                 state.send(f"detokenizer.{request.shard}", message)
 
 
-def _scored_tokens(sequence: Sequence, scores: Scores, held: int) -> Iterator[Tokens]:
+def _scored_tokens(
+    sequence: requests.Sequence, scores: requests.Scores, held: int
+) -> Iterator[messages.Tokens]:
     """The first `held` generated tokens with their log probabilities."""
     starts = list(accumulate(scores.top_counts, initial=0))
     ids = sequence.tokens[sequence.prompt_tokens : sequence.prompt_tokens + held]
-    for at in range(0, held, MAX_IDS):
-        piece = ids[at : at + MAX_IDS]
-        seqs, first, counts = ints([sequence.seq]), ints([at]), ints([len(piece)])
-        message = Tokens(executor="", step=0, seqs=seqs, first=first, counts=counts, ids=piece)
+    for at in range(0, held, requests.MAX_IDS):
+        piece = ids[at : at + requests.MAX_IDS]
+        seqs, first, counts = messages.ints([sequence.seq]), messages.ints([at]), messages.ints([len(piece)])
+        message = messages.Tokens(executor="", step=0, seqs=seqs, first=first, counts=counts, ids=piece)
         for index in range(at, at + len(piece)):
-            add_scores(message, scores, index, slice(starts[index], starts[index + 1]))
+            requests.add_scores(message, scores, index, slice(starts[index], starts[index + 1]))
         yield message
 
 
-def _open(sequence: Sequence, held: int) -> Open:
+def _open(sequence: requests.Sequence, held: int) -> messages.Open:
     """The Open of a sequence with its first `held` generated tokens."""
     request, tokenized = sequence.request, sequence.request.tokenized
-    return Open(
+    return messages.Open(
         seq=sequence.seq,
         request=tokenized.request,
         attempt=request.attempt,
@@ -231,15 +208,15 @@ def _open(sequence: Sequence, held: int) -> Open:
     )
 
 
-def cancel(state: State, source: str, message: Cancel) -> None:
+def cancel(state: State, source: str, message: messages.Cancel) -> None:
     """Stop a request. An unknown id leaves a tombstone, since a client's cancel may overtake the request; the
     cancel of a service cannot. An ended or refused request leaves none: its id may be used again."""
     key = (message.tenant, message.request)
     request = state.requests.get(key)
     if request is not None:
-        if message.code == MOVED:  # its detokenizer, if it lives, must send nothing more
+        if message.code == messages.MOVED:  # its detokenizer, if it lives, must send nothing more
             for sequence in request.sequences:
-                moved = Close(seq=sequence.seq, final=0, reason="moved")
+                moved = messages.Close(seq=sequence.seq, final=0, reason="moved")
                 state.send(f"detokenizer.{request.shard}", moved)
         code, why = (message.code, message.message) if message.code else (499, "cancelled by the client")
         fail(state, request, code, why)
@@ -250,7 +227,7 @@ def cancel(state: State, source: str, message: Cancel) -> None:
         state.tombstones[key] = state.now_us
 
 
-def detach(state: State, source: str, message: Detached) -> None:
+def detach(state: State, source: str, message: messages.Detached) -> None:
     """Stop sequences without a reader, unless the request asks to be finished anyway. Ignores sequences that
     have moved to another detokenizer since."""
     for seq in message.seqs:
@@ -263,7 +240,7 @@ def detach(state: State, source: str, message: Detached) -> None:
             fail(state, sequence.request, 499, why)
 
 
-def _known(state: State, tokenized: Tokenized) -> bool:
+def _known(state: State, tokenized: messages.Tokenized) -> bool:
     """True for a resend of a running or ended request: the same id and inbox. A request that a tokenizer
     received after that one's end is new: its client has lost the answer.
 
@@ -278,21 +255,23 @@ def _known(state: State, tokenized: Tokenized) -> bool:
         return False
     if tokenized.received_wall_us == ended.record.received_wall_us:
         return True
-    taken_over = tokenized.attempt > ATTEMPTS  # perhaps the same submission, from a second tokenizer
+    taken_over = tokenized.attempt > messages.ATTEMPTS  # perhaps the same submission, from a second tokenizer
     margin_us = load_shedding.OVERTAKE_US if taken_over else 0
     return load_shedding.received_us(state, tokenized) <= ended.ended_us + margin_us
 
 
-def accept(state: State, source: str, tokenized: Tokenized) -> None:
+def accept(state: State, source: str, tokenized: messages.Tokenized) -> None:
     """Confirm a request to its sender."""
-    accepted = Accepted(tenant=tokenized.tenant, request=tokenized.request, attempt=tokenized.attempt)
+    accepted = messages.Accepted(
+        tenant=tokenized.tenant, request=tokenized.request, attempt=tokenized.attempt
+    )
     state.send(source, accepted)
 
 
-def new_sequence(state: State, request: Request, choice: int) -> Sequence:
+def new_sequence(state: State, request: requests.Request, choice: int) -> requests.Sequence:
     """A sequence for a choice of a request, with its prompt. Its number is unique among live ones."""
     tokenized = request.tokenized
-    sequence = Sequence(
+    sequence = requests.Sequence(
         seq=state.next_seq,
         request=request,
         choice=choice,
@@ -302,7 +281,7 @@ def new_sequence(state: State, request: Request, choice: int) -> Sequence:
         max_length=len(tokenized.tokens) + tokenized.max_tokens,
         stop_ids=frozenset(tokenized.stop_ids),
         host_fed=bool(tokenized.processors),
-        scores=Scores() if tokenized.logprobs else None,
+        scores=requests.Scores() if tokenized.logprobs else None,
     )
     state.next_seq = state.next_seq % 0x7FFFFFFF + 1
     state.sequences[sequence.seq] = sequence
@@ -312,7 +291,7 @@ def new_sequence(state: State, request: Request, choice: int) -> Sequence:
 TOMBSTONE_US = 60_000_000
 
 
-def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
+def finish(state: State, sequence: requests.Sequence, final: int, reason: str) -> None:
     """End a live sequence normally after `final` generated tokens."""
     if not sequence.vector:
         preemption.observe_output(state, final)
@@ -323,13 +302,13 @@ def finish(state: State, sequence: Sequence, final: int, reason: str) -> None:
     end(state, sequence, final, reason)
 
 
-def end(state: State, sequence: Sequence, final: int, reason: str) -> None:
+def end(state: State, sequence: requests.Sequence, final: int, reason: str) -> None:
     """End a live sequence after `final` generated tokens, without counting it in the statistics."""
     sequence.close = _close(state, sequence, final, reason)
     send_close(state, sequence)
 
 
-def fail(state: State, request: Request, code: int, message: str, retry_after_ms: int = 0) -> None:
+def fail(state: State, request: requests.Request, code: int, message: str, retry_after_ms: int = 0) -> None:
     """End the live choices of a request with a typed error for its client."""
     for sequence in request.sequences:
         if sequence.live:
@@ -347,18 +326,18 @@ def fail_all(state: State) -> None:
         fail(state, request, error.code, error.message, error.retry_after_ms)
 
 
-def stop_found(state: State, found: StopFound) -> None:
+def stop_found(state: State, found: messages.StopFound) -> None:
     """End a sequence at `found.index` generated tokens, where a stop string ends."""
     sequence = state.sequences.get(found.seq)
     if sequence is not None and sequence.live and 0 < found.index <= sequence.generated:
         finish(state, sequence, found.index, "stop")
 
 
-def ended(state: State, source: str, message: Ended) -> None:
+def ended(state: State, source: str, message: messages.Ended) -> None:
     """Take the final index and reason from the detokenizer that owns the sequence. Others are ignored: a new
     incarnation also sends Ended for sequences that it never had."""
     sequence = state.sequences.get(message.seq)
-    if sequence is None or sequence.phase is not Phase.CLOSING:
+    if sequence is None or sequence.phase is not requests.Phase.CLOSING:
         return
     if source != f"detokenizer.{sequence.request.shard}":
         return
@@ -396,7 +375,7 @@ def expire(state: State) -> None:
         del state.refused[first[0]]
 
 
-def due_at_us(sequence: Sequence) -> int:
+def due_at_us(sequence: requests.Sequence) -> int:
     """When a live sequence is overdue, or the wait for a closing one's Ended is over."""
     request = sequence.request
     late_us, silent_us = request.deadline_us, sequence.close_deadline_us
@@ -407,28 +386,31 @@ def due_at_us(sequence: Sequence) -> int:
     return silent_us if request.shard else max(silent_us, late_us)  # no detokenizer has its Close yet
 
 
-def forget(state: State, sequence: Sequence) -> None:
+def forget(state: State, sequence: requests.Sequence) -> None:
     """Remove a sequence with a final record; with its last choice, remove the request."""
-    sequence.phase = Phase.ENDED
+    sequence.phase = requests.Phase.ENDED
     state.sequences.pop(sequence.seq, None)
     request = sequence.request
-    if all(s.phase is Phase.ENDED for s in request.sequences):
+    if all(s.phase is requests.Phase.ENDED for s in request.sequences):
         state.requests.pop(request.key, None)
         state.suspects.discard(request.key)
         _count_usage(state, request)
         state.ended.add(
             request.key,
-            EndedRequest(
-                request.tokenized.inbox, request.trace, request_record(request, state.now_us), state.now_us
+            requests.EndedRequest(
+                request.tokenized.inbox,
+                request.trace,
+                requests.request_record(request, state.now_us),
+                state.now_us,
             ),
         )
         request.sequences = []  # breaks the reference cycle, so that it is freed now
 
 
-def _count_usage(state: State, request: Request) -> None:
+def _count_usage(state: State, request: requests.Request) -> None:
     """Count an ended request of its tenant. The choices of a request share one prompt."""
     first = request.sequences[0]
-    usage = Usage(
+    usage = messages.Usage(
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
         completion_tokens=sum(sequence.final for sequence in request.sequences),
@@ -436,22 +418,22 @@ def _count_usage(state: State, request: Request) -> None:
     state.counters.add_usage(request.tokenized.tenant, usage)
 
 
-def _close(state: State, sequence: Sequence, final: int, reason: str) -> Close:
+def _close(state: State, sequence: requests.Sequence, final: int, reason: str) -> messages.Close:
     """Free a sequence's blocks and build its Close. The device ends a row itself at a stop id: the KV of the
     last token is never computed."""
     request = sequence.request
     state.waiting.served.charge_output(request.client, max(sequence.generated - sequence.charged_tokens, 0))
     state.quotas.charge(request.tokenized.tenant, state.now_us, requests=0, tokens=sequence.generated)
-    if sequence.phase is Phase.RUNNING:
+    if sequence.phase is requests.Phase.RUNNING:
         withdraw(state, sequence, len(sequence.tokens) - 1)
     else:
         state.waiting.drop(sequence)
     state.counters.count_finished(reason)
-    sequence.phase, sequence.final, sequence.reason = Phase.CLOSING, final, reason
-    return close_of(sequence, state.now_us, final, reason)
+    sequence.phase, sequence.final, sequence.reason = requests.Phase.CLOSING, final, reason
+    return requests.close_of(sequence, state.now_us, final, reason)
 
 
-def send_close(state: State, sequence: Sequence) -> None:
+def send_close(state: State, sequence: requests.Sequence) -> None:
     """(Re)send the Close of a sequence to its shard, and wait for its Ended."""
     request = sequence.request
     sequence.close_deadline_us = state.now_us + state.limits.ended_within_us
@@ -460,7 +442,7 @@ def send_close(state: State, sequence: Sequence) -> None:
         state.send(f"detokenizer.{request.shard}", sequence.close, request.trace)
 
 
-def _late(request: Request) -> str:
+def _late(request: requests.Request) -> str:
     seconds, generated = request.tokenized.timeout_us / 1e6, sum(s.generated for s in request.sequences)
     return (
         f"not done within its {seconds:g} s: {generated} tokens generated; "
@@ -468,7 +450,7 @@ def _late(request: Request) -> str:
     )
 
 
-def _kept_waiting(state: State, request: Request) -> tuple[str, int]:
+def _kept_waiting(state: State, request: requests.Request) -> tuple[str, int]:
     """The message for a request that did not start in time, and when to retry, ms."""
     waited_s = (state.now_us - request.arrival_us) / 1e6
     message = (

@@ -20,23 +20,12 @@ from services.scheduler.state.requests import (
 )
 from services.scheduler.state.state import Executor, Sleeper, State
 from services.scheduler.state.waiting_queue import SequenceGroup
-from shared.messages import (
-    MOVED,
-    Close,
-    ExecHello,
-    ExecRefused,
-    ExecReset,
-    ExecSleep,
-    ExecWelcome,
-    Tokenized,
-    ints,
-    rejection,
-)
+from shared import messages
 
 MAX_ACQUITTALS = 8  # then a request that silences executors counts as one that kills them
 
 
-def executor_hello(state: State, source: str, message: ExecHello) -> None:
+def executor_hello(state: State, source: str, message: messages.ExecHello) -> None:
     """An executor with empty slots joins. A repeated hello of a known incarnation is only welcomed. An
     executor of another kind is refused with the reason (load_shedding.py)."""
     if source != f"executor.{message.executor}":
@@ -48,24 +37,24 @@ def executor_hello(state: State, source: str, message: ExecHello) -> None:
         state.dropped.pop(message.executor, None)
         if why := load_shedding.kind_refusal(state, message):
             state.excluded[message.executor] = message
-            state.send(source, ExecRefused(exec_epoch=epoch, why=why))
+            state.send(source, messages.ExecRefused(exec_epoch=epoch, why=why))
             return
         load_shedding.kind_joined(state, message)
         if message.asleep:
             sleep.joined(state, message)
-            state.send(source, ExecWelcome(exec_epoch=epoch))
+            state.send(source, messages.ExecWelcome(exec_epoch=epoch))
             return
         state.asleep.pop(message.executor, None)
         tiers.joined(state, state.add_executor(message))
         state.waiting.unpark(state.now_us)
         state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
         lifecycle.executors_changed(state)
-    state.send(source, ExecWelcome(exec_epoch=epoch))
+    state.send(source, messages.ExecWelcome(exec_epoch=epoch))
 
 
 def put_to_sleep(state: State, executor: Executor) -> None:
     name = executor.hello.executor
-    state.send(executor.source, ExecSleep(exec_epoch=executor.epoch))
+    state.send(executor.source, messages.ExecSleep(exec_epoch=executor.epoch))
     state.asleep[name] = Sleeper(executor.hello)
     drop_executor(state, name, "it goes to sleep")
     del state.dropped[name]  # it is not lost
@@ -78,7 +67,9 @@ def executor_back(state: State, executor_id: str, started_us: int) -> None:
         return
     state.send(
         f"executor.{executor_id}",
-        ExecReset(exec_epoch=dropped.epoch, why="its heartbeats stopped: its sequences are queued again"),
+        messages.ExecReset(
+            exec_epoch=dropped.epoch, why="its heartbeats stopped: its sequences are queued again"
+        ),
     )
     if started_us > dropped.epoch:
         return
@@ -133,7 +124,7 @@ def reset_executor(state: State, executor_id: str, why: str) -> None:
     """Make an executor start over as a new incarnation, because its state is in doubt."""
     executor = state.executors.get(executor_id)
     if executor is not None:
-        state.send(executor.source, ExecReset(exec_epoch=executor.epoch, why=why))
+        state.send(executor.source, messages.ExecReset(exec_epoch=executor.epoch, why=why))
         drop_executor(state, executor_id, why)
 
 
@@ -143,7 +134,7 @@ def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
     moved_epoch, moved = state.moved.pop(shard, (0, []))
     if moved_epoch == epoch:
         for seq in moved:
-            state.send(f"detokenizer.{shard}", Close(seq=seq, final=0, reason="moved"))
+            state.send(f"detokenizer.{shard}", messages.Close(seq=seq, final=0, reason="moved"))
     state.draining_detokenizers.discard(shard)
     restarted = state.detokenizers.get(shard, epoch) != epoch
     state.detokenizers[shard] = epoch
@@ -213,7 +204,7 @@ def _close_again(state: State, sequences: list[Sequence]) -> None:
             lifecycle.send_close(state, sequence)
 
 
-def take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> None:
+def take_over(state: State, source: str, tokenized: messages.Tokenized, trace: str) -> None:
     """Continue a request of a dead scheduler at the detokenizer `source`, or refuse it.
 
     The detokenizer has the request and every token that its client may have read
@@ -234,11 +225,13 @@ def take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> No
             _open(state, request, tokenized)
         elif tokenized.attempt > request.attempt:  # `source` was the last to send to the client
             for sequence in request.sequences:
-                state.send(f"detokenizer.{request.shard}", Close(seq=sequence.seq, final=0, reason="moved"))
+                state.send(
+                    f"detokenizer.{request.shard}", messages.Close(seq=sequence.seq, final=0, reason="moved")
+                )
             request.attempt, request.shard = tokenized.attempt, source.removeprefix("detokenizer.")
             _open(state, request, tokenized)
         else:
-            state.send(source, rejection(tokenized, MOVED, ""), trace)
+            state.send(source, messages.rejection(tokenized, messages.MOVED, ""), trace)
         return
     tokenized = load_shedding.with_possible_max_tokens(state, tokenized)
     rejected = load_shedding.refuse_takeover(state, source, tokenized)
@@ -256,20 +249,20 @@ def take_over(state: State, source: str, tokenized: Tokenized, trace: str) -> No
     _go_on(state, request, tokenized.reasons)
 
 
-def _from_the_start(tokenized: Tokenized) -> Tokenized:
+def _from_the_start(tokenized: messages.Tokenized) -> messages.Tokenized:
     """The request without its generated tokens, as the next attempt."""
     return dataclasses.replace(
         tokenized,
         attempt=tokenized.attempt + 1,
         run=tokenized.run and tokenized.run + 1,
         tokens=tokenized.tokens[: load_shedding.prompt_length(tokenized)],
-        generated=ints([0] * tokenized.n),
+        generated=messages.ints([0] * tokenized.n),
         reasons=("",) * tokenized.n,
         first_us=0,
     )
 
 
-def _open(state: State, request: Request, tokenized: Tokenized) -> None:
+def _open(state: State, request: Request, tokenized: messages.Tokenized) -> None:
     """Confirm a request to its detokenizer, and open its sequences there."""
     lifecycle.accept(state, f"detokenizer.{request.shard}", tokenized)
     lifecycle.open_sequences(state, request)
@@ -277,12 +270,17 @@ def _open(state: State, request: Request, tokenized: Tokenized) -> None:
     _close_again(state, request.sequences)
 
 
-def _taken_request(state: State, source: str, tokenized: Tokenized, trace: str) -> Request:
+def _taken_request(state: State, source: str, tokenized: messages.Tokenized, trace: str) -> Request:
     """The request with its choices and their generated tokens."""
     arrival_us, at = state.now_us - tokenized.age_us, load_shedding.prompt_length(tokenized)
     request = Request(
         tokenized=dataclasses.replace(
-            tokenized, tokens=tokenized.tokens[:at], generated=ints(), reasons=(), age_us=0, first_us=0
+            tokenized,
+            tokens=tokenized.tokens[:at],
+            generated=messages.ints(),
+            reasons=(),
+            age_us=0,
+            first_us=0,
         ),
         trace=trace,
         tokenizer=source,

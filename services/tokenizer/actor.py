@@ -48,18 +48,8 @@ from services.tokenizer.prepare import (
 from services.tokenizer.queries import STANDS_BY, Checks, Queries, refuse
 from services.tokenizer.standby import TURN_US, Standby
 from services.tokenizer.template_probe import NOT_READ, UNKNOWN
+from shared.actor import membership
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import (
-    AGE,
-    MIN_DETECTION_US,
-    TOKENS,
-    VOCABULARY,
-    Peer,
-    Peers,
-    check_vocabulary,
-    detection_us,
-    vocabulary_number,
-)
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import HEADER, STAMP, Aliases
 from shared.answer_formats.formats import AUTO, OFF, Format, named
@@ -94,7 +84,7 @@ class TokenizerActor(Actor):
         self,
         model: ServedModel,
         classes: TenantClasses | None = None,
-        give_up_us: int = MIN_DETECTION_US,
+        give_up_us: int = membership.MIN_DETECTION_US,
         replicas: int = 1,
         *,
         edge: bool = False,
@@ -104,7 +94,7 @@ class TokenizerActor(Actor):
         that have each alias. `edge`: see `Queries`; `awaited`: its `listen`."""
         self._model, self._replicas, self._awaited = model, replicas, awaited
         self._name = model.name
-        self._vocabulary = vocabulary_number(model.vocabulary.digest)
+        self._vocabulary = membership.vocabulary_number(model.vocabulary.digest)
         self._classes = classes or TenantClasses()
         self._core = TokenizerCore(model, give_up_us)
         self._edge = edge
@@ -164,13 +154,13 @@ class TokenizerActor(Actor):
     def on_stream_lost(self, source: str) -> None:
         self._standby.gone(source)
 
-    def on_peer_gone(self, peer: Peer) -> None:
+    def on_peer_gone(self, peer: membership.Peer) -> None:
         self._standby.gone(peer.source)
         self._on_peer(peer)
 
-    def on_peer(self, peer: Peer) -> None:
+    def on_peer(self, peer: membership.Peer) -> None:
         box = self._mailbox
-        check_vocabulary(peer, self._name, self._vocabulary, box.epoch, box.age_s)
+        membership.check_vocabulary(peer, self._name, self._vocabulary, box.epoch, box.age_s)
         self._on_peer(peer)
 
     def upkeep(self) -> None:
@@ -189,9 +179,9 @@ class TokenizerActor(Actor):
             ("model_context", self._model.max_context),
             (STANDS_BY, 1),
             (STAMP, self._table.stamp),
-            (VOCABULARY, self._vocabulary),
-            (TOKENS, vocabulary_number(self._model.vocabulary.tokens_digest)),
-            (AGE, self._mailbox.age_s),
+            (membership.VOCABULARY, self._vocabulary),
+            (membership.TOKENS, membership.vocabulary_number(self._model.vocabulary.tokens_digest)),
+            (membership.AGE, self._mailbox.age_s),
         )
         core = self._core
         counts = {
@@ -268,7 +258,7 @@ class TokenizerActor(Actor):
             model.max_context,
         )
 
-    def _on_peer(self, peer: Peer) -> None:
+    def _on_peer(self, peer: membership.Peer) -> None:
         ours = peer.heartbeat.model in ("", self._name)  # "" in a failed actor's heartbeat
         if ours and peer.heartbeat.kind in ("scheduler", "executor") and self._started:
             self._handle(schedulers(self._mailbox.peers, self._name, peer))
@@ -427,7 +417,7 @@ class TokenizerActor(Actor):
             self._handle(Cancel(tenant=names[0], request=names[1]))
 
 
-def schedulers(peers: Peers, model: str, news: Peer | None = None) -> Schedulers:
+def schedulers(peers: membership.Peers, model: str, news: membership.Peer | None = None) -> Schedulers:
     """The event with the current schedulers; `news` is a scheduler or executor that changed or has gone."""
     died = False
     if news is not None:
@@ -438,12 +428,12 @@ def schedulers(peers: Peers, model: str, news: Peer | None = None) -> Schedulers
     return Schedulers(tuple(serving), died, tuple(idle))
 
 
-def loads(peers: Peers, model: str) -> Loads:
+def loads(peers: membership.Peers, model: str) -> Loads:
     """The event of a heartbeat."""
     return Loads(peers.executors_of(model), tuple(peers.crowded(model)), peers.is_loading(model))
 
 
-def follows_grammars(peers: Peers, model: str) -> bool:
+def follows_grammars(peers: membership.Peers, model: str) -> bool:
     """False if no ready executor of a model can follow a grammar. True while none is ready, and if one does
     not report it."""
     executors = [peers.get(f"executor.{actor}") for actor in peers.ready("executor", model)]
@@ -533,7 +523,7 @@ def _template_of(
 
 def build(settings: Settings) -> TokenizerActor:
     """The tokenizer for the configuration. Raises SetupError."""
-    give_up_us = detection_us(settings.heartbeat_interval_ms * 1000)
+    give_up_us = membership.detection_us(settings.heartbeat_interval_ms * 1000)
     classes, edge = TenantClasses(settings.tenant_classes), bool(settings.leaf)
     return TokenizerActor(
         load_model(settings), classes, give_up_us, settings.durable_replicas,

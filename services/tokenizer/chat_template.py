@@ -34,19 +34,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from services.tokenizer import template_probe
 from services.tokenizer.structured_output import Tools, parsed
-from services.tokenizer.template_probe import (
-    FUNCTION,
-    OF_SYSTEM,
-    SHORT,
-    VARIABLE,
-    WRITTEN,
-    Message,
-    TemplateSkills,
-    is_writable,
-    probe,
-    written_form,
-)
 from shared.answer_formats.formats import Format, Python
 from shared.api import joined
 from shared.errors import NO_TEMPLATE, BadRequest, SetupError
@@ -119,7 +108,7 @@ class ChatTemplate:
         turns = fitted(guarded, given, skills)
         if options.continue_final:
             turns[-1] = {**turns[-1], "content": _ended(turns[-1]["content"], self._end)}
-        if given is None or skills.tools != VARIABLE:
+        if given is None or skills.tools != template_probe.VARIABLE:
             given = [] if skills.empty_tools else None
         text = self._render(turns, given, add_generation_prompt, wall_us, options)
         if options.continue_final:
@@ -140,11 +129,11 @@ class ChatTemplate:
         """Whether the answer format is found by the template, and not configured."""
         return self._form is None
 
-    def skills(self, source: str = "", *, with_tools: bool) -> TemplateSkills:
+    def skills(self, source: str = "", *, with_tools: bool) -> template_probe.TemplateSkills:
         """What the template shows, of a request's own `source` or the model's. Raises BadRequest."""
         return self._skills(source, with_tools)
 
-    def _probed(self, source: str, with_tools: bool) -> TemplateSkills:
+    def _probed(self, source: str, with_tools: bool) -> template_probe.TemplateSkills:
         options = TemplateOptions(source)
         if source:
             self._own(source)
@@ -155,7 +144,7 @@ class ChatTemplate:
             except BadRequest:
                 return None
 
-        return probe(render, source or self._source, self._form, with_tools=with_tools)
+        return template_probe.probe(render, source or self._source, self._form, with_tools=with_tools)
 
     def _render(
         self,
@@ -301,19 +290,23 @@ _BETWEEN = "\n\n"  # between two messages in one turn
 _SHORT_ID = 9
 
 
-def fitted(messages: list[Message], tools: list[Message] | None, skills: TemplateSkills) -> list[Message]:
+def fitted(
+    messages: list[template_probe.Message],
+    tools: list[template_probe.Message] | None,
+    skills: template_probe.TemplateSkills,
+) -> list[template_probe.Message]:
     """The messages for a template. Arguments of their calls are objects (`parsed`)."""
     turns = [_in_known_role(message, skills) for message in messages]
     turns = _with_calls(turns, skills)
-    if tools is not None and skills.tools == WRITTEN:
+    if tools is not None and skills.tools == template_probe.WRITTEN:
         turns = _told(turns, told(tools, skills.form))
-    elif tools is not None and skills.tools == OF_SYSTEM:
+    elif tools is not None and skills.tools == template_probe.OF_SYSTEM:
         turns = _with_key(turns, json.dumps([tool["function"] for tool in tools], ensure_ascii=False))
     turns = _merged(_with_systems(turns, skills), skills)
     return [_shaped(turn, skills) for turn in turns]
 
 
-def told(tools: list[Message], form: Format) -> str:
+def told(tools: list[template_probe.Message], form: Format) -> str:
     """The part of the system message about the tools."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
@@ -327,7 +320,7 @@ def written(calls: Iterable[tuple[str, str]], form: Format) -> str:
     """Calls, as names and JSON, in the form that the parser of a format reads."""
     if isinstance(form.notations[0], Python):
         return form.opens[-1] + "[" + ", ".join(starmap(_in_python, calls)) + "]" + form.ends[-1]
-    form = form if is_writable(form) else written_form(form)
+    form = form if template_probe.is_writable(form) else template_probe.written_form(form)
     writes = form.writes
     assert writes is not None
     texts = [writes.before.replace("NAME", name) + arguments + writes.after for name, arguments in calls]
@@ -344,7 +337,9 @@ def _in_python(name: str, arguments: str) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
 
 
-def _in_known_role(message: Message, skills: TemplateSkills) -> Message:
+def _in_known_role(
+    message: template_probe.Message, skills: template_probe.TemplateSkills
+) -> template_probe.Message:
     role = message["role"]
     if role == "developer" and not skills.developer:
         role = "system"
@@ -357,8 +352,10 @@ def _in_known_role(message: Message, skills: TemplateSkills) -> Message:
 # ---- calls and results ---------------------------------------------------------------------------
 
 
-def _with_calls(turns: list[Message], skills: TemplateSkills) -> list[Message]:
-    fit: list[Message] = []
+def _with_calls(
+    turns: list[template_probe.Message], skills: template_probe.TemplateSkills
+) -> list[template_probe.Message]:
+    fit: list[template_probe.Message] = []
     ids = _Ids(skills)
     rest = list(reversed(turns))
     shown = True  # the last calls: as the template shows them
@@ -375,7 +372,7 @@ def _with_calls(turns: list[Message], skills: TemplateSkills) -> list[Message]:
         elif not (skills.calls and shown):
             fit.append(_spelled(turn, skills.form))
         elif len(calls) > 1 and not skills.parallel:
-            results: list[Message] = []
+            results: list[template_probe.Message] = []
             while rest and rest[-1]["role"] == "tool":
                 results.append(rest.pop())
             rest += reversed(_one_by_one(turn, results))
@@ -385,9 +382,11 @@ def _with_calls(turns: list[Message], skills: TemplateSkills) -> list[Message]:
     return fit
 
 
-def _one_by_one(turn: Message, results: list[Message]) -> list[Message]:
+def _one_by_one(
+    turn: template_probe.Message, results: list[template_probe.Message]
+) -> list[template_probe.Message]:
     """The calls of a turn, each followed by its result."""
-    apart: list[Message] = []
+    apart: list[template_probe.Message] = []
     for number, call in enumerate(turn["tool_calls"]):
         named = [each for each in results if each.get("tool_call_id") == call.get("id") is not None]
         mine = named or [each for each in results[:1] if each.get("tool_call_id") is None]
@@ -397,7 +396,9 @@ def _one_by_one(turn: Message, results: list[Message]) -> list[Message]:
     return [*apart, *results]
 
 
-def _native(turn: Message, ids: _Ids, skills: TemplateSkills) -> list[Message]:
+def _native(
+    turn: template_probe.Message, ids: _Ids, skills: template_probe.TemplateSkills
+) -> list[template_probe.Message]:
     """A turn with calls, as the template shows it."""
     calls = []
     for call in turn["tool_calls"]:
@@ -417,12 +418,12 @@ def _native(turn: Message, ids: _Ids, skills: TemplateSkills) -> list[Message]:
     ]
 
 
-def _needs_text(turn: Message, skills: TemplateSkills) -> bool:
+def _needs_text(turn: template_probe.Message, skills: template_probe.TemplateSkills) -> bool:
     """Whether a text beside calls can stand neither in their message nor in one before it."""
     return bool(joined(turn["content"])) and not skills.text_beside_calls and not skills.repeats
 
 
-def _spelled(turn: Message, form: Format) -> Message:
+def _spelled(turn: template_probe.Message, form: Format) -> template_probe.Message:
     """A turn with its calls in its text."""
     functions = [call["function"] for call in turn["tool_calls"]]
     calls = [(each["name"], _as_json(each["arguments"])) for each in functions]
@@ -434,12 +435,14 @@ def _as_json(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _answered(turn: Message) -> Message:
+def _answered(turn: template_probe.Message) -> template_probe.Message:
     """The result of a call in a turn of the user, in the tags that Hermes gave it."""
     return {"role": "user", "content": f"<tool_response>\n{joined(turn['content'])}\n</tool_response>"}
 
 
-def _result(turn: Message, ids: _Ids, skills: TemplateSkills) -> Message:
+def _result(
+    turn: template_probe.Message, ids: _Ids, skills: template_probe.TemplateSkills
+) -> template_probe.Message:
     turn = {**turn, **ids.of(turn, "tool_call_id")}
     if skills.named_results and "name" not in turn:
         turn["name"] = ids.name(turn.get("tool_call_id"))
@@ -449,12 +452,12 @@ def _result(turn: Message, ids: _Ids, skills: TemplateSkills) -> Message:
 class _Ids:
     """The ids of calls as a template takes them, and the names of their functions."""
 
-    def __init__(self, skills: TemplateSkills) -> None:
+    def __init__(self, skills: template_probe.TemplateSkills) -> None:
         self._kind = skills.ids
         self._given: dict[str, str] = {}
         self._names: dict[str, str] = {}
 
-    def add(self, calls: list[Message]) -> None:
+    def add(self, calls: list[template_probe.Message]) -> None:
         """Calls of the conversation, in order."""
         for call in calls:
             name, given = call["function"]["name"], str(call.get("id"))
@@ -464,12 +467,14 @@ class _Ids:
     def name(self, given: object) -> str:
         return self._names.get(str(given), "")
 
-    def of(self, message: Message, key: str) -> Message:
+    def of(self, message: template_probe.Message, key: str) -> template_probe.Message:
         """The key `key` of a message, if the template takes another id than it has."""
         given = message.get(key)
-        if self._kind == FUNCTION and str(given) in self._given:
+        if self._kind == template_probe.FUNCTION and str(given) in self._given:
             return {key: self._given[str(given)]}
-        if self._kind != SHORT or (isinstance(given, str) and len(given) == _SHORT_ID and given.isalnum()):
+        if self._kind != template_probe.SHORT or (
+            isinstance(given, str) and len(given) == _SHORT_ID and given.isalnum()
+        ):
             return {}
         return {key: hashlib.sha256(str(given).encode()).hexdigest()[:_SHORT_ID]}
 
@@ -477,21 +482,23 @@ class _Ids:
 # ---- system messages, and turns of one role ------------------------------------------------------
 
 
-def _told(turns: list[Message], text: str) -> list[Message]:
+def _told(turns: list[template_probe.Message], text: str) -> list[template_probe.Message]:
     """The conversation with `text` in its first system message."""
     if turns and turns[0]["role"] == "system":
         return [{**turns[0], "content": joined(turns[0]["content"]) + _BETWEEN + text}, *turns[1:]]
     return [{"role": "system", "content": text}, *turns]
 
 
-def _with_key(turns: list[Message], tools: str) -> list[Message]:
+def _with_key(turns: list[template_probe.Message], tools: str) -> list[template_probe.Message]:
     if not turns or turns[0]["role"] != "system":
         turns = [{"role": "system", "content": ""}, *turns]
     return [{**turns[0], "tools": tools}, *turns[1:]]
 
 
-def _with_systems(turns: list[Message], skills: TemplateSkills) -> list[Message]:
-    fit: list[Message] = []
+def _with_systems(
+    turns: list[template_probe.Message], skills: template_probe.TemplateSkills
+) -> list[template_probe.Message]:
+    fit: list[template_probe.Message] = []
     waiting: list[str] = []  # texts of system messages for the next turn of the user
     at_start = True
     for turn in turns:
@@ -509,9 +516,11 @@ def _with_systems(turns: list[Message], skills: TemplateSkills) -> list[Message]
     return [*fit, {"role": "user", "content": _BETWEEN.join(waiting)}] if waiting else fit
 
 
-def _merged(turns: list[Message], skills: TemplateSkills) -> list[Message]:
+def _merged(
+    turns: list[template_probe.Message], skills: template_probe.TemplateSkills
+) -> list[template_probe.Message]:
     """Turns that may not follow each other in one; a turn of the user after a result in the result."""
-    fit: list[Message] = []
+    fit: list[template_probe.Message] = []
     for turn in turns:
         last = fit[-1]["role"] if fit else ""
         same = last == turn["role"] in ("user", "assistant") and not skills.repeats
@@ -524,13 +533,13 @@ def _merged(turns: list[Message], skills: TemplateSkills) -> list[Message]:
     return fit
 
 
-def _both(first: Message, second: Message) -> Message:
+def _both(first: template_probe.Message, second: template_probe.Message) -> template_probe.Message:
     """Two messages as one."""
     texts = [text for text in (joined(first["content"]), joined(second["content"])) if text]
     return {**first, **second, "role": first["role"], "content": _BETWEEN.join(texts)}
 
 
-def _shaped(turn: Message, skills: TemplateSkills) -> Message:
+def _shaped(turn: template_probe.Message, skills: template_probe.TemplateSkills) -> template_probe.Message:
     if skills.only_parts and isinstance(turn["content"], str):
         return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
     return turn

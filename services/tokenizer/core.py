@@ -13,17 +13,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.tokenizer.prepare import (
-    CANCELLED,
-    LATE,
-    NOWHERE,
-    Cancels,
-    Origin,
-    Prepared,
-    ServedModel,
-    Submission,
-    prepared,
-)
+from services.tokenizer import prepare
 from shared.actor.membership import MIN_DETECTION_US
 from shared.errors import (
     BadRequest,
@@ -105,7 +95,7 @@ class Fail:
     request: str
     error: HeadraceError
     trace: str = ""
-    origin: Origin = NOWHERE
+    origin: prepare.Origin = prepare.NOWHERE
     key: int = 0  # as in Submission
 
 
@@ -116,7 +106,7 @@ class RequestDone:
     key: int
 
 
-Event = Submission | Prepared | Accepted | Rejected | Cancel | Schedulers | Loads | Tick
+Event = prepare.Submission | prepare.Prepared | Accepted | Rejected | Cancel | Schedulers | Loads | Tick
 Command = Send | Fail | RequestDone
 Key = tuple[str, str]  # tenant, request
 
@@ -141,7 +131,7 @@ class _Pending:
 class TokenizerCore:
     """The pending requests of one tokenizer process."""
 
-    def __init__(self, model: ServedModel, give_up_us: int = MIN_DETECTION_US) -> None:
+    def __init__(self, model: prepare.ServedModel, give_up_us: int = MIN_DETECTION_US) -> None:
         """`give_up_us`: longer than the detection of a dead scheduler takes."""
         self._model = model
         self._give_up_us = give_up_us
@@ -154,7 +144,7 @@ class TokenizerCore:
         self._patient_until_us = 0
         self._start_until_us: int | None = None  # likewise in a fleet that starts
         self._loading_until_us = 0  # beyond the load: its executor has yet to join a scheduler
-        self.cancels = Cancels()
+        self.cancels = prepare.Cancels()
         self.prompt_tokens = 0
         self.requests = 0
         self.failed = 0
@@ -176,9 +166,9 @@ class TokenizerCore:
     def handle(self, event: Event, now_us: int) -> list[Command]:
         """Apply one event."""
         match event:
-            case Submission():
-                return self._submit(prepared(event, self._model, self.cancels), now_us)
-            case Prepared():
+            case prepare.Submission():
+                return self._submit(prepare.prepared(event, self._model, self.cancels), now_us)
+            case prepare.Prepared():
                 return self._submit(event, now_us)
             case Accepted():
                 self._start_until_us = 0
@@ -198,16 +188,16 @@ class TokenizerCore:
             case Tick():
                 return self._tick(now_us, event.cut_off)
 
-    def _submit(self, submitted: Prepared, now_us: int) -> list[Command]:
+    def _submit(self, submitted: prepare.Prepared, now_us: int) -> list[Command]:
         self.requests += 1
         tokenized = submitted.outcome
         if isinstance(tokenized, HeadraceError):
             return [self._refuse(submitted, tokenized)]
         key, received_us = (tokenized.tenant, tokenized.request), submitted.received_us or now_us
         if self.cancels.cover(*key, received_us):
-            return [self._refuse(submitted, Cancelled(CANCELLED))]
+            return [self._refuse(submitted, Cancelled(prepare.CANCELLED))]
         if now_us - received_us >= tokenized.timeout_us:
-            return [self._refuse(submitted, DeadlineExceeded(LATE))]
+            return [self._refuse(submitted, DeadlineExceeded(prepare.LATE))]
         if (known := self._pending.get(key)) is not None:
             if known.tokenized.inbox == tokenized.inbox:  # a repetition, or two tokenizers took it over
                 return [RequestDone(submitted.key)] if submitted.key else []
@@ -220,7 +210,7 @@ class TokenizerCore:
         self._pending[key] = pending
         return [self._send_to_scheduler(pending, now_us)] if self._schedulers else []
 
-    def _refuse(self, submitted: Prepared, error: HeadraceError) -> Fail:
+    def _refuse(self, submitted: prepare.Prepared, error: HeadraceError) -> Fail:
         self._count_failed(error)
         return Fail(
             submitted.inbox, submitted.request, error, submitted.trace, submitted.origin, submitted.key
@@ -271,7 +261,7 @@ class TokenizerCore:
         """A scheduler may receive the client's Cancel before the request, so the Cancel is sent again."""
         key = (cancel.tenant, cancel.request)
         self.cancels.add(*key, now_us)
-        return self._give_up(key, Cancelled(CANCELLED)) if key in self._pending else []
+        return self._give_up(key, Cancelled(prepare.CANCELLED)) if key in self._pending else []
 
     def _tick(self, now_us: int, cut_off: bool) -> list[Command]:
         """Send again, or give up. A tokenizer that is cut off or was stopped cannot judge the schedulers: its
@@ -284,7 +274,7 @@ class TokenizerCore:
                 pending.pending_us = now_us
             elif now_us - pending.received_us >= pending.tokenized.timeout_us:
                 if now_us >= self._hears_us:
-                    commands += self._give_up(key, DeadlineExceeded(LATE))
+                    commands += self._give_up(key, DeadlineExceeded(prepare.LATE))
             elif now_us >= self._patient_with(pending, now_us):
                 refusal = Unavailable(pending.refusal, retry_after_ms=RETRY_AFTER_MS)
                 commands += self._give_up(key, refusal if pending.refusal else self._no_scheduler())
@@ -359,7 +349,7 @@ class TokenizerCore:
     def _fail(self, pending: _Pending, error: HeadraceError) -> Fail:
         self._count_failed(error)
         asked = pending.tokenized
-        origin = Origin(
+        origin = prepare.Origin(
             asked.tenant, asked.received_wall_us, asked.handled_wall_us, asked.parent_span, tokenized=True
         )
         return Fail(asked.inbox, asked.request, error, pending.trace, origin, pending.key)

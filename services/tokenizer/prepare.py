@@ -27,33 +27,10 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
 from services.tokenizer.structured_output import Tools, binds_text, grammar_of, read_tools
+from shared import api, errors
 from shared.answer_formats.formats import HERMES, THINKING, Format
-from shared.api import (
-    IGNORED,
-    REQUEST_ID,
-    UNSUPPORTED,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    GenerateRequest,
-    SamplingFields,
-    bad_field,
-    read_json,
-    refuse_odd_values,
-    whole_numbers,
-)
 from shared.checkpoints import body_hash
 from shared.codec import MAX_PROCESSOR_CHARS
-from shared.errors import (
-    BadRequest,
-    Cancelled,
-    DeadlineExceeded,
-    EngineError,
-    Forbidden,
-    HeadraceError,
-    SetupError,
-    did_you_mean,
-)
 from shared.messages import (
     EMBEDDING,
     EMBEDDING_BASE64,
@@ -88,11 +65,11 @@ class SamplingDefaults:
         return ", ".join(f"{name} {value:g}" for name, value in {**self.fields, **longest}.items()) or NOTHING
 
 
-class _Stated(SamplingFields):
+class _Stated(api.SamplingFields):
     """The bounds are those of a request."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    _whole = whole_numbers()
+    _whole = api.whole_numbers()
 
     do_sample: bool = True
     max_new_tokens: int = Field(0, ge=1)
@@ -111,11 +88,11 @@ def sampling_defaults(files: ModelFiles) -> SamplingDefaults:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = str(first["loc"][0])
-        raise SetupError(
+        raise errors.SetupError(
             f"{where}: `{key}` is {stated[key]!r:.40}: {first['msg']}; correct the file, or ignore what it "
             "states with --generation-config none"
         ) from None
-    values = {name: getattr(read, name) for name in SamplingFields.model_fields if name in stated}
+    values = {name: getattr(read, name) for name in api.SamplingFields.model_fields if name in stated}
     if not read.do_sample:  # transformers is greedy then, for any temperature
         values["temperature"] = 0.0
     found = SamplingDefaults(values, read.max_new_tokens)
@@ -142,11 +119,11 @@ TAIL_TOKENS = 64  # of a prompt: more than the marker of reasoning and the white
 CANCELLED = "the request was cancelled"
 LATE = "the request's time limit passed in intake"
 
-Request = ChatRequest | CompletionRequest
-_KINDS: dict[str, type[Request | EmbeddingRequest]] = {
-    "messages": ChatRequest,
-    "prompt": CompletionRequest,
-    "input": EmbeddingRequest,
+Request = api.ChatRequest | api.CompletionRequest
+_KINDS: dict[str, type[Request | api.EmbeddingRequest]] = {
+    "messages": api.ChatRequest,
+    "prompt": api.CompletionRequest,
+    "input": api.EmbeddingRequest,
 }
 _KNOWN = {name for kind in _KINDS.values() for name in kind.model_fields}
 _HINTS = {  # names of other servers and clients
@@ -195,7 +172,7 @@ class Submission:
     def origin(self) -> Origin:
         return Origin(self.tenant, self.received_wall_us, self.handled_wall_us, self.parent_span)
 
-    def prepared(self, request: str, outcome: Tokenized | HeadraceError) -> Prepared:
+    def prepared(self, request: str, outcome: Tokenized | errors.HeadraceError) -> Prepared:
         """The result of its preparation; `request` is the id to answer under."""
         return Prepared(self.inbox, request, outcome, self.trace, self.origin, self.received_us, self.key)
 
@@ -220,7 +197,7 @@ class Prepared:
 
     inbox: str
     request: str  # the id to answer under
-    outcome: Tokenized | HeadraceError
+    outcome: Tokenized | errors.HeadraceError
     trace: str = ""
     origin: Origin = NOWHERE
     received_us: int = 0  # as in Submission
@@ -275,18 +252,18 @@ def read_body(body: bytes) -> dict[str, Any]:
     Raises BadRequest."""
     try:
         if body.lstrip()[:1] == b"{":
-            fields = read_json(body)
+            fields = api.read_json(body)
         else:
             fields = msgpack.unpackb(body, strict_map_key=False, object_pairs_hook=_map)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise BadRequest(
+        raise errors.BadRequest(
             f"the body is neither a JSON object nor a msgpack map: {error!s:.200}; send for example "
             '{"messages":[{"role":"user","content":"Hi"}]}'
         ) from error
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
-        raise BadRequest("the body must be a JSON object or a msgpack map with field names")
+        raise errors.BadRequest("the body must be a JSON object or a msgpack map with field names")
     if body.lstrip()[:1] != b"{":
-        refuse_odd_values({name: value for name, value in fields.items() if name not in _JUDGED})
+        api.refuse_odd_values({name: value for name, value in fields.items() if name not in _JUDGED})
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -300,30 +277,30 @@ def _map(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     return fields
 
 
-def read_request(fields: dict[str, Any]) -> Request | EmbeddingRequest:
+def read_request(fields: dict[str, Any]) -> Request | api.EmbeddingRequest:
     """The validated request: a chat if it has `messages`, a completion if it has `prompt`, else one for a
     vector. Raises BadRequest with the name of the field."""
     if not fields.keys() <= _KNOWN:
         raise _unknown(next(name for name in fields if name not in _KNOWN))
     if len(given := _KINDS.keys() & fields.keys()) != 1:
-        raise BadRequest("give either `messages` or `prompt`, or `input` for a vector")
+        raise errors.BadRequest("give either `messages` or `prompt`, or `input` for a vector")
     try:
         return _KINDS[given.pop()].model_validate(fields)
     except ValidationError as error:
-        raise bad_field(error) from error
+        raise api.bad_field(error) from error
 
 
-def _unknown(name: str) -> BadRequest:
+def _unknown(name: str) -> errors.BadRequest:
     hint = f"; did you mean `{_HINTS[name]}`?" if name in _HINTS else ""
-    hint = hint or did_you_mean(name, _KNOWN - {*IGNORED, *UNSUPPORTED}) or "; leave it out"
-    return BadRequest(f"`{name:.40}` is not a field of a request{hint}", param=name[:40])
+    hint = hint or errors.did_you_mean(name, _KNOWN - {*api.IGNORED, *api.UNSUPPORTED}) or "; leave it out"
+    return errors.BadRequest(f"`{name:.40}` is not a field of a request{hint}", param=name[:40])
 
 
 def request_id_of(fields: dict[str, Any], fresh_id: str) -> str:
     """The id to answer under, also if the rest of the request is wrong. An invalid id is not repeated: it may
     be of any size."""
     asked = fields.get("request_id")
-    return asked if isinstance(asked, str) and re.fullmatch(REQUEST_ID, asked) else fresh_id
+    return asked if isinstance(asked, str) and re.fullmatch(api.REQUEST_ID, asked) else fresh_id
 
 
 def prepared(submission: Submission, model: ServedModel, cancels: Cancels | None = None) -> Prepared:
@@ -334,17 +311,17 @@ def prepared(submission: Submission, model: ServedModel, cancels: Cancels | None
         fields = read_body(submission.body)
         request = request_id_of(fields, request)
         if cancels is not None and cancels.cover(submission.tenant, request, submission.received_us):
-            raise Cancelled(CANCELLED)
-        outcome: Tokenized | HeadraceError = prepare(submission, fields, model)
-    except HeadraceError as error:
+            raise errors.Cancelled(CANCELLED)
+        outcome: Tokenized | errors.HeadraceError = prepare(submission, fields, model)
+    except errors.HeadraceError as error:
         # The traceback would hold this frame, and with it the whole body, until the next collection.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         outcome = error
     except RecursionError:
-        outcome = BadRequest("the request is nested too deeply; send flat messages", param="messages")
+        outcome = errors.BadRequest("the request is nested too deeply; send flat messages", param="messages")
     except Exception as error:  # a bug is a 500 for this client, never silence
         log.exception("request %s failed", request)
-        outcome = EngineError(f"the tokenizer failed on this request: {type(error).__name__}")
+        outcome = errors.EngineError(f"the tokenizer failed on this request: {type(error).__name__}")
     return submission.prepared(request, outcome)
 
 
@@ -353,15 +330,15 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     DeadlineExceeded for a request that has waited longer than its time limit."""
     request = read_request(fields if "input" in fields else {**model.defaults.fields, **fields})
     if not _is_for(request.model, submission.alias, model):
-        raise BadRequest(
+        raise errors.BadRequest(
             f"the body asks for model {request.model!r:.80}, its subject for {model.name!r}: send that "
             "one, or none",
             param="model",
         )
     timeout_us = model.default_timeout_us if request.timeout_s is None else int(request.timeout_s * 1e6)
     if 0 < submission.received_us <= submission.handled_us - timeout_us:
-        raise DeadlineExceeded(LATE)
-    if isinstance(request, EmbeddingRequest):
+        raise errors.DeadlineExceeded(LATE)
+    if isinstance(request, api.EmbeddingRequest):
         return _for_vector(submission, request, model, timeout_us)
     tools = read_tools(request)
     prompt = encode_prompt(request, tools, model, submission.received_wall_us)
@@ -370,13 +347,15 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
     seed = submission.fresh_seed if request.seed is None else request.seed % 2**64
     max_tokens = _max_tokens(request, len(prompt), model.max_context, model.defaults.max_tokens)
     if request.min_tokens > max_tokens:
-        raise BadRequest(f"`min_tokens`: an answer has at most {max_tokens} tokens", param="min_tokens")
+        raise errors.BadRequest(
+            f"`min_tokens`: an answer has at most {max_tokens} tokens", param="min_tokens"
+        )
     return Tokenized(
         **_common(submission, request, model, timeout_us, prompt),
         n=request.n,
         max_tokens=max_tokens,
         stream=request.stream,
-        format="chat" if isinstance(request, ChatRequest) else "completion",
+        format="chat" if isinstance(request, api.ChatRequest) else "completion",
         finish_detached=request.finish_detached,
         seed=seed,
         sampling=_sampling(request, model.vocabulary.size),
@@ -397,7 +376,7 @@ def prepare(submission: Submission, fields: dict[str, Any], model: ServedModel) 
 
 def _common(
     submission: Submission,
-    request: Request | EmbeddingRequest,
+    request: Request | api.EmbeddingRequest,
     model: ServedModel,
     timeout_us: int,
     prompt: list[int],
@@ -421,7 +400,7 @@ def _common(
 
 
 def _for_vector(
-    submission: Submission, request: EmbeddingRequest, model: ServedModel, timeout_us: int
+    submission: Submission, request: api.EmbeddingRequest, model: ServedModel, timeout_us: int
 ) -> Tokenized:
     """A prompt whose vector is wanted: to the scheduler a greedy request for one token."""
     prompt = encode_input(request, model)
@@ -443,13 +422,13 @@ def _is_for(asked: str | None, alias: str, model: ServedModel) -> bool:
     return asked in (None, *model.names) or (bool(alias and asked) and subjects.token(str(asked)) == alias)
 
 
-def _routing_key(tenant: str, request: Request | EmbeddingRequest, prompt: list[int]) -> str:
+def _routing_key(tenant: str, request: Request | api.EmbeddingRequest, prompt: list[int]) -> str:
     """The hash of a tenant and its `prompt_cache_key`, else the start of the prompt. That of a chat ends with
     the first message of the user: it is the same in every turn, and chats with one long system prompt do not
     all go to one scheduler."""
     if request.prompt_cache_key:
         start = f"key {request.prompt_cache_key}".encode()
-    elif isinstance(request, ChatRequest):
+    elif isinstance(request, api.ChatRequest):
         roles = [message.role for message in request.messages]
         first = request.messages[: roles.index("user") + 1 if "user" in roles else 1]
         start = json.dumps([(message.role, message.text) for message in first]).encode()
@@ -464,7 +443,7 @@ def _checkpoints(request: Request, submission: Submission) -> str:
     if request.durable is None:
         return ""
     if not is_keepers(submission.inbox):
-        raise BadRequest(
+        raise errors.BadRequest(
             "`durable`: only the tokens of a submitted request are kept (docs/durability.md); submit it, or "
             "leave it out",
             param="durable",
@@ -472,14 +451,14 @@ def _checkpoints(request: Request, submission: Submission) -> str:
     return body_hash(submission.body)
 
 
-def _slo_class(request: Request | EmbeddingRequest, submission: Submission) -> str:
+def _slo_class(request: Request | api.EmbeddingRequest, submission: Submission) -> str:
     """The class of a request. Without one it gets the default, or the highest class of its tenant if the
     default is not allowed. Raises Forbidden."""
     allowed = submission.classes
     if request.slo_class in allowed:
         return request.slo_class
     if "slo_class" in request.model_fields_set:
-        raise Forbidden(
+        raise errors.Forbidden(
             f"`slo_class`: the credentials of this tenant do not allow {request.slo_class!r}, only "
             f"{', '.join(allowed)}",
             param="slo_class",
@@ -490,7 +469,7 @@ def _slo_class(request: Request | EmbeddingRequest, submission: Submission) -> s
 def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wall_us: int) -> list[int]:
     """The prompt's token ids. A text prompt gets the model's BOS token; ids are used unchanged. Raises
     BadRequest."""
-    if isinstance(request, ChatRequest):
+    if isinstance(request, api.ChatRequest):
         _check_chars("messages", sum(len(message.text) for message in request.messages), model)
         messages = [message.model_dump() for message in request.messages]
         options = _template_options(request, model)
@@ -499,15 +478,15 @@ def encode_prompt(request: Request, tools: Tools | None, model: ServedModel, wal
     else:
         ids = _encoded("prompt", request.prompt, model)
     if not ids:
-        raise BadRequest("the prompt is empty", param="prompt")
+        raise errors.BadRequest("the prompt is empty", param="prompt")
     return ids
 
 
-def encode_input(request: EmbeddingRequest, model: ServedModel) -> list[int]:
+def encode_input(request: api.EmbeddingRequest, model: ServedModel) -> list[int]:
     """The token ids of an input. A text gets what the model's tokenizer puts around it, and is cut where the
     model's files set a limit; ids are used unchanged. Raises BadRequest."""
     if not request.input:
-        raise BadRequest("the input is empty", param="input")
+        raise errors.BadRequest("the input is empty", param="input")
     if not isinstance(request.input, str):
         return _encoded("input", request.input, model)
     vocabulary, text = model.vocabulary, model.vocabulary.vectors.prompt + request.input
@@ -536,22 +515,22 @@ def _encoded(param: str, given: str | list[int], model: ServedModel) -> list[int
     return given
 
 
-def _template_options(request: ChatRequest, model: ServedModel) -> TemplateOptions:
+def _template_options(request: api.ChatRequest, model: ServedModel) -> TemplateOptions:
     if request.chat_template and not model.trusts_templates:
-        raise BadRequest(
+        raise errors.BadRequest(
             "`chat_template`: this fleet takes no templates from requests (setting "
             "trust_request_chat_template); leave it out",
             param="chat_template",
         )
     given = request.model_fields_set
     if request.continue_final_message and request.add_generation_prompt and "add_generation_prompt" in given:
-        raise BadRequest(
+        raise errors.BadRequest(
             "`continue_final_message` and `add_generation_prompt` exclude each other",
             param="continue_final_message",
         )
     variables = request.chat_template_kwargs
     if taken := TemplateOptions.RESERVED & variables.keys():
-        raise BadRequest(
+        raise errors.BadRequest(
             f"`chat_template_kwargs`: {min(taken)} is not for it; it has the variables of the template",
             param="chat_template_kwargs",
         )
@@ -565,7 +544,7 @@ def _answer_format(
 ) -> tuple[Format | None, bool]:
     """The format of the answer, and whether the prompt ends within its reasoning."""
     form = model.answer_format
-    if form is None or not isinstance(request, ChatRequest):
+    if form is None or not isinstance(request, api.ChatRequest):
         return None, False
     if request.chat_template and model.template.finds_form:
         form = model.template.skills(request.chat_template, with_tools=tools is not None).form
@@ -589,7 +568,7 @@ def _logprobs(request: Request) -> int:
 
 def _max_tokens(request: Request, prompt_tokens: int, max_context: int, default: int = 0) -> int:
     """`default`: of the model, 0 without one."""
-    room, chat = max_context - prompt_tokens, isinstance(request, ChatRequest)
+    room, chat = max_context - prompt_tokens, isinstance(request, api.ChatRequest)
     if room < 1:
         raise _too_long("messages" if chat else "prompt", f"{prompt_tokens} tokens", max_context)
     name, asked = request.limit
@@ -612,18 +591,20 @@ def _check_chars(param: str, chars: int, model: ServedModel) -> None:
         raise _too_long(param, f"{chars} characters", model.max_context)
 
 
-def _too_long(param: str, size: str, max_context: int) -> BadRequest:
+def _too_long(param: str, size: str, max_context: int) -> errors.BadRequest:
     why = f"the prompt has {size}, and the answer needs at least one token; shorten the prompt"
     return _over_context(max_context, why, param)
 
 
-def _over_context(max_context: int, why: str, param: str) -> BadRequest:
+def _over_context(max_context: int, why: str, param: str) -> errors.BadRequest:
     """Clients find OpenAI's code and the start of its sentence: it is in litellm's list of such errors."""
     limit = f"This model's maximum context length is {max_context} tokens"
-    return BadRequest(f"context_length_exceeded: {limit}: {why}", param=param)
+    return errors.BadRequest(f"context_length_exceeded: {limit}: {why}", param=param)
 
 
-_SAMPLED_AS_GIVEN = {each.name for each in fields(Sampling)} & set(GenerateRequest.model_fields) - {"top_k"}
+_SAMPLED_AS_GIVEN = {each.name for each in fields(Sampling)} & set(api.GenerateRequest.model_fields) - {
+    "top_k"
+}
 
 
 def _sampling(request: Request, vocabulary_size: int) -> Sampling:
@@ -643,19 +624,19 @@ def _processors(request: Request, model: ServedModel) -> tuple[str, ...]:
     for entry in request.logits_processors:
         if entry.name not in model.processors:
             known = ", ".join(sorted(model.processors)) or "none: the setting logits_processors is empty"
-            raise BadRequest(
+            raise errors.BadRequest(
                 f"`logits_processors`: {entry.name!r:.80} is not one of this fleet; there is {known:.200}",
                 param="logits_processors",
             )
         try:
             text = json.dumps({"name": entry.name, "args": entry.args}, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise BadRequest(
+            raise errors.BadRequest(
                 f"`logits_processors`: the args of {entry.name!r} are not plain JSON: {error!s:.200}",
                 param="logits_processors",
             ) from error
         if len(text) > MAX_PROCESSOR_CHARS:
-            raise BadRequest(
+            raise errors.BadRequest(
                 f"`logits_processors`: {entry.name!r} with its args takes {len(text)} characters, over "
                 f"{MAX_PROCESSOR_CHARS}; shorten the args",
                 param="logits_processors",
@@ -673,4 +654,4 @@ def _stop_ids(request: Request, vocabulary: Vocabulary) -> list[int]:
 def _check_ids(param: str, ids: list[int], size: int) -> None:
     for token in ids:
         if not 0 <= token < size:
-            raise BadRequest(f"`{param}`: {token} is not a token id (0 to {size - 1})", param=param)
+            raise errors.BadRequest(f"`{param}`: {token} is not a token id (0 to {size - 1})", param=param)

@@ -24,34 +24,14 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from services.tokenizer import prepare
 from services.tokenizer.core import WAIT_US, Fail
-from services.tokenizer.prepare import (
-    Origin,
-    ServedModel,
-    Submission,
-    encode_input,
-    encode_prompt,
-    prepared,
-    read_body,
-    read_request,
-)
 from services.tokenizer.structured_output import grammar_of, read_tools
-from shared import codec
+from shared import codec, errors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers
 from shared.aliases import Alias, Aliases
 from shared.api import EmbeddingRequest
-from shared.errors import (
-    BadRequest,
-    EngineError,
-    HeadraceError,
-    Overloaded,
-    PayloadTooLarge,
-    SetupError,
-    Unavailable,
-    UnknownModel,
-    WireError,
-)
 from shared.fair_share import finds_no_room
 from shared.messages import Heartbeat, Tokenized
 from shared.nats import access, subjects
@@ -81,7 +61,7 @@ class Queries:
     def __init__(
         self,
         mailbox: Mailbox,
-        model: ServedModel,
+        model: prepare.ServedModel,
         context: Callable[[], int],
         second: Bus,
         table: Aliases,
@@ -148,7 +128,7 @@ class Queries:
             name, root = entry["id"], entry.get("root", entry["id"])
             if name in self._model.names and root != self._model.name:
                 other = f"of model {root!r}" if name != root else "of another model"
-                raise SetupError(f"{name!r} is a name {other} on this server: change model_name")
+                raise errors.SetupError(f"{name!r} is a name {other} on this server: change model_name")
 
     async def drain(self) -> None:
         """Return when no request waits in `_look`."""
@@ -175,7 +155,7 @@ class Queries:
         tenant, held = "" if names is None else names[0], self._long_bytes
         if finds_no_room(held[tenant], size, held.total(), MAX_QUESTIONS_BYTES, len(held)):
             why = f"{held[tenant]} bytes of your long prompts wait to be counted: try again later"
-            self._fail(delivery, Overloaded(why, retry_after_ms=RETRY_AFTER_MS))
+            self._fail(delivery, errors.Overloaded(why, retry_after_ms=RETRY_AFTER_MS))
             return
         held[tenant] += size
         task = asyncio.get_running_loop().create_task(self._answer_long(delivery, name, tenant, now_us))
@@ -191,16 +171,18 @@ class Queries:
             self._long_bytes += Counter()  # drops the zeros
         self._answer(delivery, name, found)
 
-    def _answer(self, delivery: Delivery, name: str, found: dict[str, Any] | HeadraceError) -> None:
+    def _answer(self, delivery: Delivery, name: str, found: dict[str, Any] | errors.HeadraceError) -> None:
         try:
-            if isinstance(found, HeadraceError):
+            if isinstance(found, errors.HeadraceError):
                 raise found
             self._mailbox.bus.publish(delivery.reply, to_json({**found, "model": name}))
-        except HeadraceError as error:  # PayloadTooLarge, too: the ids of a long prompt
+        except errors.HeadraceError as error:  # PayloadTooLarge, too: the ids of a long prompt
             self._fail(delivery, error)
         except Exception as error:  # a bug is a 500 for this client, never silence
             log.exception("a question for tokens failed")
-            self._fail(delivery, EngineError(f"the tokenizer failed on this request: {type(error).__name__}"))
+            self._fail(
+                delivery, errors.EngineError(f"the tokenizer failed on this request: {type(error).__name__}")
+            )
 
     def _on_any_model(self, delivery: Delivery) -> None:
         names = subjects.names_in(delivery.subject)
@@ -208,7 +190,7 @@ class Queries:
             return
         if names is None:
             param, why = subjects.wrong_name(delivery.subject, "model")
-            self._fail(delivery, BadRequest(why, param=param))
+            self._fail(delivery, errors.BadRequest(why, param=param))
             return
         tenant, model = names
         if model in self._model.names:
@@ -216,7 +198,7 @@ class Queries:
         try:
             if self._forward(delivery, tenant, model):
                 return
-        except PayloadTooLarge as error:  # with the header of an alias
+        except errors.PayloadTooLarge as error:  # with the header of an alias
             self._fail(delivery, error)
             return
         if (waiting := self._unsure.get(model)) is not None and len(waiting) < MAX_UNSURE:
@@ -261,20 +243,22 @@ class Queries:
 
     def _refuse(self, delivery: Delivery, tenant: str, model: str) -> None:
         served = [*self.served(), *(alias.name for alias in self._table.all())]
-        error: HeadraceError
+        error: errors.HeadraceError
         clock = self._mailbox.clock
         if self.is_served(model) or model in self._awaited:
-            error = Unavailable(
+            error = errors.Unavailable(
                 f"no service answers for model {model!r}; see `headrace status`, or try again",
                 retry_after_ms=RETRY_AFTER_MS,
             )
         else:
             names = ", ".join(sorted(served))
-            error = UnknownModel(f"no service serves model {model!r}; ask for one of: {names}", param="model")
+            error = errors.UnknownModel(
+                f"no service serves model {model!r}; ask for one of: {names}", param="model"
+            )
         tracer, trace = self._mailbox.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (trace, "") if tracer is None else tracer.begin(trace)
         now_us = clock.wall_us()
-        origin = Origin(tenant, now_us, now_us, parent_span)
+        origin = prepare.Origin(tenant, now_us, now_us, parent_span)
         refuse(self._mailbox, model, Fail(delivery.reply, "", error, trace, origin))
 
     def is_served(self, model: str) -> bool:
@@ -285,7 +269,7 @@ class Queries:
         """The largest `figure` that a ready tokenizer on this server reports."""
         return max((peers.max_load("tokenizer", figure, "") for peers in self._fleets.values()), default=0)
 
-    def _fail(self, delivery: Delivery, error: HeadraceError) -> None:
+    def _fail(self, delivery: Delivery, error: errors.HeadraceError) -> None:
         trace = traces.from_headers(delivery.headers)
         body = error_reply(error, "", trace)
         self._mailbox.bus.publish(delivery.reply, body, headers=end_headers(error, trace))
@@ -293,7 +277,7 @@ class Queries:
     def _on_beat(self, delivery: Delivery) -> None:
         try:
             envelope = codec.decode(delivery.data)
-        except WireError:
+        except errors.WireError:
             return  # from a fleet with another version
         if isinstance(envelope.message, Heartbeat):
             peers = self._fleets.setdefault(delivery.subject.split(".")[1], Peers())
@@ -376,30 +360,32 @@ def models_body(
     return {"object": "list", "data": sorted(entries, key=lambda entry: str(entry["id"]))}
 
 
-def tokenize_body(data: bytes, model: ServedModel, wall_us: int) -> dict[str, Any]:
+def tokenize_body(data: bytes, model: prepare.ServedModel, wall_us: int) -> dict[str, Any]:
     """Token ids of the `prompt`, `messages` or `input` in `data`, the same as for a generate request. Raises
     BadRequest."""
-    request = read_request(read_body(data))
+    request = prepare.read_request(prepare.read_body(data))
     if isinstance(request, EmbeddingRequest):
-        ids = encode_input(request, model)
+        ids = prepare.encode_input(request, model)
     else:
         tools = read_tools(request)
         grammar_of(request, tools)  # raises for a wrong one
-        ids = encode_prompt(request, tools, model, wall_us)
+        ids = prepare.encode_prompt(request, tools, model, wall_us)
     return {"model": model.name, "count": len(ids), "tokens": ids}
 
 
-def _tokenized(data: bytes, model: ServedModel, wall_us: int) -> dict[str, Any] | HeadraceError:
+def _tokenized(
+    data: bytes, model: prepare.ServedModel, wall_us: int
+) -> dict[str, Any] | errors.HeadraceError:
     """The answer of `tokenize_body`, or its error."""
     try:
         return tokenize_body(data, model, wall_us)
     except RecursionError:
-        return BadRequest("the body is nested too deeply; send flat messages")
-    except HeadraceError as error:
+        return errors.BadRequest("the body is nested too deeply; send flat messages")
+    except errors.HeadraceError as error:
         return error
     except Exception as error:  # a bug is a 500 for this client, never silence
         log.exception("a question for tokens failed")
-        return EngineError(f"the tokenizer failed on this request: {type(error).__name__}")
+        return errors.EngineError(f"the tokenizer failed on this request: {type(error).__name__}")
 
 
 def refuse(mailbox: Mailbox, model: str, fail: Fail) -> None:
@@ -444,7 +430,7 @@ class Checks:
     """Answers `check` for one tokenizer."""
 
     def __init__(
-        self, mailbox: Mailbox, model: ServedModel, classes: Callable[[str], tuple[str, ...]]
+        self, mailbox: Mailbox, model: prepare.ServedModel, classes: Callable[[str], tuple[str, ...]]
     ) -> None:
         """`classes`: the service classes that a tenant may use."""
         self._mailbox, self._model, self._classes = mailbox, model, classes
@@ -466,7 +452,9 @@ class Checks:
         if not access.answerable(self._mailbox.bus, delivery):
             return
         if len(self._running) >= MAX_CHECKS:
-            busy = Overloaded("this tokenizer validates too many requests: try again", retry_after_ms=1_000)
+            busy = errors.Overloaded(
+                "this tokenizer validates too many requests: try again", retry_after_ms=1_000
+            )
             self._mailbox.bus.publish(delivery.reply, error_reply(busy, "", ""))
             return
         task = asyncio.get_running_loop().create_task(self._check(delivery))
@@ -475,7 +463,7 @@ class Checks:
 
     async def _check(self, delivery: Delivery) -> None:
         tenant = subjects.name_at(delivery.subject, 3)
-        submission = Submission(
+        submission = prepare.Submission(
             tenant=tenant,
             inbox=access.reply_inbox(access.user_of("keeper"), subjects.token(tenant), delivery.reply),
             body=delivery.data,
@@ -485,10 +473,14 @@ class Checks:
             classes=self._classes(tenant),
         )
         loop = asyncio.get_running_loop()
-        outcome = (await loop.run_in_executor(self._thread, prepared, submission, self._model)).outcome
+        outcome = (
+            await loop.run_in_executor(self._thread, prepare.prepared, submission, self._model)
+        ).outcome
         if isinstance(outcome, Tokenized) and outcome.pooling:
-            outcome = BadRequest("`input`: vectors are not kept for later; do not submit it", param="input")
-        if isinstance(outcome, HeadraceError):
+            outcome = errors.BadRequest(
+                "`input`: vectors are not kept for later; do not submit it", param="input"
+            )
+        if isinstance(outcome, errors.HeadraceError):
             body = error_reply(outcome, "", "")
         else:
             chosen = {name: getattr(outcome.sampling, name) for name in self._model.defaults.fields}

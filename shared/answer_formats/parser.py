@@ -24,33 +24,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from shared.answer_formats import formats, notations
 from shared.answer_formats.arguments import Argument
-from shared.answer_formats.formats import (
-    NAME,
-    Braces,
-    Channels,
-    Format,
-    Json,
-    Keyed,
-    Named,
-    Python,
-    Xml,
-    chosen,
-)
-from shared.answer_formats.notations import (
-    Calls,
-    JsonScanner,
-    PythonScanner,
-    arguments_of,
-    braces_call,
-    dumps,
-    escaped,
-    json_calls,
-    keyed_calls,
-    python_calls,
-    unquoted,
-    value_of,
-)
 from shared.answer_formats.reader import (
     ARGUMENTS,
     CONTENT,
@@ -66,7 +41,10 @@ from shared.answer_formats.reader import (
 )
 
 _SCALAR = re.compile(r"\s*([^\s,}\]<]{1,64})(?=[\s,}\]<])")
-_CHANNEL, _RECIPIENT = re.compile("analysis|commentary|final"), re.compile(rf"\bto=(?:functions\.)?{NAME}")
+_CHANNEL, _RECIPIENT = (
+    re.compile("analysis|commentary|final"),
+    re.compile(rf"\bto=(?:functions\.)?{formats.NAME}"),
+)
 _MESSAGE = re.compile(r"(?P<head>.*?)<\|message\|>", re.DOTALL)
 _STARTS = ("<|start|>", "<|channel|>")
 _ENDS = (*_STARTS, "<|end|>", "<|return|>", "<|call|>")
@@ -82,8 +60,8 @@ _HEAD_OF_OBJECT = re.compile(
 )
 
 
-def _python_or_json(text: str) -> Calls | None:
-    return python_calls(text) or json_calls(text)
+def _python_or_json(text: str) -> notations.Calls | None:
+    return notations.python_calls(text) or notations.json_calls(text)
 
 
 class AnswerParser:
@@ -91,7 +69,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        form: Format,
+        form: formats.Format,
         *,
         thinking: bool = False,
         tools: Mapping[str, Any] | None = None,
@@ -104,7 +82,7 @@ class AnswerParser:
         self._most = (NO_LIMIT if parallel else 1) if tools is not None else 0
         self._bare = False  # no marker stands before the call that is read
         self._reader = Reader()
-        channels = isinstance(form.notations[0], Channels)
+        channels = isinstance(form.notations[0], formats.Channels)
         self._machine = self._channels() if channels else self._answer(thinking)
 
     @property
@@ -223,15 +201,15 @@ class AnswerParser:
         for notation in self._form.notations:
             failed: str | None = ""
             match notation:
-                case Json() if first and first in "[{":
+                case formats.Json() if first and first in "[{":
                     failed = yield from self._json()
-                case Named() | Xml() if first and first not in "[{":
+                case formats.Named() | formats.Xml() if first and first not in "[{":
                     failed = yield from self._headed(notation)
-                case Keyed() if first and first in "[{":
-                    failed = yield from self._whole(JsonScanner().scan, keyed_calls)
-                case Python() if first == "[" or first.isidentifier():
-                    failed = yield from self._whole(PythonScanner().scan, _python_or_json)
-                case Braces() if (yield from reader.literal("call:", step=False)):
+                case formats.Keyed() if first and first in "[{":
+                    failed = yield from self._whole(notations.JsonScanner().scan, notations.keyed_calls)
+                case formats.Python() if first == "[" or first.isidentifier():
+                    failed = yield from self._whole(notations.PythonScanner().scan, _python_or_json)
+                case formats.Braces() if (yield from reader.literal("call:", step=False)):
                     failed = yield from self._braces(notation)
             if failed is None or failed:
                 return failed
@@ -242,7 +220,7 @@ class AnswerParser:
         functions."""
         return not (self._bare and self._tools) or name in self._tools
 
-    def _all(self, found: Calls | None) -> bool:
+    def _all(self, found: notations.Calls | None) -> bool:
         if not all(self._knows(name) for name, _ in found or ()):
             return False
         room = self._most - self._reader.calls
@@ -291,13 +269,13 @@ class AnswerParser:
             seen = reader.text[reader.at : reader.at + MAX_HEAD].lstrip()
             bare = seen.lstrip("{").lstrip()
             wrong = seen[:1] not in ("", "{") or bare[:1] not in ("", '"')
-            if wrong or reader.ended or len(seen) >= MAX_HEAD or JsonScanner().scan(seen, 0)[2]:
+            if wrong or reader.ended or len(seen) >= MAX_HEAD or notations.JsonScanner().scan(seen, 0)[2]:
                 break
             yield
         if wrong:
             return ""
-        text, _ = yield from reader.collect(JsonScanner().scan)
-        return None if self._all(json_calls(text)) else text
+        text, _ = yield from reader.collect(notations.JsonScanner().scan)
+        return None if self._all(notations.json_calls(text)) else text
 
     def _rest_of_object(self) -> Truth:
         """Step over further keys and the closing brace, if they are there."""
@@ -307,7 +285,7 @@ class AnswerParser:
         if not (yield from reader.literal(",", step=False)):
             return False
         while True:
-            _, used, done = JsonScanner(1).scan(reader.text[reader.at : reader.at + MAX_HEAD], 0)
+            _, used, done = notations.JsonScanner(1).scan(reader.text[reader.at : reader.at + MAX_HEAD], 0)
             if done:
                 reader.at += used
                 return True
@@ -321,7 +299,7 @@ class AnswerParser:
         first = yield from reader.peek()
         yield from reader.literal(first, step=False)
         reader.at = reader.text.index(first, reader.at) if first else reader.at
-        scanner = JsonScanner()
+        scanner = notations.JsonScanner()
         if first and first in "{[":
             done = False
             while not done:
@@ -334,15 +312,18 @@ class AnswerParser:
             return True
         if first == '"':
             text, done = yield from reader.collect(scanner.scan)
-            reader.emit(ARGUMENTS, value_of(text) if not done else arguments_of(unquoted(text)))
+            reader.emit(
+                ARGUMENTS,
+                notations.value_of(text) if not done else notations.arguments_of(notations.unquoted(text)),
+            )
             return done
         found = yield from reader.match(_SCALAR, 80)
-        reader.emit(ARGUMENTS, "{}" if found is None or found[1] == "null" else value_of(found[1]))
+        reader.emit(ARGUMENTS, "{}" if found is None or found[1] == "null" else notations.value_of(found[1]))
         return found is not None
 
-    def _headed(self, notation: Named | Xml) -> NoCall:
+    def _headed(self, notation: formats.Named | formats.Xml) -> NoCall:
         reader = self._reader
-        if isinstance(notation, Xml):
+        if isinstance(notation, formats.Xml):
             begins = notation.head_begins
             if begins and not (yield from reader.literal(begins, step=False)):
                 return ""
@@ -350,13 +331,13 @@ class AnswerParser:
         if found is None:
             return ""
         reader.start(found["name"])
-        if isinstance(notation, Named) or (yield from reader.peek()) == "{":
+        if isinstance(notation, formats.Named) or (yield from reader.peek()) == "{":
             yield from self._value()
         else:
             yield from self._arguments(notation, found["name"])
         return None
 
-    def _arguments(self, notation: Xml, function: str) -> Truth:
+    def _arguments(self, notation: formats.Xml, function: str) -> Truth:
         """Arguments that have tags of their own, as one JSON object."""
         reader, key_of = self._reader, re.compile(r"\s*" + notation.key)
         separator = "{"
@@ -364,7 +345,7 @@ class AnswerParser:
             found = yield from reader.match(key_of)
             if found is None:
                 break
-            reader.emit(ARGUMENTS, f"{separator}{dumps(found['key'])}: ")
+            reader.emit(ARGUMENTS, f"{separator}{notations.dumps(found['key'])}: ")
             argument = Argument(self._tools.get(function), found["key"])
             if not (yield from self._argument(notation, argument)):
                 return False
@@ -372,7 +353,7 @@ class AnswerParser:
         reader.emit(ARGUMENTS, "}" if separator == ", " else "{}")
         return True
 
-    def _argument(self, notation: Xml, argument: Argument) -> Text:
+    def _argument(self, notation: formats.Xml, argument: Argument) -> Text:
         """One value: a text as it arrives, any other when it is complete."""
         reader, held, breaks = self._reader, list[str](), ["", ""]
         fresh, string = notation.newlines, argument.streams
@@ -387,13 +368,13 @@ class AnswerParser:
             text = breaks[0] + text
             breaks[0] = "\n" if notation.newlines and text.endswith("\n") else ""
             text = text.removesuffix("\n") if breaks[0] else text
-            held.append(text) if not string else reader.emit(ARGUMENTS, escaped(text))
+            held.append(text) if not string else reader.emit(ARGUMENTS, notations.escaped(text))
 
         if string:
             reader.emit(ARGUMENTS, '"')
         end = yield from reader.until((notation.value_ends,), show, NO_LIMIT if string else MAX_HELD)
         if not string and not end and not reader.ended:  # too long to hold: it is a text
-            reader.emit(ARGUMENTS, '"' + escaped("".join(held)))
+            reader.emit(ARGUMENTS, '"' + notations.escaped("".join(held)))
             string = True
             end = yield from reader.until((notation.value_ends,), show)
         if not string:
@@ -402,11 +383,11 @@ class AnswerParser:
             reader.emit(ARGUMENTS, '"')
         return end
 
-    def _whole(self, scan: Scan, calls_in: Callable[[str], Calls | None]) -> NoCall:
+    def _whole(self, scan: Scan, calls_in: Callable[[str], notations.Calls | None]) -> NoCall:
         text, _ = yield from self._reader.collect(scan)
         return None if self._all(calls_in(text)) else text
 
-    def _braces(self, notation: Braces) -> NoCall:
+    def _braces(self, notation: formats.Braces) -> NoCall:
         """Everything up to a marker that stands in no text."""
         reader, held, quotes = self._reader, list[str](), 0
         ends = self._form.ends
@@ -418,7 +399,7 @@ class AnswerParser:
             quotes += found == notation.quote
             held.append(found)
         text = "".join(held)
-        return None if self._all(braces_call(text, notation.quote)) else text + found
+        return None if self._all(notations.braces_call(text, notation.quote)) else text + found
 
 
 _ERRORS = "surrogateescape"  # bytes that are no text stay what they are
@@ -428,7 +409,7 @@ _END = "<|end|>"  # of a message of harmony
 def reasoning_tokens(answer_format: str, ids: Sequence[int], table: Sequence[bytes]) -> int | None:
     """The tokens of `ids` that are reasoning; None if answers of this format have none. `table`: the bytes of
     each token."""
-    form, thinking = chosen(answer_format)
+    form, thinking = formats.chosen(answer_format)
     if form is None or not can_reason(form):
         return None
     tokens = [table[i] if i < len(table) else b"" for i in ids]
@@ -443,7 +424,7 @@ def reasoning_tokens(answer_format: str, ids: Sequence[int], table: Sequence[byt
     return count
 
 
-def _reasoning(form: Format, text: str, *, thinking: bool) -> Iterator[str]:
+def _reasoning(form: formats.Format, text: str, *, thinking: bool) -> Iterator[str]:
     """The pieces of reasoning. The rest of the answer is not parsed: only harmony reasons again."""
     if form.think is not None and not thinking and not text.lstrip().startswith(form.think[0]):
         return
@@ -458,10 +439,10 @@ def _reasoning(form: Format, text: str, *, thinking: bool) -> Iterator[str]:
                 return
 
 
-def can_reason(form: Format) -> bool:
+def can_reason(form: formats.Format) -> bool:
     """Whether answers of this format may have reasoning."""
     return form.think is not None or _channels(form)
 
 
-def _channels(form: Format) -> bool:
-    return isinstance(form.notations[0], Channels)
+def _channels(form: formats.Format) -> bool:
+    return isinstance(form.notations[0], formats.Channels)

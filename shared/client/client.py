@@ -23,25 +23,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from shared import errors
 from shared.client.follow import ENDED, RESUME_S, AttachAgain, Followed, Patience
 from shared.clock import TIMER_S, timer_s
-from shared.errors import (
-    NO_TEMPLATE,
-    NO_TEXT,
-    NO_VECTOR,
-    BadRequest,
-    Cancelled,
-    DeadlineExceeded,
-    EngineError,
-    HeadraceError,
-    Moved,
-    Overloaded,
-    PayloadTooLarge,
-    Unavailable,
-    UnknownRequest,
-    error_body,
-    from_code,
-)
 from shared.messages import Floats
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery, NoResponders, RequestTimeout
@@ -72,15 +56,15 @@ LEAVE = b'{"leave":true}'  # body of an attach: its reader wants no more
 Body = dict[str, Any]
 
 
-class NoAnswer(DeadlineExceeded):
+class NoAnswer(errors.DeadlineExceeded):
     """The client's own time limit passed without a message from the service."""
 
 
-class MissingFrame(EngineError):
+class MissingFrame(errors.EngineError):
     """A frame is missing, and the stream did not start over."""
 
 
-class SlowReader(HeadraceError):
+class SlowReader(errors.HeadraceError):
     """Too many unread frames: the request was ended."""
 
     code, type = 408, "slow_reader"
@@ -130,9 +114,9 @@ class Client:
         ) as replies:
             async for reply in replies:
                 if "input" in body and "embedding" not in reply:
-                    raise Unavailable(NO_VECTOR, retry_after_ms=OTHER_VERSION_MS)
+                    raise errors.Unavailable(errors.NO_VECTOR, retry_after_ms=OTHER_VERSION_MS)
                 return reply
-        raise EngineError("the service ended the request without an answer")
+        raise errors.EngineError("the service ended the request without an answer")
 
     async def embed(self, body: Mapping[str, Any], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Floats:
         """The vector of the `input` in `body`. Raises like `complete`."""
@@ -233,7 +217,7 @@ class Client:
         if place.ignores(delivery.subject, delivery.reply, frame):
             return None
         error = error_of(frame)
-        if isinstance(error, Overloaded) and "attempt" not in frame:
+        if isinstance(error, errors.Overloaded) and "attempt" not in frame:
             raise AttachAgain
         place.ended = True
         raise error
@@ -245,7 +229,7 @@ class Client:
         except NoResponders:
             return {}
         except RequestTimeout as error:
-            return dict(error_body(error))
+            return dict(errors.error_body(error))
 
     @property
     def waiting(self) -> int:
@@ -260,7 +244,7 @@ class Client:
             if not replies.count and replies.model == of_model:
                 replies.send_again()
 
-    def fail(self, error: HeadraceError) -> None:
+    def fail(self, error: errors.HeadraceError) -> None:
         """End all running requests; their readers get this error after the received frames."""
         for replies in self._waiting.values():
             replies.fail(error)
@@ -311,7 +295,7 @@ class Client:
         """Send `body` and yield the messages of the reply up to the last one."""
         model = str(body.get("model", ""))
         if not model:
-            raise BadRequest("the request has no model: add `model`", param="model")
+            raise errors.BadRequest("the request has no model: add `model`", param="model")
         request_id = str(body.setdefault("request_id", secrets.token_hex(11)))
         subject, data = self._written(model, body)
         reply, order = self._new_reply(), FrameOrder()
@@ -396,7 +380,7 @@ class Client:
         for reply, count in counts.items():
             replies = self._waiting.get(reply)
             if replies is not None and replies.count == count:
-                replies.fail(Unavailable(_CUT))
+                replies.fail(errors.Unavailable(_CUT))
 
     def _on_reply(self, delivery: Delivery) -> None:
         replies = self._waiting.get(delivery.subject)
@@ -456,15 +440,15 @@ async def probe(client: Client, model: str) -> str:
     client = client.as_tenant(subjects.PROBE_TENANT)
     try:
         await _begun(client, {"model": model, **PROBE, "temperature": 0})
-    except BadRequest as error:
-        if error.message != NO_TEMPLATE:
+    except errors.BadRequest as error:
+        if error.message != errors.NO_TEMPLATE:
             raise
     else:
         return "messages"
     try:
         await _begun(client, {"model": model, "prompt": "Hello", "temperature": 0})
-    except BadRequest as error:
-        if not error.message.endswith(NO_TEXT):
+    except errors.BadRequest as error:
+        if not error.message.endswith(errors.NO_TEXT):
             raise
         await client.embed({"model": model, "input": "Hello"}, timeout_s=PROBE_TIMEOUT_S)
         return "input"
@@ -472,22 +456,24 @@ async def probe(client: Client, model: str) -> str:
 
 
 async def _begun(client: Client, body: Body) -> None:
-    with contextlib.suppress(Cancelled):
+    with contextlib.suppress(errors.Cancelled):
         async for frame in client.stream(body, timeout_s=PROBE_TIMEOUT_S):
             if frame["type"] == "delta":
                 client.cancel(str(frame["request_id"]))  # then read to the end, so that nothing is left of it
 
 
-def error_of(body: Mapping[str, Any]) -> HeadraceError:
+def error_of(body: Mapping[str, Any]) -> errors.HeadraceError:
     """The error of a public error body, with its parameter."""
     fields = body["error"]
     try:
-        if fields.get("type") == Moved.type:  # its code is also that of another error
-            return Moved(str(fields["message"]))
-        error = from_code(int(fields["code"]), str(fields["message"]), int(fields.get("retry_after_ms") or 0))
+        if fields.get("type") == errors.Moved.type:  # its code is also that of another error
+            return errors.Moved(str(fields["message"]))
+        error = errors.from_code(
+            int(fields["code"]), str(fields["message"]), int(fields.get("retry_after_ms") or 0)
+        )
         error.param = fields.get("param")
     except (KeyError, TypeError, ValueError, AttributeError):
-        return EngineError(f"the service answered with an error of another form: {fields!r:.200}")
+        return errors.EngineError(f"the service answered with an error of another form: {fields!r:.200}")
     return error
 
 
@@ -498,14 +484,16 @@ def _of_record(place: Followed, record: Body) -> Iterator[Body]:
     yield from place.of_record(record)
 
 
-def _lost(request_id: str, state: Body) -> HeadraceError:
+def _lost(request_id: str, state: Body) -> errors.HeadraceError:
     """Why a request cannot be followed: `state` is the keeper's last answer."""
-    if state and (error := error_of(state)).code != UnknownRequest.code:
+    if state and (error := error_of(state)).code != errors.UnknownRequest.code:
         return error
     what = (
         "it runs nowhere, and no record of it is kept" if state else "it runs nowhere, and no keeper answers"
     )
-    return UnknownRequest(f"no request {request_id!r:.140} of this tenant is known: {what}", param="id")
+    return errors.UnknownRequest(
+        f"no request {request_id!r:.140} of this tenant is known: {what}", param="id"
+    )
 
 
 async def request_all(
@@ -564,17 +552,17 @@ def _json(body: Mapping[str, Any]) -> bytes:
         raise _unwritable(why) from None
 
 
-def _no_service(model: str) -> Unavailable:
+def _no_service(model: str) -> errors.Unavailable:
     why = f"no service answers for model {model!r}: start one with `headrace up`, or see `headrace status`"
-    return Unavailable(why, retry_after_ms=round(AGAIN_S * 1e3))
+    return errors.Unavailable(why, retry_after_ms=round(AGAIN_S * 1e3))
 
 
 def _no_answer(request_id: str, timeout_s: float) -> NoAnswer:
     return NoAnswer(f"no answer to request {request_id} within {timeout_s:g} s: see `headrace status`")
 
 
-def _unwritable(why: str) -> BadRequest:
-    return BadRequest(f"the request {why}: send flat values of whole characters")
+def _unwritable(why: str) -> errors.BadRequest:
+    return errors.BadRequest(f"the request {why}: send flat values of whole characters")
 
 
 def _read(data: bytes) -> Body | None:
@@ -591,7 +579,9 @@ def _message(delivery: Delivery, model: str) -> Body:
         raise _no_service(model)
     message = _read(delivery.data)
     if message is None:
-        raise EngineError(f"the service answered with something that is not JSON: {delivery.data[:80]!r}")
+        raise errors.EngineError(
+            f"the service answered with something that is not JSON: {delivery.data[:80]!r}"
+        )
     return message
 
 
@@ -614,7 +604,7 @@ class UnreadFrames:
         self._total.streams += 1
         self._deliveries: deque[Delivery] = deque()
         self._bytes = 0
-        self._failure: HeadraceError | None = None
+        self._failure: errors.HeadraceError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader: asyncio.Future[None] | None = None  # waits until `_due_s`
         self._due_s = 0.0
@@ -660,16 +650,16 @@ class UnreadFrames:
         """Publish the request once more; the queue ends if the server's limit has become too low for it."""
         try:
             self.send()
-        except PayloadTooLarge as error:
+        except errors.PayloadTooLarge as error:
             self.fail(error)
 
-    def fail(self, error: HeadraceError) -> None:
+    def fail(self, error: errors.HeadraceError) -> None:
         """End the queue: the reader gets this error after the waiting messages."""
         self._failure = error
         self._wake()
 
     @property
-    def failure(self) -> HeadraceError | None:
+    def failure(self) -> errors.HeadraceError | None:
         """The error that ended the queue."""
         return self._failure
 

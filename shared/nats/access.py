@@ -32,23 +32,8 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from shared.errors import SetupError
+from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
-from shared.nats.subjects import (
-    ALIAS_ALL,
-    ALIAS_STREAM,
-    ALIASES,
-    FILE_STREAM,
-    HOOK_STREAM,
-    LOAD_ALL,
-    PUBLIC,
-    RECORD_STREAM,
-    STATE_STREAM,
-    STORE,
-    WORK_STREAM,
-    is_inbox,
-    token,
-    untoken,
-)
 
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 SERVICE_PREFIX = "headrace-"
@@ -60,7 +45,7 @@ _ACCOUNTS = "tenants=accounts"  # in the query of a URL
 CLASSES = ("interactive", "standard", "batch")  # service classes, the highest first
 DEFAULT_CLASSES = ("standard", "batch")  # of a tenant without an entry in `tenant_classes`
 
-_STREAMS = (WORK_STREAM, RECORD_STREAM, FILE_STREAM, STATE_STREAM)
+_STREAMS = (subjects.WORK_STREAM, subjects.RECORD_STREAM, subjects.FILE_STREAM, subjects.STATE_STREAM)
 _MAILBOXES = {  # sender -> receivers
     "tokenizer": ("scheduler", "tokenizer"),
     "scheduler": ("tokenizer", "executor", "kv_offload", "detokenizer"),
@@ -73,82 +58,87 @@ _MAILBOXES = {  # sender -> receivers
 SERVICES = tuple(_MAILBOXES)
 _READS = {
     "tokenizer": (
-        f"{PUBLIC}.generate.*.*",
-        f"{PUBLIC}.cancel.*.*",
-        f"{PUBLIC}.tokenize.*.*",
-        f"{PUBLIC}.detokenize.*.*",  # of aliases, to forward
-        f"{PUBLIC}.alias.*",
-        f"{PUBLIC}.models",
-        f"{PUBLIC}.models.*",
+        f"{subjects.PUBLIC}.generate.*.*",
+        f"{subjects.PUBLIC}.cancel.*.*",
+        f"{subjects.PUBLIC}.tokenize.*.*",
+        f"{subjects.PUBLIC}.detokenize.*.*",  # of aliases, to forward
+        f"{subjects.PUBLIC}.alias.*",
+        f"{subjects.PUBLIC}.models",
+        f"{subjects.PUBLIC}.models.*",
         "hr.*.beat.tokenizer.*",
-        f"{STORE}.check.*.*",
+        f"{subjects.STORE}.check.*.*",
     ),
     "scheduler": (
-        f"{PUBLIC}.cancel.*.*",
-        f"{PUBLIC}.trace.*",
-        f"{PUBLIC}.events.*.snapshot",
-        f"{PUBLIC}.policy.*",
-        f"{PUBLIC}.sleep.*",
+        f"{subjects.PUBLIC}.cancel.*.*",
+        f"{subjects.PUBLIC}.trace.*",
+        f"{subjects.PUBLIC}.events.*.snapshot",
+        f"{subjects.PUBLIC}.policy.*",
+        f"{subjects.PUBLIC}.sleep.*",
     ),
     "detokenizer": (
-        *(f"{PUBLIC}.{verb}.*.*" for verb in ("detokenize", "cancel", "attach")),
+        *(f"{subjects.PUBLIC}.{verb}.*.*" for verb in ("detokenize", "cancel", "attach")),
         "_R.*.*",
-        f"{STORE}.resume.*.*",
+        f"{subjects.STORE}.resume.*.*",
     ),
     "keeper": (
         *(
-            f"{PUBLIC}.{verb}.*.*"
+            f"{subjects.PUBLIC}.{verb}.*.*"
             for verb in ("submit", "result", "cancel", "delete", "keep", "files", "batches", "forward")
         ),
-        f"{PUBLIC}.done.*.*",
-        f"{STORE}.runs.*.*",
+        f"{subjects.PUBLIC}.done.*.*",
+        f"{subjects.STORE}.runs.*.*",
     ),
 }
 # The inbox of a request travels to the detokenizer in a message; the tokenizer's answer may follow late.
 _WRITES = {
     "tokenizer": (
-        *(f"{INBOX}.>", "hr.beat_ask", f"{PUBLIC}.models"),  # see queries.py
-        *(f"{PUBLIC}.{verb}.*.*" for verb in ("generate", "tokenize", "detokenize")),  # forwarded: aliases.py
-        *(ALIASES, ALIAS_ALL),
-        *(f"$JS.API.STREAM.{verb}.{ALIAS_STREAM}" for verb in ("INFO", "CREATE")),
-        *(f"$JS.API.DIRECT.GET.{ALIAS_STREAM}.>", f"$JS.API.STREAM.MSG.GET.{ALIAS_STREAM}"),
+        *(f"{INBOX}.>", "hr.beat_ask", f"{subjects.PUBLIC}.models"),  # see queries.py
+        *(
+            f"{subjects.PUBLIC}.{verb}.*.*" for verb in ("generate", "tokenize", "detokenize")
+        ),  # forwarded: aliases.py
+        *(subjects.ALIASES, subjects.ALIAS_ALL),
+        *(f"$JS.API.STREAM.{verb}.{subjects.ALIAS_STREAM}" for verb in ("INFO", "CREATE")),
+        *(f"$JS.API.DIRECT.GET.{subjects.ALIAS_STREAM}.>", f"$JS.API.STREAM.MSG.GET.{subjects.ALIAS_STREAM}"),
     ),
-    "gateway": (ALIASES,),
-    "scheduler": (f"{PUBLIC}.events.*",),
-    "detokenizer": (f"{INBOX}.>", f"{STORE}.state.*.*"),
+    "gateway": (subjects.ALIASES,),
+    "scheduler": (f"{subjects.PUBLIC}.events.*",),
+    "detokenizer": (f"{INBOX}.>", f"{subjects.STORE}.state.*.*"),
     "keeper": (
-        f"{PUBLIC}.generate.*.*",
-        f"{PUBLIC}.cancel.*.*",
-        f"{PUBLIC}.models",
-        f"{PUBLIC}.done.*.*",
-        f"{PUBLIC}.forward.*.*",
-        f"{STORE}.>",
+        f"{subjects.PUBLIC}.generate.*.*",
+        f"{subjects.PUBLIC}.cancel.*.*",
+        f"{subjects.PUBLIC}.models",
+        f"{subjects.PUBLIC}.done.*.*",
+        f"{subjects.PUBLIC}.forward.*.*",
+        f"{subjects.STORE}.>",
         f"{INBOX}.*.{MAPPED}.>",  # the permission to answer is for the subject before `mapped`
         *(
             f"$JS.API.STREAM.{verb}.{stream}"
             for verb in ("INFO", "CREATE")
-            for stream in (*_STREAMS, HOOK_STREAM)
+            for stream in (*_STREAMS, subjects.HOOK_STREAM)
         ),
         *(f"$JS.API.DIRECT.GET.{stream}.>" for stream in _STREAMS),
         *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in _STREAMS),
-        *(f"$JS.API.STREAM.PURGE.{stream}" for stream in (FILE_STREAM, STATE_STREAM, HOOK_STREAM)),
-        f"$JS.API.CONSUMER.CREATE.{WORK_STREAM}.*.{STORE}.work.*.>",
-        f"$JS.API.CONSUMER.CREATE.{HOOK_STREAM}.*.{STORE}.hook.*.>",
-        f"$JS.API.CONSUMER.DELETE.{WORK_STREAM}.*",
-        f"$JS.API.CONSUMER.LIST.{WORK_STREAM}",
-        *(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*" for stream in (WORK_STREAM, HOOK_STREAM)),
-        *(f"$JS.ACK.{stream}.>" for stream in (WORK_STREAM, HOOK_STREAM)),
+        *(
+            f"$JS.API.STREAM.PURGE.{stream}"
+            for stream in (subjects.FILE_STREAM, subjects.STATE_STREAM, subjects.HOOK_STREAM)
+        ),
+        f"$JS.API.CONSUMER.CREATE.{subjects.WORK_STREAM}.*.{subjects.STORE}.work.*.>",
+        f"$JS.API.CONSUMER.CREATE.{subjects.HOOK_STREAM}.*.{subjects.STORE}.hook.*.>",
+        f"$JS.API.CONSUMER.DELETE.{subjects.WORK_STREAM}.*",
+        f"$JS.API.CONSUMER.LIST.{subjects.WORK_STREAM}",
+        *(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*" for stream in (subjects.WORK_STREAM, subjects.HOOK_STREAM)),
+        *(f"$JS.ACK.{stream}.>" for stream in (subjects.WORK_STREAM, subjects.HOOK_STREAM)),
     ),
 }
 # The gateway alone may have an answer stored: a tenant has `submit`, and needs no way to fill the store.
-_KEEPS = f"{PUBLIC}.keep.*.*"
+_KEEPS = f"{subjects.PUBLIC}.keep.*.*"
 _VERBS = (
     "generate", "cancel", "tokenize", "detokenize", "submit", "result", "delete", "attach", "files",
     "batches",
 )  # fmt: skip
-_ASKS = (*(f"{PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{PUBLIC}.models.*")
+_ASKS = (*(f"{subjects.PUBLIC}.{verb}.*.*" for verb in _VERBS), f"{subjects.PUBLIC}.models.*")
 _IN_A_NAME = frozenset((*_VERBS, "models", "keep", "forward"))  # the tenant follows the verb
-_LOOKS = (f"{PUBLIC}.models", f"{PUBLIC}.status", f"{PUBLIC}.trace.*")
+_LOOKS = (f"{subjects.PUBLIC}.models", f"{subjects.PUBLIC}.status", f"{subjects.PUBLIC}.trace.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +215,7 @@ def tenant_of(url: str, default: str) -> str:
     if not user or user.startswith(SERVICE_PREFIX):
         return default
     try:
-        return untoken(user)
+        return subjects.untoken(user)
     except ValueError:
         raise SetupError(f"the user in nats_url is not a tenant of `headrace auth`: {user!r:.80}") from None
 
@@ -247,7 +237,7 @@ def mapped(asked: Delivery) -> Delivery:
     """The request with the subject at which a reply reaches its sender, at a server where each tenant has an
     account: `_INBOX.x` there is another subject in the account of the services; below `_INBOX.TENANT` both
     are the same. A reply subject that is no inbox stays, and is refused."""
-    verb, _, name = asked.subject.removeprefix(f"{PUBLIC}.").partition(".")
+    verb, _, name = asked.subject.removeprefix(f"{subjects.PUBLIC}.").partition(".")
     own = f"{INBOX}.{name.partition('.')[0]}."
     inbox = asked.reply.removeprefix(f"{INBOX}.")
     if verb not in _IN_A_NAME or not name or inbox == asked.reply or asked.reply.startswith(own):
@@ -264,11 +254,11 @@ def answerable(bus: Bus, asked: Delivery) -> bool:
     """True if an answer may go to the reply subject of `asked`. With the users of `headrace auth` it must lie
     below the inbox of the tenant in the subject or, for requests of services and the operator, below one of
     theirs: this service may publish where the sender of the request may not."""
-    if not is_inbox(asked.reply):
+    if not subjects.is_inbox(asked.reply):
         return False
     if not bus.user.startswith(SERVICE_PREFIX):
         return True
-    verb, _, name = asked.subject.removeprefix(f"{PUBLIC}.").partition(".")
+    verb, _, name = asked.subject.removeprefix(f"{subjects.PUBLIC}.").partition(".")
     below = f"{name.partition('.')[0]}." if verb in _IN_A_NAME and name else SERVICE_PREFIX
     return asked.reply.startswith(f"{INBOX}.{below}")
 
@@ -284,7 +274,7 @@ class Permissions:
 
 def of_service(kind: str, fleet: str) -> Permissions:
     """The permissions of a service `kind`, one of SERVICES."""
-    f, name = token(fleet), SERVICE_PREFIX + kind
+    f, name = subjects.token(fleet), SERVICE_PREFIX + kind
     asks = (*_ASKS, _KEEPS, *_LOOKS, f"hr.{f}.metrics") if kind == "gateway" else ()
     publish = (
         *(f"hr.{f}.{other}.*.in.*" for other in _MAILBOXES[kind]),
@@ -296,12 +286,12 @@ def of_service(kind: str, fleet: str) -> Permissions:
     subscribe = (
         f"hr.{f}.{kind}.*.in.*",
         *_READS.get(kind, ()),
-        *((ALIAS_ALL, ALIASES) if kind in ("tokenizer", "gateway", "keeper") else ()),
+        *((subjects.ALIAS_ALL, subjects.ALIASES) if kind in ("tokenizer", "gateway", "keeper") else ()),
         f"hr.{f}.beat.*.*",
         f"hr.{f}.beat_ask",
         "hr.beat_ask",
         f"hr.{f}.metrics",
-        f"{PUBLIC}.status",
+        f"{subjects.PUBLIC}.status",
         *(
             f"$SRV.{verb}{tail}"
             for verb in ("PING", "INFO", "STATS")
@@ -314,16 +304,27 @@ def of_service(kind: str, fleet: str) -> Permissions:
 
 def of_operator(fleet: str) -> Permissions:
     """The permissions of the operator's command line: requests for any tenant, the state of all services."""
-    f = token(fleet)
+    f = subjects.token(fleet)
     return Permissions(
         publish=(
-            *(*_ASKS, *_LOOKS, f"{PUBLIC}.events.*.snapshot", f"{PUBLIC}.policy.*", f"{PUBLIC}.alias.*"),
-            *(f"{PUBLIC}.sleep.*", LOAD_ALL),
+            *(
+                *_ASKS,
+                *_LOOKS,
+                f"{subjects.PUBLIC}.events.*.snapshot",
+                f"{subjects.PUBLIC}.policy.*",
+                f"{subjects.PUBLIC}.alias.*",
+            ),
+            *(f"{subjects.PUBLIC}.sleep.*", subjects.LOAD_ALL),
             *(f"hr.{f}.beat_ask", "$SRV.>"),
         ),
         subscribe=(
-            *(*_inboxes(OPERATOR), f"hr.{f}.beat.*.*", f"{PUBLIC}.events.*", f"{PUBLIC}.done.*.*"),
-            LOAD_ALL,  # `headrace up` answers
+            *(
+                *_inboxes(OPERATOR),
+                f"hr.{f}.beat.*.*",
+                f"{subjects.PUBLIC}.events.*",
+                f"{subjects.PUBLIC}.done.*.*",
+            ),
+            subjects.LOAD_ALL,  # `headrace up` answers
         ),
         answers=True,
     )
@@ -332,11 +333,11 @@ def of_operator(fleet: str) -> Permissions:
 def of_tenant(tenant: str) -> Permissions:
     """The permissions of a tenant: its own requests and replies. With accounts they are what the two accounts
     exchange."""
-    name = token(tenant)
-    own = tuple(f"{PUBLIC}.{verb}.{name}.*" for verb in _VERBS)
+    name = subjects.token(tenant)
+    own = tuple(f"{subjects.PUBLIC}.{verb}.{name}.*" for verb in _VERBS)
     return Permissions(
-        publish=(*own, f"{PUBLIC}.models.{name}"),
-        subscribe=(f"{INBOX}.{name}.>", f"{PUBLIC}.done.{name}.*"),
+        publish=(*own, f"{subjects.PUBLIC}.models.{name}"),
+        subscribe=(f"{INBOX}.{name}.>", f"{subjects.PUBLIC}.done.{name}.*"),
     )
 
 
@@ -346,7 +347,11 @@ def of_leaf() -> Permissions:
     patterns, and `generate.acme.*` is no part of `generate.*.MODEL`."""
     verbs = ("generate", "cancel", "tokenize", "detokenize", "attach", "forward", "files", "batches")
     return Permissions(
-        publish=(*(f"{PUBLIC}.{verb}.*.*" for verb in verbs), f"{PUBLIC}.models", f"{PUBLIC}.models.*"),
+        publish=(
+            *(f"{subjects.PUBLIC}.{verb}.*.*" for verb in verbs),
+            f"{subjects.PUBLIC}.models",
+            f"{subjects.PUBLIC}.models.*",
+        ),
         subscribe=(f"{INBOX}.>",),
     )
 

@@ -27,17 +27,7 @@ from urllib.parse import urlparse
 
 from shared.clock import end_task
 from shared.errors import SetupError, Unavailable
-from shared.nats import access
-from shared.nats.interface import (
-    NO_HEADERS,
-    BusFault,
-    Delivery,
-    FaultHandler,
-    Handler,
-    NoResponders,
-    RequestTimeout,
-    check_payload,
-)
+from shared.nats import access, interface
 from shared.nats.subjects import PUBLIC
 
 
@@ -146,7 +136,9 @@ class _Client(NatsClient):
         found = await self._process_headers(headers) if headers else None
         deliver: Any = subscription._cb
         try:
-            await deliver(Delivery(subject.decode(), data, reply.decode(), found or NO_HEADERS))
+            await deliver(
+                interface.Delivery(subject.decode(), data, reply.decode(), found or interface.NO_HEADERS)
+            )
         except Exception as error:  # noqa: BLE001 - the reader outlives any error of a handler
             await self._error_cb(error)
         self.turn += 1
@@ -237,7 +229,7 @@ class NatsBus:
         self._subscriptions: list[_Subscribed] = []
         self._faults = Faults()
         self._outbox = _Outbox(self._nc, self._online, self._faults)
-        self._replies: dict[str, asyncio.Future[Delivery]] = {}
+        self._replies: dict[str, asyncio.Future[interface.Delivery]] = {}
         self._reply_prefix = ""
         self._writer: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -249,7 +241,7 @@ class NatsBus:
         *,
         name: str = "headrace",
         timeout_s: float | None = None,
-        on_fault: FaultHandler | None = None,
+        on_fault: interface.FaultHandler | None = None,
         turn_messages: int = TURN_MESSAGES,
     ) -> NatsBus:
         """Connect to `url` (several joined by commas) and stay connected: a lost connection is opened again.
@@ -309,10 +301,10 @@ class NatsBus:
     def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        check_payload(subject, data, headers, self.max_payload)
+        interface.check_payload(subject, data, headers, self.max_payload)
         self._outbox.put(_Outgoing(subject, data, reply, dict(headers) if headers else None))
 
-    async def subscribe(self, pattern: str, handler: Handler, *, queue: str = "") -> _Subscribed:
+    async def subscribe(self, pattern: str, handler: interface.Handler, *, queue: str = "") -> _Subscribed:
         mapped = self._accounts and pattern.startswith(f"{PUBLIC}.")
 
         async def deliver(delivery: Any) -> None:  # nats-py wants a coroutine
@@ -336,20 +328,20 @@ class NatsBus:
 
     async def request(
         self, subject: str, data: bytes, *, timeout_us: int, headers: Mapping[str, str] | None = None
-    ) -> Delivery:
+    ) -> interface.Delivery:
         token = self._nc.new_inbox().rpartition(".")[2]
-        answer: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[interface.Delivery] = asyncio.get_running_loop().create_future()
         self._replies[token] = answer
         try:
             self.publish(subject, data, reply=f"{self._reply_prefix}.{token}", headers=headers)
             async with asyncio.timeout(timeout_us / 1e6):
                 delivery = await answer
         except TimeoutError:
-            raise RequestTimeout(f"no answer on {subject} within {timeout_us / 1e6:g} s") from None
+            raise interface.RequestTimeout(f"no answer on {subject} within {timeout_us / 1e6:g} s") from None
         finally:
             del self._replies[token]
         if delivery.no_responders:
-            raise NoResponders(f"nothing listens to {subject}")
+            raise interface.NoResponders(f"nothing listens to {subject}")
         return delivery
 
     async def another(self, suffix: str, timeout_s: float, turn_messages: int = TURN_MESSAGES) -> NatsBus:
@@ -359,7 +351,7 @@ class NatsBus:
     def new_inbox(self) -> str:
         return str(self._nc.new_inbox())
 
-    def on_fault(self, handler: FaultHandler) -> None:
+    def on_fault(self, handler: interface.FaultHandler) -> None:
         self._faults.handlers.append(handler)
 
     async def flush(self) -> None:
@@ -391,7 +383,7 @@ class NatsBus:
 
     # ---- reports of nats-py ---------------------------------------------------------------------
 
-    def _on_reply(self, delivery: Delivery) -> None:
+    def _on_reply(self, delivery: interface.Delivery) -> None:
         answer = self._replies.get(delivery.subject.rpartition(".")[2])
         if answer is not None and not answer.done():
             answer.set_result(delivery)
@@ -502,7 +494,7 @@ class Faults:
     """Turns what nats-py reports into BusFaults: one for each burst, and none for a repetition."""
 
     def __init__(self) -> None:
-        self.handlers: list[FaultHandler] = []
+        self.handlers: list[interface.FaultHandler] = []
         self.cause = "end of connection"  # of the next "disconnected"
         self.told = False  # why there is no first connection, by the server itself
         self.opened = False  # since the first connection
@@ -515,7 +507,7 @@ class Faults:
         """Tell every handler."""
         if not self.silent:
             for handler in self.handlers:
-                handler(BusFault(kind, detail))
+                handler(interface.BusFault(kind, detail))
 
     async def on_error(self, error: Any, *, configured: bool = True) -> None:
         """What `error_cb` of nats-py gets: permissions, failed attempts to connect, a handler's error. Raises

@@ -23,6 +23,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.executor.checkpoint import weights
 from services.executor.checkpoint.config import FAMILIES, from_gguf
 from services.executor.checkpoint.stored import (
     FAST,
@@ -33,16 +34,6 @@ from services.executor.checkpoint.stored import (
     RowsInFile,
     Stored,
     dequantize,
-)
-from services.executor.checkpoint.weights import (
-    LoadPart,
-    ShardOf,
-    StoredTensor,
-    Weights,
-    assemble,
-    check_tensors,
-    plain_part,
-    whole_model,
 )
 from services.executor.model.description import Part, Shapes, describe
 from shared.errors import SetupError
@@ -75,11 +66,11 @@ def load_gguf(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
-    shard_of: ShardOf = whole_model,
+    shard_of: weights.ShardOf = weights.whole_model,
     *,
     packed: bool = False,
-    load_part: LoadPart = plain_part,
-) -> tuple[Shapes, Weights]:
+    load_part: weights.LoadPart = weights.plain_part,
+) -> tuple[Shapes, weights.Weights]:
     """Shapes and weights of a part of the model in `path`. Memory holds one dequantised whole tensor at a
     time. `packed`: matrices stay in the blocks of the file where kernels know their types. Raises SetupError
     for an unsupported architecture or tensor."""
@@ -87,7 +78,7 @@ def load_gguf(
     shapes = _shapes(path, tensors)
     wanted = {_name(part.name, layer): part.shape for part, layer in describe(shapes).parts()}
     found = {name: entry.shape for name, entry in tensors.entries.items() if name != _ROPE_FACTORS}
-    check_tensors(path, found, wanted)
+    weights.check_tensors(path, found, wanted)
 
     def find(part: Part, layer: int) -> Stored:
         stored = tensors.stored(_name(part.name, layer), packed=packed)
@@ -98,7 +89,7 @@ def load_gguf(
         return stored
 
     shard = shard_of(shapes)
-    return shard.shapes, assemble(shard, find, dtype, device, load_part)
+    return shard.shapes, weights.assemble(shard, find, dtype, device, load_part)
 
 
 def type_of_blocks(path: Path) -> Kind | None:
@@ -113,7 +104,7 @@ def type_of_blocks(path: Path) -> Kind | None:
     return found.most_common(1)[0][0] if found.total() * 2 > sizes.total() else None
 
 
-def stored_gguf(path: Path) -> tuple[Shapes, Iterator[StoredTensor]]:
+def stored_gguf(path: Path) -> tuple[Shapes, Iterator[weights.StoredTensor]]:
     """The shapes of the whole model in a file, and every stored tensor in order of names. Raises SetupError
     as `load_gguf`."""
     tensors = GgufTensors(path)
@@ -140,7 +131,7 @@ def _shapes(path: Path, tensors: GgufTensors) -> Shapes:
     if _ROPE_FACTORS not in tensors.entries:
         return shapes
     found = {_ROPE_FACTORS: tensors.entries[_ROPE_FACTORS].shape}
-    check_tensors(path, found, {_ROPE_FACTORS: (shapes.head_dim // 2,)})
+    weights.check_tensors(path, found, {_ROPE_FACTORS: (shapes.head_dim // 2,)})
     factors = zip(tensors.read(_ROPE_FACTORS).tolist(), shapes.rope_factors or repeat(1.0), strict=False)
     return dataclasses.replace(shapes, rope_factors=tuple(own * linear for own, linear in factors))
 

@@ -21,17 +21,8 @@ from kernels.attention import FP8, FP8_MAX, copy_blocks
 from kernels.elementwise import apply_rope, rope_table
 from services.executor.checkpoint.stored import Dense
 from services.executor.checkpoint.weights import WHOLE, Stage, Weights
+from services.executor.model import program
 from services.executor.model.description import Attention, Rope, Shapes, describe
-from services.executor.model.program import (
-    REFERENCE,
-    Placed,
-    Step,
-    Values,
-    placed,
-    run,
-    split_heads,
-    steps_of,
-)
 from services.executor.parallel.coroutines import run_alone
 from services.executor.parallel.ranks import SOLO, Ranks
 from shared.errors import SetupError
@@ -202,19 +193,21 @@ def largest_kv(shapes: Shapes, weights: Weights, ranks: Ranks = SOLO, stage: Sta
         residual = stage.receive(torch.empty(count, shapes.hidden, device=ids.device))
     found = []
 
-    def measured(rope: Placed, attention: Placed) -> Step:
-        def step(values: Values) -> None:
-            query, key, value = split_heads(values.x, attention.op.heads, attention.op.kv_heads)
+    def measured(rope: program.Placed, attention: program.Placed) -> program.Step:
+        def step(values: program.Values) -> None:
+            query, key, value = program.split_heads(values.x, attention.op.heads, attention.op.kv_heads)
             radius = torch.hypot(*key.chunk(2, -1)) * max(1.0, shapes.rope_gain)
             found.append(torch.stack((radius.amax((0, 2)), value.abs().amax((0, 2)))))
             values.x = _attend(apply_rope(query, rotations), apply_rope(key, rotations), value)
 
         return step
 
-    operations = placed(describe(shapes), weights.layers, Dense.of(weights.norm), keep=True)
-    steps = steps_of(operations, {**REFERENCE, (Rope, Attention): measured}, REFERENCE)
+    operations = program.placed(describe(shapes), weights.layers, Dense.of(weights.norm), keep=True)
+    steps = program.steps_of(
+        operations, {**program.REFERENCE, (Rope, Attention): measured}, program.REFERENCE
+    )
     values = _Rows(residual, residual)
-    run_alone(run(steps, values, ranks, ranks.size))
+    run_alone(program.run(steps, values, ranks, ranks.size))
     if not stage.last:
         stage.send(values.residual)
     return torch.stack(found)

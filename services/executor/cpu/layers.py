@@ -17,16 +17,7 @@ from kernels.moe import route
 from services.executor.checkpoint.stored import Dense
 from services.executor.cpu.batch import Batch, MakeSequences
 from services.executor.cpu.linear import ROW_TILE, Linear, Products
-from services.executor.model.description import (
-    Add,
-    Attention,
-    Experts,
-    Gate,
-    HeadNorm,
-    Norm,
-    Projection,
-    Rope,
-)
+from services.executor.model import description
 from services.executor.model.program import REFERENCE, Placed, Table, Values
 
 
@@ -117,14 +108,14 @@ def table(products: Products, operators: Operators, *, deterministic: bool) -> T
         return _Experts(placed, products, operators, ROW_TILE if deterministic else 1)
 
     return {
-        (Norm,): REFERENCE[Norm,],
-        (Projection,): projection,
-        (HeadNorm,): REFERENCE[HeadNorm,],
-        (Rope, Attention): attention,
-        (Gate,): lambda placed: Gated(operators),
-        (Experts,): experts,
-        (Add,): REFERENCE[Add,],
-        (Add, Norm): add_norm,
+        (description.Norm,): REFERENCE[description.Norm,],
+        (description.Projection,): projection,
+        (description.HeadNorm,): REFERENCE[description.HeadNorm,],
+        (description.Rope, description.Attention): attention,
+        (description.Gate,): lambda placed: Gated(operators),
+        (description.Experts,): experts,
+        (description.Add,): REFERENCE[description.Add,],
+        (description.Add, description.Norm): add_norm,
     }
 
 

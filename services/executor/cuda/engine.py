@@ -48,6 +48,7 @@ from kernels.attention import FP8
 from kernels.attention.decode import decode_work
 from kernels.sampling.gpu import TAKEN, Choices, choose, scratch
 from kernels.sampling.ref import INVALID
+from services.executor import engine
 from services.executor.checkpoint.loader import Loaded, TorchOptions, grammars_of, info_of, load
 from services.executor.cuda.comm_overlap import two_streams
 from services.executor.cuda.graph_runner import GraphRunner
@@ -61,17 +62,6 @@ from services.executor.cuda.kernel_configs import (
     with_tma,
 )
 from services.executor.cuda.model import CudaModel
-from services.executor.engine import (
-    BackendInfo,
-    Late,
-    Masked,
-    Pending,
-    Segment,
-    StepOutput,
-    WarmUp,
-    long_steps,
-    warm_up_steps,
-)
 from services.executor.kv_transfer.copiers import CudaCopier
 from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
@@ -106,7 +96,7 @@ class CudaBackend:
         device, ranks = cache.tensor.device, loaded.ranks
         _check_alike(shapes, ranks)
         alone = ranks.size == loaded.stage.count == 1
-        self.info: BackendInfo = replace(info_of(options, loaded), sleeps=alone)
+        self.info: engine.BackendInfo = replace(info_of(options, loaded), sleeps=alone)
         properties = torch.cuda.get_device_properties(device)
         wide = cache.activations == torch.float32
         tuning = WIDE if wide else device_tuning(properties.name, ranks.size)
@@ -179,15 +169,15 @@ class CudaBackend:
 
         self._runner.capture(progress, alone=self._alone)
 
-    def _warm_up_steps(self) -> Iterator[WarmUp]:
+    def _warm_up_steps(self) -> Iterator[engine.WarmUp]:
         """The steps of any engine; the same with rows that the kernel samples and with a block copied; and
         the longest steps, which may have no graph."""
         copied = ints([self._cache.spare])
-        for opened, plans in warm_up_steps(self.info):
+        for opened, plans in engine.warm_up_steps(self.info):
             yield opened, plans
             plain = replace(opened, logprobs=0, sampling=replace(opened.sampling, frequency_penalty=0.0))
             yield plain, [replace(plan, copy_from=copied, copy_to=copied) for plan in plans]
-        yield from long_steps(self.info)
+        yield from engine.long_steps(self.info)
 
     def open_slot(self, opened: SlotOpen) -> None:
         self._late.flush()
@@ -202,25 +192,27 @@ class CudaBackend:
         self._host_rows.close(slot)
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Pending:
+    def forward(self, plan: StepPlan) -> engine.Pending:
         self._late.flush()
         segments = self._queue(plan)
         samples = len(plan.sample_slots)
         if not samples:  # no ids to wait for, but the step ends with its forward
             forwarded = self._host_rows.forwarded()
-            return Pending(plan=plan, forwarded=forwarded, answer=self._no_ids, segments=segments)
+            return engine.Pending(plan=plan, forwarded=forwarded, answer=self._no_ids, segments=segments)
         if not self._stage.last:
-            return Pending(plan=plan, forwarded=self._host_rows.forwarded())
+            return engine.Pending(plan=plan, forwarded=self._host_rows.forwarded())
         masked = self._host_rows.has_grammar(plan.sample_slots)
         if self._sampling.outside(plan.sample_slots) or (masked and not self._alone):
             logits, pools = self._runner.logits(samples), self._sampling.sampler.pools(plan.sample_slots)
             hidden = self._runner.hidden(samples) if pools else None
             forwarded = self._host_rows.forwarded()
-            return Pending(plan=plan, logits=logits, hidden=hidden, forwarded=forwarded, segments=segments)
+            return engine.Pending(
+                plan=plan, logits=logits, hidden=hidden, forwarded=forwarded, segments=segments
+            )
         answer, ready = self._runner.answer()
         tokens = tuple(self._slots.tokens(slot) for slot in plan.sample_slots)
-        late = Late() if masked else None
-        pending = Pending(
+        late = engine.Late() if masked else None
+        pending = engine.Pending(
             plan=plan, forwarded=ready, answer=answer, tokens=tokens, segments=segments, late=late
         )
         if masked:
@@ -229,7 +221,7 @@ class CudaBackend:
             self._runner.sample(samples, answer, ready)
         return pending
 
-    def _queue(self, plan: StepPlan) -> Callable[[], tuple[Segment, ...]]:
+    def _queue(self, plan: StepPlan) -> Callable[[], tuple[engine.Segment, ...]]:
         """Queue a plan's forward, whole or in micro-batches; the segments of the micro-batches."""
         updates = self._slots.take_updates(plan)
         self._cache.copy(plan.copy_from, plan.copy_to)
@@ -245,13 +237,13 @@ class CudaBackend:
         return runner.split_graphs.queue((first, second), parts.order, updates)
 
     @torch.inference_mode()
-    def sample(self, pending: Pending) -> StepOutput:
+    def sample(self, pending: engine.Pending) -> engine.StepOutput:
         if pending.answer is None:
             self._computed = pending.forwarded
             return self._sample_outside(pending)
         ids, done, (host_us, failures) = self._late.answer(pending)
         self._computed = pending.forwarded  # only now: a copy must not wait for a step without a result
-        return StepOutput(
+        return engine.StepOutput(
             ids=ints(ids),
             done=ints(done),
             host_us=host_us,
@@ -260,7 +252,7 @@ class CudaBackend:
         )
 
     @torch.inference_mode()
-    def _sample_masked(self, pending: Pending) -> Masked:
+    def _sample_masked(self, pending: engine.Pending) -> engine.Masked:
         slots, answer, ready = list(pending.plan.sample_slots), pending.answer, pending.forwarded
         assert answer is not None
         assert ready is not None
@@ -269,7 +261,7 @@ class CudaBackend:
         self._runner.sample(len(slots), answer, ready)
         return host_us, failures
 
-    def _sample_outside(self, pending: Pending) -> StepOutput:
+    def _sample_outside(self, pending: engine.Pending) -> engine.StepOutput:
         slots, positions, logits = list(pending.plan.sample_slots), pending.positions, pending.logits
         if logits is None:
             raise EngineError(f"step {pending.plan.step} samples rows that its forward pass did not compute")
@@ -282,7 +274,7 @@ class CudaBackend:
             ids, done = answer.tolist()
             failures = row_errors(done) | failures
             append_sampled(map(self._slots.tokens, slots), ids, positions)
-            output = StepOutput(
+            output = engine.StepOutput(
                 ids=ints(ids),
                 done=ints(done),
                 host_us=host_us,
@@ -293,7 +285,7 @@ class CudaBackend:
             return self._sampling.sampler.with_logprobs(output, logits, answer[0].long(), slots)
 
     @torch.inference_mode()
-    def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
+    def take(self, pending: engine.Pending, ids: Ints, done: Ints) -> None:
         """See services.executor.group.driver.RankBackend."""
         self._computed, answer, slots = pending.forwarded, pending.answer, list(pending.plan.sample_slots)
         if not self._stage.last:
@@ -418,7 +410,7 @@ def _check_alike(shapes: Shapes, ranks: Ranks) -> None:
         )
 
 
-def _check_same(pending: Pending, ids: Ints) -> None:
+def _check_same(pending: engine.Pending, ids: Ints) -> None:
     """Raises EngineError if this rank has already chosen other tokens than the driver: it must not continue
     with them."""
     answer, event = pending.answer, pending.forwarded
@@ -551,19 +543,19 @@ def _wait() -> None:
 class LateSampling:
     """The steps of one engine that have an `answer`."""
 
-    def __init__(self, queue: Callable[[Pending], Masked]) -> None:
+    def __init__(self, queue: Callable[[engine.Pending], engine.Masked]) -> None:
         """`queue` makes the masks of a step and queues its sampling."""
         self._queue = queue
-        self._late: Pending | None = None
-        self._queued: Pending | None = None  # the last one that was late
+        self._late: engine.Pending | None = None
+        self._queued: engine.Pending | None = None  # the last one that was late
         self._one = threading.Lock()  # held while masks are made
         self._recording = threading.Lock()
 
-    def put(self, pending: Pending) -> None:
+    def put(self, pending: engine.Pending) -> None:
         """Take over a step whose forward is queued. `flush` comes before the next forward."""
         self._late = pending
 
-    def flush(self, of: Pending | None = None) -> None:
+    def flush(self, of: engine.Pending | None = None) -> None:
         """Queue the sampling of the step that waits for masks, if there is one, and if it is `of` or that is
         None. An error becomes that step's."""
         with self._one:
@@ -581,7 +573,7 @@ class LateSampling:
             self._queued = pending
             pending.late.masked.set_result(masked)
 
-    def answer(self, pending: Pending) -> tuple[list[int], list[int], Masked]:
+    def answer(self, pending: engine.Pending) -> tuple[list[int], list[int], engine.Masked]:
         """Wait for a step's ids and append them to its slots' tokens. Returns the columns `ids` and `done`,
         and what the masks took. Raises the error of `queue`."""
         if pending.late is None:
@@ -592,7 +584,7 @@ class LateSampling:
         pending.late.recorded.set()
         return ids, done, masked
 
-    def _record(self, pending: Pending) -> tuple[list[int], list[int]]:
+    def _record(self, pending: engine.Pending) -> tuple[list[int], list[int]]:
         answer, ready = pending.answer, pending.forwarded
         assert answer is not None
         assert ready is not None

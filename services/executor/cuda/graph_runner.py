@@ -22,27 +22,12 @@ from torch.cuda import CUDAGraph, Event
 from kernels.elementwise.gpu import move
 from kernels.sampling.gpu import choose, scratch
 from services.executor.checkpoint.loader import Loaded
+from services.executor.cuda import input_batch
 from services.executor.cuda.comm_overlap import (
     EventSegmentTimer,
     SegmentTimer,
     TimestampSegmentTimer,
     TwoStreams,
-)
-from services.executor.cuda.input_batch import (
-    IDLE,
-    NO_TILES,
-    RING,
-    SPLIT_COLUMNS,
-    UNSET,
-    ArrangedStep,
-    CudaSlots,
-    InputStaging,
-    Layout,
-    TilePlanner,
-    Words,
-    keep,
-    padded,
-    samples_of,
 )
 from services.executor.cuda.kernel_configs import DeviceTuning
 from services.executor.cuda.model import CudaModel, ForwardStep
@@ -68,7 +53,7 @@ class GraphRunner:
         self,
         loaded: Loaded,
         model: CudaModel,
-        slots: CudaSlots,
+        slots: input_batch.CudaSlots,
         tuning: DeviceTuning,
         most: int,
         streams: TwoStreams | None = None,
@@ -77,9 +62,9 @@ class GraphRunner:
         shapes, cache, stage = loaded.shapes, loaded.cache, loaded.stage
         self._model, self._slots, self._stage = model, slots, stage
         rows, device = slots.spare_slot, cache.tensor.device
-        self._tile_planner = TilePlanner(loaded, tuning, rows)
+        self._tile_planner = input_batch.TilePlanner(loaded, tuning, rows)
         self.apart = self._tile_planner.apart
-        self._staging = InputStaging(loaded, slots, self._tile_planner, most)
+        self._staging = input_batch.InputStaging(loaded, slots, self._tile_planner, most)
         self.row_buckets = [*(size for size in _ROW_BUCKETS if size < rows), rows]
         long = _LONG_BUCKETS if loaded.ranks.size > 1 else ()
         sizes = {*_TOKEN_BUCKETS, *long, *(() if self.apart else self.row_buckets)}
@@ -90,13 +75,15 @@ class GraphRunner:
         self._scratch = scratch(rows, shapes.vocab, device)
         samples = self._tile_planner.samples
         self._chosen = torch.zeros(2, samples, dtype=torch.int32, device=device)
-        self._results = [torch.empty(2, samples, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+        self._results = [
+            torch.empty(2, samples, dtype=torch.int32, pin_memory=True) for _ in range(input_batch.RING)
+        ]
         self._turn = 0
         self._graphs: dict[tuple[str, int], CUDAGraph] = {}
         self._pool: Any = None  # torch's memory pool that the graphs share
         self.split_graphs: SplitGraphRunner | None = None
         if streams is not None:
-            stagings = self._staging, InputStaging(loaded, slots, self._tile_planner, most)
+            stagings = self._staging, input_batch.InputStaging(loaded, slots, self._tile_planner, most)
             self.split_graphs = SplitGraphRunner(
                 model, streams, self._tile_planner, stagings, self._hidden[:rows], most
             )
@@ -113,7 +100,7 @@ class GraphRunner:
         for done, (kind, size) in enumerate(wanted):
             progress(done, len(wanted))
             layout = self._tile_planner.layout(kind, size)
-            self._staging.stage(layout, IDLE, NO_TILES)
+            self._staging.stage(layout, input_batch.IDLE, input_batch.NO_TILES)
             run = self._sample if kind == "sample" else self._forward
             run(layout, size)
             torch.cuda.synchronize()
@@ -130,10 +117,12 @@ class GraphRunner:
         self._graphs.clear()
         self._pool = None
 
-    def queue(self, step: ArrangedStep, updates: tuple[Words, Words]) -> None:
+    def queue(
+        self, step: input_batch.ArrangedStep, updates: tuple[input_batch.Words, input_batch.Words]
+    ) -> None:
         """Queue a step's inputs and its forward."""
         tiles = self._tile_planner.tiles(step.chunks)
-        kind = "split" if len(tiles) == SPLIT_COLUMNS else "mixed"
+        kind = "split" if len(tiles) == input_batch.SPLIT_COLUMNS else "mixed"
         if self.apart and not step.chunks:
             kind = "decode"
         buckets = self.row_buckets if kind == "decode" else self.token_buckets
@@ -156,11 +145,13 @@ class GraphRunner:
         if not self._stage.last:
             self._send(hidden, step.tokens)
             return
-        keep(hidden, self._hidden[: step.samples.shape[1]], self._staging.words[: self._tile_planner.samples])
+        input_batch.keep(
+            hidden, self._hidden[: step.samples.shape[1]], self._staging.words[: self._tile_planner.samples]
+        )
 
     def answer(self) -> tuple[Tensor, Event]:
         """Pinned memory for ids and done `[2, rows]` of a step, and an event: both for `sample`."""
-        self._turn = (self._turn + 1) % RING
+        self._turn = (self._turn + 1) % input_batch.RING
         return self._results[self._turn], Event()  # type: ignore[no-untyped-call]  # no annotations in torch
 
     def sample(self, count: int, answer: Tensor, ready: Event) -> None:
@@ -201,12 +192,12 @@ class GraphRunner:
         if tokens and not self._stage.last:
             self._stage.send(hidden[:tokens])
 
-    def _forward(self, layout: Layout, size: int) -> None:
+    def _forward(self, layout: input_batch.Layout, size: int) -> None:
         rows = min(size, self._slots.spare_slot) if self.apart else 0
         received = None if self._received is None else self._received[:size]
         self._model.hidden(self._staging.step(layout, rows), self._hidden[:size], received)
 
-    def _sample(self, layout: Layout, size: int) -> None:
+    def _sample(self, layout: input_batch.Layout, size: int) -> None:
         columns = self._staging.words[: layout.token_at].view(3, -1)
         logits = self._model.logits(self._hidden, columns[0, :size])
         choose(logits, columns[1], columns[2], self._slots.choices, self._scratch, self._chosen)
@@ -214,12 +205,17 @@ class GraphRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    layout: Layout
+    layout: input_batch.Layout
     rows: int  # decode rows of the first micro-batch
     timer: TimestampSegmentTimer
     graph: CUDAGraph
 
-    def holds(self, first: ArrangedStep, second: ArrangedStep, tiles: tuple[Words, Words]) -> bool:
+    def holds(
+        self,
+        first: input_batch.ArrangedStep,
+        second: input_batch.ArrangedStep,
+        tiles: tuple[input_batch.Words, input_batch.Words],
+    ) -> bool:
         tokens = max(first.tokens, second.tokens)
         return (
             tokens <= self.layout.tokens
@@ -241,8 +237,8 @@ class SplitGraphRunner:
         self,
         model: CudaModel,
         streams: TwoStreams,
-        tile_planner: TilePlanner,
-        stagings: tuple[InputStaging, InputStaging],
+        tile_planner: input_batch.TilePlanner,
+        stagings: tuple[input_batch.InputStaging, input_batch.InputStaging],
         sampled: Tensor,
         most: int,
     ) -> None:
@@ -253,7 +249,7 @@ class SplitGraphRunner:
         self._buckets = (*(size for size in _SPLIT_BUCKETS if size < largest), largest)
         self._graphs: dict[int, _Captured] = {}
         self._pool: Any = None  # torch's memory pool that the graphs share
-        self._times = torch.empty(RING, 4 * MAX_SEGMENTS, dtype=torch.int32, pin_memory=True)
+        self._times = torch.empty(input_batch.RING, 4 * MAX_SEGMENTS, dtype=torch.int32, pin_memory=True)
         self._turn = 0
 
     def capture(self, tokens: int) -> None:
@@ -262,7 +258,7 @@ class SplitGraphRunner:
         layout = self._tile_planner.layout("mixed", size)
         rows = min(size, len(self._sampled)) if self._tile_planner.apart else 0
         for staging in self._stagings:
-            staging.stage(layout, IDLE, NO_TILES)
+            staging.stage(layout, input_batch.IDLE, input_batch.NO_TILES)
         self._run(layout, rows, TimestampSegmentTimer(self._sampled.device))
         torch.cuda.synchronize()
         graph, timer = CUDAGraph(), TimestampSegmentTimer(self._sampled.device)
@@ -281,9 +277,9 @@ class SplitGraphRunner:
 
     def queue(
         self,
-        micro_batches: tuple[ArrangedStep, ArrangedStep],
+        micro_batches: tuple[input_batch.ArrangedStep, input_batch.ArrangedStep],
         order: Sequence[int],
-        updates: tuple[Words, Words],
+        updates: tuple[input_batch.Words, input_batch.Words],
     ) -> Segments:
         """Queue the inputs and the forwards of a split step. The second micro-batch has no decode rows.
         `order` of the sample rows: see services.executor.parallel.step_split. Returns the segments of the
@@ -294,29 +290,37 @@ class SplitGraphRunner:
         captured = next((each for each in held if each.holds(first, second, tiles)), None)
         if captured is None:
             return self._launch(first, second, order, updates)
-        samples = samples_of(first, second, captured.layout.tokens, order)
+        samples = input_batch.samples_of(first, second, captured.layout.tokens, order)
         staging_a, staging_b = self._stagings
         staging_a.stage(captured.layout, replace(first, samples=samples), tiles[0], updates)
-        staging_b.stage(captured.layout, replace(second, samples=IDLE.samples), tiles[1])
+        staging_b.stage(captured.layout, replace(second, samples=input_batch.IDLE.samples), tiles[1])
         captured.graph.replay()
-        turn, self._turn = self._turn, (self._turn + 1) % RING
+        turn, self._turn = self._turn, (self._turn + 1) % input_batch.RING
         times = self._times[turn]
         move(captured.timer.times.view(torch.int32).view(-1), times)
         return lambda: captured.timer.segments(times.view(torch.int64).view(-1, 2))
 
-    def _run(self, layout: Layout, rows: int, timer: SegmentTimer) -> None:
+    def _run(self, layout: input_batch.Layout, rows: int, timer: SegmentTimer) -> None:
         staging_a, staging_b = self._stagings
         first, second = staging_a.step(layout, rows), staging_b.step(layout, 0)
         self._run_interleaved(first, second, len(self._sampled), timer)
 
     def _launch(
-        self, first: ArrangedStep, second: ArrangedStep, order: Sequence[int], updates: tuple[Words, Words]
+        self,
+        first: input_batch.ArrangedStep,
+        second: input_batch.ArrangedStep,
+        order: Sequence[int],
+        updates: tuple[input_batch.Words, input_batch.Words],
     ) -> Segments:
         """The same without a graph."""
-        samples = samples_of(first, second, padded(first.tokens), order)
+        samples = input_batch.samples_of(first, second, input_batch.padded(first.tokens), order)
         made = []
         for staging, micro_batch, its_samples, its_words in zip(
-            self._stagings, (first, second), (samples, IDLE.samples), (updates, UNSET), strict=True
+            self._stagings,
+            (first, second),
+            (samples, input_batch.IDLE.samples),
+            (updates, input_batch.UNSET),
+            strict=True,
         ):
             cut = self._tile_planner.without_graph(micro_batch)
             staging.stage(cut.layout, replace(micro_batch, samples=its_samples), cut.tiles, its_words)
@@ -332,4 +336,6 @@ class SplitGraphRunner:
         hidden = self._streams.run_interleaved(
             [self._model.forward_pass(micro_batch, sums) for micro_batch in (first, second)], timer
         )
-        keep(torch.cat(hidden), self._sampled[:rows], self._stagings[0].words[: self._tile_planner.samples])
+        input_batch.keep(
+            torch.cat(hidden), self._sampled[:rows], self._stagings[0].words[: self._tile_planner.samples]
+        )

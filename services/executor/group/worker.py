@@ -23,24 +23,7 @@ from multiprocessing.connection import Connection
 from services.executor.checkpoint.loader import device_of
 from services.executor.device_thread import MAX_PENDING, HostThread
 from services.executor.engine import Pending
-from services.executor.group.driver import (
-    AttachArena,
-    CloseSlot,
-    Command,
-    Control,
-    CopyCommand,
-    CopyControl,
-    CopyReply,
-    DropStep,
-    JoinGroup,
-    LastError,
-    MoveBlocks,
-    RankBackend,
-    RankCopier,
-    Sampled,
-    SetSampled,
-    rank_builder,
-)
+from services.executor.group import driver
 from services.executor.kv_transfer.worker import RECENT_US, REST
 from services.executor.parallel.ranks import Ranks, join
 from services.executor.sampling.logits_processors import load_processors
@@ -52,40 +35,40 @@ log = logging.getLogger("headrace.executor")
 
 REFUSED_TIMEOUT_S = 10.0  # the driver refuses the same step within this, or waits for this rank in vain
 
-Copy = Callable[[CopyCommand], None]
+Copy = Callable[[driver.CopyCommand], None]
 
 
 class Worker:
     """Executes commands on one rank's engine; with `sampler` it is the last stage of a pipeline."""
 
-    def __init__(self, backend: RankBackend, copy: Copy, sampler: SampleThread | None = None) -> None:
+    def __init__(self, backend: driver.RankBackend, copy: Copy, sampler: SampleThread | None = None) -> None:
         self._backend, self._copy, self._sampler = backend, copy, sampler
         self._pending: dict[int, Pending] = {}  # by step
         self.refused = 0  # a step that this rank refused, until the driver's DropStep
         self.stepped_s = -RECENT_US / 1e6  # when the last step came
 
-    def execute(self, command: Command) -> None:
+    def execute(self, command: driver.Command) -> None:
         """Execute a command. An exception ends this rank."""
         match command:
             case StepPlan():
                 self.stepped_s = time.monotonic()
                 self._forward(command)
-            case SetSampled(step, ids, done):
+            case driver.SetSampled(step, ids, done):
                 if self._sampler is None:  # the last stage chose them itself
                     self._backend.take(self._pending.pop(step), ids, done)
-            case DropStep(step=step):
+            case driver.DropStep(step=step):
                 self._pending.pop(step, None)
                 self.refused = 0 if step == self.refused else self.refused
             case SlotOpen():
                 self._open(command)
-            case CloseSlot(slot=slot):
+            case driver.CloseSlot(slot=slot):
                 self._backend.close_slot(slot)
-            case Control.WARM_UP:
+            case driver.Control.WARM_UP:
                 self._backend.warm_up()
-            case Control.RESET:
+            case driver.Control.RESET:
                 self._pending.clear()
                 self._backend.reset()
-            case AttachArena() | MoveBlocks() | CopyControl():
+            case driver.AttachArena() | driver.MoveBlocks() | driver.CopyControl():
                 self._copy(command)
 
     def _forward(self, plan: StepPlan) -> None:
@@ -112,7 +95,11 @@ class SampleThread:
     waits for them before it uses a step's slots again."""
 
     def __init__(
-        self, backend: RankBackend, report: Callable[[Sampled], None], enter: Callable[[], None], stages: int
+        self,
+        backend: driver.RankBackend,
+        report: Callable[[driver.Sampled], None],
+        enter: Callable[[], None],
+        stages: int,
     ) -> None:
         """`enter` is called on the thread before each step."""
         self._backend, self._report, self._enter = backend, report, enter
@@ -126,9 +113,9 @@ class SampleThread:
         step = pending.plan.step
         try:
             self._enter()
-            done = Sampled(step, self._backend.sample(pending))
+            done = driver.Sampled(step, self._backend.sample(pending))
         except Exception as error:  # noqa: BLE001 - the driver must not wait for ever
-            done = Sampled(step, None, f"{type(error).__name__}: {error}")
+            done = driver.Sampled(step, None, f"{type(error).__name__}: {error}")
         self._report(done)
 
 
@@ -136,11 +123,11 @@ class CopyThread:
     """Executes copy commands while steps run, and answers."""
 
     def __init__(
-        self, copier: RankCopier, answer: Callable[[CopyReply], None], enter: Callable[[], None]
+        self, copier: driver.RankCopier, answer: Callable[[driver.CopyReply], None], enter: Callable[[], None]
     ) -> None:
         """`enter` is called on the thread first."""
         self._copier, self._reply, self._enter = copier, answer, enter
-        self._commands: queue.SimpleQueue[CopyCommand] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[driver.CopyCommand] = queue.SimpleQueue()
         self.put = self._commands.put
         self.stepped_s: Callable[[], float] = lambda: -RECENT_US / 1e6  # when the last step came
         threading.Thread(target=self._run, name="copies", daemon=True).start()
@@ -149,21 +136,21 @@ class CopyThread:
         self._enter()
         while True:
             command = self._commands.get()
-            if isinstance(command, MoveBlocks):
+            if isinstance(command, driver.MoveBlocks):
                 self._copier.move(command)
                 continue
             try:
-                self._reply(CopyReply(self._execute(command)))
+                self._reply(driver.CopyReply(self._execute(command)))
             except Exception as error:  # noqa: BLE001 - the driver must not wait for ever
-                self._reply(CopyReply(error=f"{type(error).__name__}: {error}"))
+                self._reply(driver.CopyReply(error=f"{type(error).__name__}: {error}"))
 
-    def _execute(self, command: AttachArena | CopyControl) -> int:
+    def _execute(self, command: driver.AttachArena | driver.CopyControl) -> int:
         match command:
-            case AttachArena(name=name, generation=generation):
+            case driver.AttachArena(name=name, generation=generation):
                 self._copier.attach(name, generation, self._yield_device)
-            case CopyControl.DETACH:
+            case driver.CopyControl.DETACH:
                 self._copier.detach()
-            case CopyControl.FINISH:
+            case driver.CopyControl.FINISH:
                 return self._copier.finish()
         return 0
 
@@ -177,10 +164,10 @@ def run_worker(pipe: Connection, driver_gone: Callable[[], None], processors: st
     """Join the group as a worker and execute commands until Control.END. `driver_gone` is called when the
     driver has died, on another thread: this one may wait for the driver. `processors`: the setting, for a
     rank that samples. Raises any error that ends this rank."""
-    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    commands: queue.SimpleQueue[driver.Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, commands, driver_gone), name="commands", daemon=True).start()
     first = commands.get()
-    assert isinstance(first, JoinGroup), "JoinGroup is the first command"
+    assert isinstance(first, driver.JoinGroup), "JoinGroup is the first command"
     options, rank, size = first.options, first.rank, first.size
     device = device_of(options.device, rank)
     enter = _enter(device.type, rank)
@@ -192,9 +179,9 @@ def run_worker(pipe: Connection, driver_gone: Callable[[], None], processors: st
     send = _one_at_a_time(pipe.send)
     if samples:
         options = replace(options, processors=load_processors(processors), report_grammar=send)
-    backend = rank_builder(device.type)(options, ranks)
+    backend = driver.rank_builder(device.type)(options, ranks)
     sizes = ranks.exchange(backend.info.bytes_per_block)
-    copier = RankCopier(backend.copier, sum(sizes[:rank]))
+    copier = driver.RankCopier(backend.copier, sum(sizes[:rank]))
     copies = CopyThread(copier, send, enter)
     worker = Worker(backend, copies.put, SampleThread(backend, send, enter, size) if samples else None)
     copies.stepped_s = lambda: worker.stepped_s
@@ -203,19 +190,21 @@ def run_worker(pipe: Connection, driver_gone: Callable[[], None], processors: st
     ranks.close()
 
 
-def serve(worker: Worker, commands: queue.SimpleQueue[Command], timeout_s: float) -> None:
+def serve(worker: Worker, commands: queue.SimpleQueue[driver.Command], timeout_s: float) -> None:
     """Execute commands until Control.END. Raises EngineError for a step that only this rank refuses."""
     while True:
         try:
             command = commands.get(timeout=timeout_s if worker.refused else None)
         except queue.Empty:
             raise EngineError(f"only this rank cannot compute step {worker.refused}") from None
-        if command is Control.END:
+        if command is driver.Control.END:
             return
         worker.execute(command)
 
 
-def _read(pipe: Connection, commands: queue.SimpleQueue[Command], driver_gone: Callable[[], None]) -> None:
+def _read(
+    pipe: Connection, commands: queue.SimpleQueue[driver.Command], driver_gone: Callable[[], None]
+) -> None:
     try:
         while True:
             commands.put(pipe.recv())
@@ -256,7 +245,7 @@ def main() -> None:
         run_worker(pipe, lambda: os._exit(1), settings.logits_processors)
     except Exception as error:
         log.exception("this rank ends with an error")
-        pipe.send(LastError(f"{type(error).__name__}: {error}"))
+        pipe.send(driver.LastError(f"{type(error).__name__}: {error}"))
         status = 1
     logging.shutdown()
     os._exit(status)

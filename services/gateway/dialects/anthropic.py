@@ -28,21 +28,7 @@ from typing_extensions import TypedDict
 from services.gateway import openapi as doc
 from services.gateway.exchange import answer as sent
 from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder, idle_fields
-from shared.api import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    MAX_TOP_K,
-    NO_EFFECT,
-    NOT_YET,
-    OF_MODEL,
-    Extensible,
-    StopStrings,
-    TextPart,
-    bad_field,
-    only,
-    present,
-    whole_numbers,
-)
+from shared import api
 from shared.errors import BadRequest, HeadraceError
 from shared.openai.call import CONTEXT_LENGTH, Call, error_status, thinking
 from shared.openai.whole_answer import answer
@@ -88,10 +74,10 @@ def _kinds(listed: object) -> list[str]:
     return [kind for kind in kinds if isinstance(kind, str)]
 
 
-Texts = Annotated[list[TextPart], BeforeValidator(_blocks("text"), str | list[TextPart])]
+Texts = Annotated[list[api.TextPart], BeforeValidator(_blocks("text"), str | list[api.TextPart])]
 
 
-@Extensible
+@api.Extensible
 class ToolUse(TypedDict):
     """A call that the model has made."""
 
@@ -105,7 +91,7 @@ class ToolUse(TypedDict):
     ]
 
 
-@Extensible
+@api.Extensible
 class ToolResult(TypedDict):
     """What a call has returned."""
 
@@ -115,7 +101,7 @@ class ToolResult(TypedDict):
     is_error: NotRequired[bool | None]
 
 
-@Extensible
+@api.Extensible
 class Thinking(TypedDict):
     """The reasoning of an earlier answer; the chat template decides whether the model sees it."""
 
@@ -123,15 +109,15 @@ class Thinking(TypedDict):
     thinking: str
 
 
-@Extensible
+@api.Extensible
 class RedactedThinking(TypedDict):
     """Ignored."""
 
     type: Literal["redacted_thinking"]
 
 
-_Asked = Annotated[TextPart | ToolResult, Field(discriminator="type")]
-_Answered = Annotated[TextPart | ToolUse | Thinking | RedactedThinking, Field(discriminator="type")]
+_Asked = Annotated[api.TextPart | ToolResult, Field(discriminator="type")]
+_Answered = Annotated[api.TextPart | ToolUse | Thinking | RedactedThinking, Field(discriminator="type")]
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -203,10 +189,12 @@ def _is_server_tool(tool: object) -> bool:
     return any(kind != "custom" for kind in _kinds([tool]))
 
 
-Tools = Annotated[list[ClientTool], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[ClientTool], Field(max_length=api.MAX_TOOLS)]
 _AnyTools = Annotated[  # one of them is the client's
     list[ClientTool | ServerTool],
-    Field(max_length=MAX_TOOLS, json_schema_extra={"anyOf": [{"maxItems": 0}, {"contains": _CLIENT_TYPE}]}),
+    Field(
+        max_length=api.MAX_TOOLS, json_schema_extra={"anyOf": [{"maxItems": 0}, {"contains": _CLIENT_TYPE}]}
+    ),
 ]
 
 
@@ -229,21 +217,21 @@ class ToolChoice(BaseModel):
     disable_parallel_tool_use: bool | None = None
 
 
-@Extensible
+@api.Extensible
 class ThinkingConfig(TypedDict):
     """Variables for the chat template; `budget_tokens` has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-@Extensible
+@api.Extensible
 class Metadata(TypedDict):
     """`user_id` is the `user` of the OpenAI API."""
 
     user_id: NotRequired[str | None]
 
 
-@Extensible
+@api.Extensible
 class JsonFormat(TypedDict):
     """JSON that follows the schema."""
 
@@ -257,18 +245,18 @@ class OutputConfig(BaseModel):
     model_config = _STRICT
 
     format: JsonFormat | None = None
-    effort: Any = Field(None, description=NO_EFFECT)
-    task_budget: Any = Field(None, description=NO_EFFECT)
+    effort: Any = Field(None, description=api.NO_EFFECT)
+    task_budget: Any = Field(None, description=api.NO_EFFECT)
 
 
-@Extensible
+@api.Extensible
 class AllThinking(TypedDict):
     """All of it."""
 
     type: Literal["all"]
 
 
-@Extensible
+@api.Extensible
 class ClearThinking(TypedDict):
     """Keeps all reasoning of earlier answers, as it is without this edit."""
 
@@ -291,11 +279,11 @@ class CountTokensRequest(BaseModel):
     """A prompt to count."""
 
     model_config = _STRICT
-    _whole = whole_numbers()
+    _whole = api.whole_numbers()
 
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
     messages: list[Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]] = (
-        Field(min_length=1, max_length=MAX_MESSAGES, description="the conversation so far")
+        Field(min_length=1, max_length=api.MAX_MESSAGES, description="the conversation so far")
     )
     system: Texts = Field(default_factory=list, description="instructions")
     tools: Annotated[Tools, BeforeValidator(_client_tools, _AnyTools)] = Field(
@@ -308,39 +296,41 @@ class CountTokensRequest(BaseModel):
     output_config: OutputConfig | None = Field(None, description="the form of the answer")
     output_format: JsonFormat | None = Field(None, description="the old name of `output_config.format`")
     context_management: ContextManagement | None = Field(None, description="edits that change nothing")
-    mcp_servers: Annotated[Any, only([])] = Field(None, description=NOT_YET)
-    cache_control: Any = Field(None, description=NO_EFFECT)
-    speed: Any = Field(None, description=NO_EFFECT)
-    billing_policy: Any = Field(None, description=NO_EFFECT)
-    user_profile_id: Any = Field(None, description=NO_EFFECT)
-    workspace_id: Any = Field(None, description=NO_EFFECT)
+    mcp_servers: Annotated[Any, api.only([])] = Field(None, description=api.NOT_YET)
+    cache_control: Any = Field(None, description=api.NO_EFFECT)
+    speed: Any = Field(None, description=api.NO_EFFECT)
+    billing_policy: Any = Field(None, description=api.NO_EFFECT)
+    user_profile_id: Any = Field(None, description=api.NO_EFFECT)
+    workspace_id: Any = Field(None, description=api.NO_EFFECT)
 
 
 class MessagesRequest(CountTokensRequest):
     """A conversation to answer."""
 
     max_tokens: int = Field(ge=1, description="most tokens of the answer")
-    stop_sequences: StopStrings = Field(default_factory=list, description="texts that end the answer")
-    temperature: Annotated[float, OF_MODEL] = Field(1.0, ge=0, le=2, description="0 is greedy")
-    top_p: Annotated[float, OF_MODEL] = Field(
+    stop_sequences: api.StopStrings = Field(default_factory=list, description="texts that end the answer")
+    temperature: Annotated[float, api.OF_MODEL] = Field(1.0, ge=0, le=2, description="0 is greedy")
+    top_p: Annotated[float, api.OF_MODEL] = Field(
         1.0, gt=0, le=1, description="total probability of the tokens to draw from"
     )
-    top_k: Annotated[int, OF_MODEL] = Field(0, ge=0, le=MAX_TOP_K, description="tokens to draw from; 0: all")
+    top_k: Annotated[int, api.OF_MODEL] = Field(
+        0, ge=0, le=api.MAX_TOP_K, description="tokens to draw from; 0: all"
+    )
     stream: bool = Field(False, description="send the answer as events")
     metadata: Metadata = Field(default_factory=Metadata, description="who asks")
-    service_tier: Any = Field(None, description=NO_EFFECT)
-    inference_geo: Any = Field(None, description=NO_EFFECT)
-    diagnostics: Any = Field(None, description=NO_EFFECT)
-    fallbacks: Any = Field(None, description=f"{NO_EFFECT}: no request is refused for its content")
-    fallback_credit_token: Any = Field(None, description=NO_EFFECT)
+    service_tier: Any = Field(None, description=api.NO_EFFECT)
+    inference_geo: Any = Field(None, description=api.NO_EFFECT)
+    diagnostics: Any = Field(None, description=api.NO_EFFECT)
+    fallbacks: Any = Field(None, description=f"{api.NO_EFFECT}: no request is refused for its content")
+    fallback_credit_token: Any = Field(None, description=api.NO_EFFECT)
 
 
 def read(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> Body:
     """The fields of a chat of the OpenAI API. Raises BadRequest."""
     try:
-        asked = kind.model_validate(present(fields, "input", "input_schema", "schema"))
+        asked = kind.model_validate(api.present(fields, "input", "input_schema", "schema"))
     except ValidationError as error:
-        raise bad_field(error) from error
+        raise api.bad_field(error) from error
     body: Body = {name: fields[name] for name in _SAME if name in fields}
     body["messages"] = _turns(asked)
     if asked.tools:

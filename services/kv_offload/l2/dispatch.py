@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from services.kv_offload.events import Abandon, L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, Name
+from services.kv_offload import events
 from services.kv_offload.l1_cache import Entry
 from services.kv_offload.state import L2, Call, State
 
@@ -34,20 +34,20 @@ def pump(state: State) -> None:
         if (l2.breaker.next_us() or 0) <= state.now_us:
             l2.serial += 1
             l2.breaker.probing(l2.serial, state.now_us)
-            state.out.append(L2Probe(l2.serial))
+            state.out.append(events.L2Probe(l2.serial))
         return
     while l2.wants and _running(l2, "has") < LOOKUPS_IN_FLIGHT:
         want = l2.wants.popleft()
         fingerprint = want.names[0][0]
         call = _begin(state, Call("has", want.names, lookup=want.lookup))
         keys = tuple(key for _, key in want.names)
-        state.out.append(L2Has(call, fingerprint, keys, want_size=fingerprint not in l2.sizes))
+        state.out.append(events.L2Has(call, fingerprint, keys, want_size=fingerprint not in l2.sizes))
     while len(l2.calls) - _running(l2, "has") < IN_FLIGHT - LOOKUPS_IN_FLIGHT:
         if not (_next_get(state) or _next_delete(state) or _next_put(state)):
             break
 
 
-def end(state: State, event: L2Ended) -> Call | None:
+def end(state: State, event: events.L2Ended) -> Call | None:
     """End the call of `event` and return it; None if it was abandoned before. Only status `failed` counts
     for the breaker: absent, corrupt and refused are answers."""
     call = state.l2.calls.get(event.call)
@@ -75,7 +75,7 @@ def give_up_late(state: State) -> Iterator[Call]:
         call = state.l2.calls[number]
         _finish(state, number, call, moved=False)
         state.counters.l2_timeouts += 1
-        state.out.append(Abandon(number))
+        state.out.append(events.Abandon(number))
         yield call
 
 
@@ -113,7 +113,7 @@ def _next_get(state: State) -> bool:
     size_bytes = l2.sizes[name[0]]
     l2.getting.add(name)
     l2.get_rate.began(state.now_us)
-    state.out.append(L2Get(_begin(state, Call("get", (name,), size_bytes)), name, size_bytes))
+    state.out.append(events.L2Get(_begin(state, Call("get", (name,), size_bytes)), name, size_bytes))
     return True
 
 
@@ -121,7 +121,7 @@ def _next_delete(state: State) -> bool:
     if not state.l2.deletes:
         return False
     name, _ = state.l2.deletes.popitem(last=False)
-    state.out.append(L2Delete(_begin(state, Call("delete", (name,))), name))
+    state.out.append(events.L2Delete(_begin(state, Call("delete", (name,))), name))
     return True
 
 
@@ -141,7 +141,7 @@ def _next_put(state: State) -> bool:
     call = _begin(state, Call("put", (entry.name,), size_bytes, entry))
     announce = fingerprint not in l2.announced
     slot = entry.range.slot
-    state.out.append(L2Put(call, entry.name, slot, size_bytes, entry.valid_tokens, announce))
+    state.out.append(events.L2Put(call, entry.name, slot, size_bytes, entry.valid_tokens, announce))
     return True
 
 
@@ -149,7 +149,7 @@ def _worth_a_copy(state: State) -> Entry | None:
     l1, l2 = state.l1, state.l2
     lacks: Callable[[Entry], bool] = lambda entry: not entry.sending and entry.name not in l2.presence  # noqa: E731
     while l2.puts:
-        name: Name = next(iter(l2.puts))
+        name: events.Name = next(iter(l2.puts))
         entry = l1.entries.get(name)
         if entry is not None and lacks(entry):
             return entry

@@ -36,8 +36,8 @@ from queue import SimpleQueue
 
 from blake3 import blake3
 
+from services.kv_offload import events
 from services.kv_offload.backends.interface import DamagedValue, RefusedWrite, Remote, RemoteError
-from services.kv_offload.events import L2Command, L2Delete, L2Ended, L2Get, L2Has, L2Probe, L2Put, Name
 from shared.errors import EngineError
 
 log = logging.getLogger("headrace.kv_offload")
@@ -77,7 +77,7 @@ class _Worker:
         while (job := self.jobs.get()) is not None:
             problem: BaseException | None = None
             try:
-                job.run(partial(self._connected, isinstance(job.command, L2Probe)), self._take)
+                job.run(partial(self._connected, isinstance(job.command, events.L2Probe)), self._take)
             except Exception as error:  # noqa: BLE001 - raised on the loop: the actor fails
                 problem = error
             self._pool.finish(self, job, problem)
@@ -127,12 +127,12 @@ class L2Pool:
     async def greet(self) -> None:
         """Open the first connection with a canary: a lookup has 10 ms, and connecting takes longer. Returns
         within GREET_S."""
-        self.run(L2Probe(GREETING))
+        self.run(events.L2Probe(GREETING))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GREET_S):
                 await self._greeted.wait()
 
-    def run(self, command: L2Command) -> None:
+    def run(self, command: events.L2Command) -> None:
         """Start a command. At its end `done` is called with the job, unless it was abandoned."""
         job = self._running[command.call] = L2Job(command, self._view)
         if not self._idle:
@@ -149,7 +149,7 @@ class L2Pool:
     @property
     def stuck(self) -> int:
         """Threads in an abandoned call or in a canary, which may hang."""
-        canaries = sum(isinstance(job.command, L2Probe) for job in self._running.values())
+        canaries = sum(isinstance(job.command, events.L2Probe) for job in self._running.values())
         return len(self._abandoned) + canaries
 
     def check(self) -> None:
@@ -181,7 +181,7 @@ class L2Pool:
             self.generation += 1  # the connections of other workers may be as old
         if job.ended is not None:
             self.why = job.why
-            if isinstance(job.command, L2Put) and not job.why:
+            if isinstance(job.command, events.L2Put) and not job.why:
                 if job.refusal not in ("", self._logged):
                     log.warning("L2: %s", job.refusal)
                     self._logged = job.refusal
@@ -190,7 +190,7 @@ class L2Pool:
             self._abandoned.remove(call)
         elif problem is None:
             works = job.ended is not None and job.ended.status == "ok"
-            if isinstance(job.command, L2Probe) and works:
+            if isinstance(job.command, events.L2Probe) and works:
                 self.generation += 1
                 worker.generation = self.generation
             self._done(job)
@@ -206,13 +206,13 @@ class L2Job:
     out of the arena, so that it cannot change while it is sent.
     """
 
-    def __init__(self, command: L2Command, view: Callable[[bytes], memoryview]) -> None:
+    def __init__(self, command: events.L2Command, view: Callable[[bytes], memoryview]) -> None:
         self.command = command
         self.scratch = memoryview(b"")  # get: header and payload, as read
-        self.ended: L2Ended | None = None
+        self.ended: events.L2Ended | None = None
         self.why = ""  # the error, if it failed
         self.refusal = ""  # the error, if a put was refused
-        self._value = view(command.slot) if isinstance(command, L2Put) else memoryview(b"")
+        self._value = view(command.slot) if isinstance(command, events.L2Put) else memoryview(b"")
         self._turn = threading.Lock()
         self._abandoned = False
 
@@ -232,53 +232,53 @@ class L2Job:
         try:
             self.ended = self._run(connect(), scratch)
         except DamagedValue:
-            self.ended = L2Ended(self.command.call, "corrupt")
+            self.ended = events.L2Ended(self.command.call, "corrupt")
         except RefusedWrite as error:
-            self.ended, self.refusal = L2Ended(self.command.call, "refused"), error.message
+            self.ended, self.refusal = events.L2Ended(self.command.call, "refused"), error.message
         except RemoteError as error:
-            self.ended, self.why = L2Ended(self.command.call, "failed"), error.message
+            self.ended, self.why = events.L2Ended(self.command.call, "failed"), error.message
         finally:
             self._value.release()
 
-    def _run(self, remote: Remote, scratch: Callable[[int], memoryview]) -> L2Ended:
+    def _run(self, remote: Remote, scratch: Callable[[int], memoryview]) -> events.L2Ended:
         call = self.command.call
         match self.command:
-            case L2Has(fingerprint=fingerprint, keys=keys, want_size=want_size):
+            case events.L2Has(fingerprint=fingerprint, keys=keys, want_size=want_size):
                 present = remote.has([remote_name((fingerprint, key)) for key in keys])
                 size = value_size(remote, fingerprint) if want_size and any(present) else 0
-                return L2Ended(call, present=tuple(present), value_bytes=size)
-            case L2Get(name=name, value_bytes=value_bytes):
+                return events.L2Ended(call, present=tuple(present), value_bytes=size)
+            case events.L2Get(name=name, value_bytes=value_bytes):
                 self.scratch = scratch(HEADER_BYTES + value_bytes)
                 return self._get(remote, name, value_bytes)
-            case L2Put() as put:
+            case events.L2Put() as put:
                 return self._put(remote, put, scratch(HEADER_BYTES + put.value_bytes))
-            case L2Delete(name=name):
+            case events.L2Delete(name=name):
                 remote.delete(remote_name(name))
-            case L2Probe():
-                return L2Ended(call, "ok" if canary(remote) else "failed")
-        return L2Ended(call)
+            case events.L2Probe():
+                return events.L2Ended(call, "ok" if canary(remote) else "failed")
+        return events.L2Ended(call)
 
-    def _get(self, remote: Remote, name: Name, value_bytes: int) -> L2Ended:
+    def _get(self, remote: Remote, name: events.Name, value_bytes: int) -> events.L2Ended:
         call = self.command.call
         if not remote.get(remote_name(name), self.scratch):
-            return L2Ended(call, "absent")
+            return events.L2Ended(call, "absent")
         valid_tokens = verify(self.scratch, name)
         if valid_tokens is None:
-            return L2Ended(call, "corrupt")
-        return L2Ended(call, value_bytes=value_bytes, valid_tokens=valid_tokens)
+            return events.L2Ended(call, "corrupt")
+        return events.L2Ended(call, value_bytes=value_bytes, valid_tokens=valid_tokens)
 
-    def _put(self, remote: Remote, put: L2Put, value: memoryview) -> L2Ended:
+    def _put(self, remote: Remote, put: events.L2Put, value: memoryview) -> events.L2Ended:
         value[HEADER_BYTES:] = self._value
         value[:HEADER_BYTES] = build(put.name, put.valid_tokens, value[HEADER_BYTES:])
         with self._turn:
             if self._abandoned:
-                return L2Ended(put.call, "failed")
+                return events.L2Ended(put.call, "failed")
         if put.announce:
             size = put.value_bytes.to_bytes(_SIZE_BYTES, "little")
             name = (put.name[0], SIZE_KEY)
             remote.put(remote_name(name), memoryview(build(name, 0, size) + size))
         remote.put(remote_name(put.name), value)
-        return L2Ended(put.call)
+        return events.L2Ended(put.call)
 
 
 def value_size(remote: Remote, fingerprint: str) -> int:
@@ -305,19 +305,19 @@ def canary(remote: Remote) -> bool:
     return bool(remote.get(name, memoryview(back))) and bytes(back) == value
 
 
-def build(name: Name, valid_tokens: int, payload: Buffer) -> bytes:
+def build(name: events.Name, valid_tokens: int, payload: Buffer) -> bytes:
     """The header of `payload`, 128 bytes. 0.2 ms a MiB."""
     fields = _FIELDS.pack(*_wanted(name, len(payload)), valid_tokens)
     return fields + _digest(fields, payload)
 
 
-def verify(value: Buffer, name: Name) -> int | None:
+def verify(value: Buffer, name: events.Name) -> int | None:
     """The valid tokens of a value (header and payload); None if it is not the value of `name`."""
     view = memoryview(value)
     return verify_payload(view[:HEADER_BYTES], view[HEADER_BYTES:], name)
 
 
-def verify_payload(header: Buffer, payload: Buffer, name: Name) -> int | None:
+def verify_payload(header: Buffer, payload: Buffer, name: events.Name) -> int | None:
     """As `verify`, of a header and a payload that lie apart."""
     if len(header) != HEADER_BYTES:
         return None
@@ -330,12 +330,12 @@ def verify_payload(header: Buffer, payload: Buffer, name: Name) -> int | None:
     return int(valid_tokens)
 
 
-def remote_name(name: Name) -> str:
+def remote_name(name: events.Name) -> str:
     """The value's name in L2."""
     return f"hr1:{name[0]}:{name[1].hex()}"
 
 
-def _wanted(name: Name, payload_bytes: int) -> tuple[bytes, int, int, bytes, bytes, int]:
+def _wanted(name: events.Name, payload_bytes: int) -> tuple[bytes, int, int, bytes, bytes, int]:
     fingerprint = name[0].encode()[:32].ljust(32, b"\0")
     return MAGIC, VERSION, HEADER_BYTES, fingerprint, name[1], payload_bytes
 

@@ -20,22 +20,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.kv_offload import jobs
-from services.kv_offload.events import (
-    Arrived,
-    Deadlines,
-    Event,
-    Fill,
-    Name,
-    PeerLost,
-    PeerRead,
-    PeerReadEnded,
-    PeersChanged,
-    PeerSum,
-    PeerSummed,
-    Restarted,
-    Send,
-)
+from services.kv_offload import events, jobs
 from services.kv_offload.state import REMEMBERED, LeaseId, ReadLease, State, names_of
 from shared.messages import KvRelease, PeerFound, PeerLookup, ints, longs
 
@@ -52,7 +37,7 @@ class Ask:
     """A PeerLookup without an end."""
 
     peer: str
-    names: list[Name]
+    names: list[events.Name]
     began_us: int
     lookup: LeaseId | None = None  # that waits for the answer; None: a read
     found: PeerFound | None = None  # read: the lease
@@ -67,11 +52,13 @@ class Book:
     answer_us: int = 0
     address: bytes = b""  # of our arena; empty: nothing is asked and nothing leased
     peers: dict[str, int] = field(default_factory=dict)  # kind.id -> arena generation
-    known: OrderedDict[Name, str] = field(default_factory=OrderedDict)  # name -> the peer that holds it
+    known: OrderedDict[events.Name, str] = field(
+        default_factory=OrderedDict
+    )  # name -> the peer that holds it
     asks: dict[int, Ask] = field(default_factory=dict)  # by job
-    wanted: OrderedDict[Name, None] = field(default_factory=OrderedDict)  # reads that loads wait for
-    reading: set[Name] = field(default_factory=set)
-    deadlines: Deadlines[int] = field(default_factory=Deadlines)
+    wanted: OrderedDict[events.Name, None] = field(default_factory=OrderedDict)  # reads that loads wait for
+    reading: set[events.Name] = field(default_factory=set)
+    deadlines: events.Deadlines[int] = field(default_factory=events.Deadlines)
     resting: dict[str, tuple[int, int]] = field(
         default_factory=dict
     )  # peer -> until when, after how many failures
@@ -79,37 +66,37 @@ class Book:
 
     # ---- state.Peers ------------------------------------------------------------------------------
 
-    def look_up(self, lookup: LeaseId, names: Sequence[Name]) -> int:
+    def look_up(self, lookup: LeaseId, names: Sequence[events.Name]) -> int:
         asked = [peer for peer in self.peers if self.resting.get(peer, (0, 0))[0] <= self.state.now_us]
         for peer in asked:
             self._ask(Ask(peer, list(names), self.state.now_us, lookup), lease_us=0)
         return len(asked)
 
-    def holds(self, name: Name) -> bool:
+    def holds(self, name: events.Name) -> bool:
         return name in self.known
 
-    def get(self, name: Name) -> None:
+    def get(self, name: events.Name) -> None:
         if name not in self.reading:
             self.wanted[name] = None
 
-    def drop(self, name: Name) -> None:
+    def drop(self, name: events.Name) -> None:
         self.wanted.pop(name, None)
 
     # ---- the core ---------------------------------------------------------------------------------
 
-    def apply(self, event: Event) -> bool:
+    def apply(self, event: events.Event) -> bool:
         """Apply an event; True if it is of peers alone."""
         match event:
-            case PeersChanged(address, peers):
+            case events.PeersChanged(address, peers):
                 self.address = address
                 for peer in [peer for peer in self.peers if peers.get(peer) != self.peers[peer]]:
                     self._lost(peer)
                 self.peers = dict(peers)
-            case PeerSummed(lease, headers):
+            case events.PeerSummed(lease, headers):
                 self._leased(lease, headers)
-            case PeerReadEnded():
+            case events.PeerReadEnded():
                 self._read_ended(event)
-            case Arrived(source, epoch, message) if source.startswith("kv_offload."):
+            case events.Arrived(source, epoch, message) if source.startswith("kv_offload."):
                 match message:
                     case PeerLookup():
                         self._serve(source, epoch, message)
@@ -117,7 +104,7 @@ class Book:
                         self._found(source, message)
                     case KvRelease():
                         jobs.release(self.state, source, epoch, message)
-            case Restarted(source) | PeerLost(source):
+            case events.Restarted(source) | events.PeerLost(source):
                 self._lost(source)
                 return False
             case _:
@@ -147,7 +134,7 @@ class Book:
                 ask.running = True
                 limit_us = ask.began_us + LIMIT_US["read"] - self.state.now_us
                 found, offsets = ask.found, tuple(ask.found.offsets)
-                read = PeerRead(
+                read = events.PeerRead(
                     job, found.address, tuple(ask.names), offsets, found.headers, found.value_bytes, limit_us
                 )
                 self.state.out.append(read)
@@ -174,7 +161,7 @@ class Book:
         self.deadlines.set(job, self.state.now_us + limit_us)
         keys = b"".join(key for _, key in ask.names)
         message = PeerLookup(job=job, fingerprint=ask.names[0][0], keys=keys, lease_us=lease_us)
-        self.state.out.append(Send(ask.peer, message))
+        self.state.out.append(events.Send(ask.peer, message))
         return job, ask
 
     def _found(self, peer: str, found: PeerFound) -> None:
@@ -206,7 +193,7 @@ class Book:
         ask.found = replace(found, offsets=longs(found.offsets[i] for i in here))
         self._missing(lost)
 
-    def _read_ended(self, event: PeerReadEnded) -> None:
+    def _read_ended(self, event: events.PeerReadEnded) -> None:
         ask = self.asks.get(event.call)
         if ask is None or ask.found is None:
             return  # given up
@@ -223,7 +210,7 @@ class Book:
             counters.peer_bytes += size
             ask.names.remove(name)
             self.reading.discard(name)
-            entry = jobs.bring_up(self.state, name, Fill(event.call, b"", i), size, valid)
+            entry = jobs.bring_up(self.state, name, events.Fill(event.call, b"", i), size, valid)
             jobs.value_arrived(self.state, name, entry)
         self._end(event.call)
 
@@ -234,10 +221,10 @@ class Book:
         if ask.lookup is not None:
             jobs.lookup_answered(self.state, ask.lookup)
             return
-        self.state.out.append(Send(ask.peer, KvRelease(jobs=ints([job]))))
+        self.state.out.append(events.Send(ask.peer, KvRelease(jobs=ints([job]))))
         self._missing(ask.names)
 
-    def _missing(self, names: Sequence[Name]) -> None:
+    def _missing(self, names: Sequence[events.Name]) -> None:
         """A peer does not give these values: try L2, or end the wait of the loads."""
         state = self.state
         for name in names:
@@ -283,7 +270,7 @@ class Book:
             state.counters.peer_leased += len(entries)
             jobs.open_lease(state, lease, ReadLease(names, entries), min(message.lease_us, LEASE_US))
             blocks = tuple((entry.name, entry.range.slot, entry.valid_tokens) for entry in entries)
-            state.out.append(PeerSum(lease, blocks))
+            state.out.append(events.PeerSum(lease, blocks))
 
     def _leased(self, lease: LeaseId, headers: bytes) -> None:
         """Answer with the lease, if it has not ended: the hashed blocks have not changed then."""
@@ -291,7 +278,9 @@ class Book:
         if isinstance(held, ReadLease):
             self._answer(lease, held.names, held, headers)
 
-    def _answer(self, lease: LeaseId, names: Sequence[Name], held: ReadLease, headers: bytes = b"") -> None:
+    def _answer(
+        self, lease: LeaseId, names: Sequence[events.Name], held: ReadLease, headers: bytes = b""
+    ) -> None:
         state, there = self.state, {entry.name: entry.range for entry in held.entries}
         found = PeerFound(
             job=lease[2],

@@ -11,19 +11,9 @@ from __future__ import annotations
 
 from services.scheduler import prefix_cache
 from services.scheduler.preemption import RecomputeCost
+from services.scheduler.state import transfers
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import PREFILL, Executor, State
-from services.scheduler.state.transfers import (
-    ANSWER_US,
-    BACKOFF_US,
-    MISSES,
-    REMOTE,
-    Job,
-    Lookup,
-    LookupResult,
-    LookupTarget,
-    Tier,
-)
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import KvFound, KvLookup, KvRelease, ints
 
@@ -85,7 +75,9 @@ def _waited(state: State, executor: Executor, sequence: Sequence, since_us: int)
     return waited_us >= RecomputeCost.of(executor).tokens_us(held, len(sequence.tokens) - held)
 
 
-def _is_old(state: State, executor: Executor, tier: Tier, group: SequenceGroup, stale_us: int) -> bool:
+def _is_old(
+    state: State, executor: Executor, tier: transfers.Tier, group: SequenceGroup, stale_us: int
+) -> bool:
     """Whether a result may be out of date: by its age, or for a preempted sequence with missing blocks by a
     store since then."""
     result = group.lookup_results[_target(executor, tier)]
@@ -109,7 +101,7 @@ def on_found(state: State, source: str, message: KvFound) -> None:
     result = group.lookup_results.get(lookup.target) if group is not None else None
     if result is not None and result.job == message.job:
         result.found, result.at_us = tuple(message.tiers), state.now_us
-        result.fetched.update(at for at, where in enumerate(message.tiers) if where == REMOTE)
+        result.fetched.update(at for at, where in enumerate(message.tiers) if where == transfers.REMOTE)
 
 
 def expire(state: State) -> None:
@@ -118,7 +110,7 @@ def expire(state: State) -> None:
     lookups, silent = state.tiers.lookups, dict[str, None]()
     while lookups:
         job, lookup = next(iter(lookups.items()))
-        if state.now_us < lookup.sent_us + ANSWER_US:
+        if state.now_us < lookup.sent_us + transfers.ANSWER_US:
             break
         del lookups[job]
         silent[lookup.tier] = None
@@ -131,17 +123,17 @@ def missed(state: State, actor: str) -> None:
     for tier in state.tiers.by_host.values():
         if tier.actor == actor:
             tier.misses += 1
-            if tier.misses >= MISSES:
-                tier.backoff_until_us = state.now_us + BACKOFF_US
+            if tier.misses >= transfers.MISSES:
+                tier.backoff_until_us = state.now_us + transfers.BACKOFF_US
                 state.counters.tier_backoffs += 1
 
 
-def _targets(state: State, group: SequenceGroup) -> list[tuple[Executor, Tier]]:
+def _targets(state: State, group: SequenceGroup) -> list[tuple[Executor, transfers.Tier]]:
     """One executor of the model for each tier and kind of engine that stores in it."""
     tiers = state.tiers
     if not tiers.by_host:
         return []
-    targets: dict[LookupTarget, tuple[Executor, Tier]] = {}
+    targets: dict[transfers.LookupTarget, tuple[Executor, transfers.Tier]] = {}
     last = PREFILL if group.sequences[0].generated else ""  # it holds what has just moved away
     for executor in sorted(state.executors.values(), key=lambda e: e.role == last != ""):
         tier = tiers.below(executor.hello, state.now_us)
@@ -152,11 +144,13 @@ def _targets(state: State, group: SequenceGroup) -> list[tuple[Executor, Tier]]:
     return list(targets.values())
 
 
-def _target(executor: Executor, tier: Tier) -> LookupTarget:
+def _target(executor: Executor, tier: transfers.Tier) -> transfers.LookupTarget:
     return tier.actor, executor.hello.fingerprint
 
 
-def _send_lookup(state: State, executor: Executor, tier: Tier, group: SequenceGroup) -> LookupResult | None:
+def _send_lookup(
+    state: State, executor: Executor, tier: transfers.Tier, group: SequenceGroup
+) -> transfers.LookupResult | None:
     head = group.sequences[0]
     keys = wanted_keys(executor, head)
     if not keys:
@@ -164,10 +158,10 @@ def _send_lookup(state: State, executor: Executor, tier: Tier, group: SequenceGr
     number, target = state.tiers.number(), _target(executor, tier)
     before = group.lookup_results.get(target)
     fetched = before.fetched if before is not None else set[int]()
-    result = group.lookup_results[target] = LookupResult(
+    result = group.lookup_results[target] = transfers.LookupResult(
         state.now_us, stores=tier.stores, job=number, fetched=fetched
     )
-    state.tiers.lookups[number] = Lookup(group.number, target, state.now_us)
+    state.tiers.lookups[number] = transfers.Lookup(group.number, target, state.now_us)
     fingerprint = executor.hello.fingerprint
     # Every key, not up to the first miss: blocks that the device still shares were never copied down.
     message = KvLookup(job=number, keys=b"".join(keys), prefix=False, fingerprint=fingerprint, promote=True)
@@ -195,9 +189,11 @@ def _covered(executor: Executor, group: SequenceGroup) -> bool:
     return not sequence.tail.key or prefix_cache.tail_block(executor, sequence, len(hits)) is not None
 
 
-def start_job(state: State, executor: Executor, tier: Tier, blocks: list[int], keys: list[bytes]) -> Job:
+def start_job(
+    state: State, executor: Executor, tier: transfers.Tier, blocks: list[int], keys: list[bytes]
+) -> transfers.Job:
     """A new job for these blocks, which are not given out until it ends."""
-    job = Job(
+    job = transfers.Job(
         number=state.tiers.number(),
         tier=tier.actor,
         generation=tier.generation,
@@ -212,33 +208,33 @@ def start_job(state: State, executor: Executor, tier: Tier, blocks: list[int], k
     return job
 
 
-def executor_of(state: State, job: Job) -> Executor | None:
+def executor_of(state: State, job: transfers.Job) -> Executor | None:
     """The executor incarnation of the job's blocks, if it lives."""
     executor = state.executors.get(job.executor)
     return executor if executor is not None and executor.epoch == job.epoch else None
 
 
-def tier_of(state: State, job: Job) -> Tier | None:
+def tier_of(state: State, job: transfers.Job) -> transfers.Tier | None:
     """The tier incarnation of the job, if it lives."""
     tier = state.tiers.named(f"kv_offload.{job.tier}")
     return tier if tier is not None and tier.generation == job.generation else None
 
 
-def count_queued(executor: Executor, job: Job, size_bytes: int) -> None:
+def count_queued(executor: Executor, job: transfers.Job, size_bytes: int) -> None:
     """Count `size_bytes` of the job as pending on its link."""
     uncount_queued(executor, job)
     job.queued_bytes = size_bytes
     (executor.up if job.up else executor.down).begin(size_bytes)
 
 
-def uncount_queued(executor: Executor, job: Job) -> None:
+def uncount_queued(executor: Executor, job: transfers.Job) -> None:
     """Count the job as pending no longer."""
     if job.queued_bytes:
         (executor.up if job.up else executor.down).end(job.queued_bytes)
         job.queued_bytes = 0
 
 
-def finish(state: State, job: Job, *, release: bool = True) -> None:
+def finish(state: State, job: transfers.Job, *, release: bool = True) -> None:
     """Remove a job: end the copy of its blocks, and with `release` free its ranges in the arena. Sent to a
     lost tier, too: it may live, and would keep the lease for long."""
     del state.tiers.jobs[job.number]

@@ -24,18 +24,7 @@ from services.scheduler.state.requests import Phase as SequencePhase
 from services.scheduler.state.requests import Sequence
 from services.scheduler.state.state import Executor, State
 from services.scheduler.state.transfers import ANSWER_US, LONG_COPY_US, TRY_BLOCKS, Job, JobPhase, Tier
-from shared.messages import (
-    PRESENT,
-    KvCommit,
-    KvCopied,
-    KvCopy,
-    KvRelease,
-    KvReserve,
-    KvReserved,
-    KvStored,
-    ints,
-    longs,
-)
+from shared import messages
 
 LEASE_US = 10_000_000
 EAGER_BYTES = 8 << 20  # of an eager copy: on a CPU it takes a core from the steps for 2 ms
@@ -146,14 +135,14 @@ def _store(
     job.due_us, job.lease_us = state.now_us + ANSWER_US, state.now_us + LEASE_US
     job.leaves, job.after_step = leaves, after_step
     count_queued(executor, job, len(blocks) * hello.bytes_per_block)
-    message = KvReserve(
+    message = messages.KvReserve(
         job=job.number,
         owner=executor.source,
         keys=b"".join(keys),
         value_bytes=hello.bytes_per_block,
         lease_us=LEASE_US,
         priority=int(preempted or urgent),
-        valid_tokens=ints(pool.valid_tokens.get(block, hello.block_tokens) for block in blocks),
+        valid_tokens=messages.ints(pool.valid_tokens.get(block, hello.block_tokens) for block in blocks),
         fingerprint=hello.fingerprint,
     )
     state.send(tier.source, message)
@@ -239,38 +228,38 @@ def _next_victim(state: State, executor: Executor) -> Sequence | None:
     return preemption.in_order(state, executor, candidates)[0] if len(candidates) > 1 else None
 
 
-def reserved(state: State, source: str, message: KvReserved) -> None:
+def reserved(state: State, source: str, message: messages.KvReserved) -> None:
     """The tier has reserved a range for each block, or none. Blocks that it has already are clean, blocks
     without a range are given up."""
     job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
     if tier is None or job is None or job.phase is not JobPhase.REQUESTED or job.up or job.tier != tier.actor:
         if tier is not None:
-            state.send(source, KvRelease(jobs=ints([message.job])))
+            state.send(source, messages.KvRelease(jobs=messages.ints([message.job])))
         return
     tier.answered(state.now_us - job.began_us)
     executor = executor_of(state, job)
     fits = len(message.offsets) == len(job.blocks) and message.arena_generation == tier.generation
     job.written = [int(offset >= 0) for offset in message.offsets] if fits else []
     if executor is None or not any(job.written):
-        _end(state, job, [fits and offset == PRESENT for offset in message.offsets])
+        _end(state, job, [fits and offset == messages.PRESENT for offset in message.offsets])
         return
     offsets = [(b, offset) for b, offset in zip(job.blocks, message.offsets, strict=True) if offset >= 0]
     job.phase = JobPhase.COPYING
     size = executor.hello.bytes_per_block
     count_queued(executor, job, len(offsets) * size)
-    copy = KvCopy(
+    copy = messages.KvCopy(
         job=job.number,
         to_arena=True,
         after_step=job.after_step,
         arena_generation=message.arena_generation,
-        blocks=ints(block for block, _ in offsets),
-        offsets=longs(offset for _, offset in offsets),
+        blocks=messages.ints(block for block, _ in offsets),
+        offsets=messages.longs(offset for _, offset in offsets),
         block_bytes=size,
     )
     state.send(executor.source, copy)
 
 
-def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> None:
+def copied(state: State, job: Job, executor: Executor, message: messages.KvCopied) -> None:
     """The copy has ended. Its bytes are valid if it succeeded within the lease, and all steps that wrote its
     blocks have succeeded."""
     tier = tier_of(state, job)
@@ -285,10 +274,10 @@ def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> Non
         _end(state, job, [])
         return
     job.phase, job.due_us = JobPhase.STORING, state.now_us + ANSWER_US
-    state.send(tier.source, KvCommit(job=job.number, written=ints(job.written)))
+    state.send(tier.source, messages.KvCommit(job=job.number, written=messages.ints(job.written)))
 
 
-def stored(state: State, source: str, message: KvStored) -> None:
+def stored(state: State, source: str, message: messages.KvStored) -> None:
     """The tier reports which blocks can be read from it now."""
     job = state.tiers.jobs.get(message.job)
     if job is not None and job.phase is JobPhase.STORING and source == f"kv_offload.{job.tier}":

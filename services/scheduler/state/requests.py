@@ -17,22 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from shared import messages
 from shared.errors import SetupError, from_code
-from shared.messages import (
-    Chunk,
-    Close,
-    Decision,
-    Floats,
-    Ints,
-    Message,
-    StepResult,
-    Timings,
-    Tokenized,
-    Tokens,
-    Usage,
-    floats,
-    ints,
-)
 from shared.telemetry import traces
 from shared.telemetry.traces import LEAVING_DECISIONS, Choice, Reply, RequestRecord
 
@@ -59,7 +45,7 @@ class Phase(Enum):
 class Request:
     """One accepted request; `tokenized.tokens` is the prompt."""
 
-    tokenized: Tokenized
+    tokenized: messages.Tokenized
     trace: str
     tokenizer: str
     arrival_us: int
@@ -128,13 +114,15 @@ class Scores:
     generated at another scheduler. The columns are those of Tokens."""
 
     first: int = 0
-    logprobs: Floats = field(default_factory=floats)
-    top_counts: Ints = field(default_factory=ints)
-    top_ids: Ints = field(default_factory=ints)
-    top_logprobs: Floats = field(default_factory=floats)
+    logprobs: messages.Floats = field(default_factory=messages.floats)
+    top_counts: messages.Ints = field(default_factory=messages.ints)
+    top_ids: messages.Ints = field(default_factory=messages.ints)
+    top_logprobs: messages.Floats = field(default_factory=messages.floats)
 
 
-def add_scores(to: Scores | Tokens, result: StepResult | Scores, index: int, top: slice) -> None:
+def add_scores(
+    to: Scores | messages.Tokens, result: messages.StepResult | Scores, index: int, top: slice
+) -> None:
     """Append entry `index` of `result`, with its alternatives at `top`."""
     to.logprobs.append(result.logprobs[index])
     to.top_counts.append(result.top_counts[index])
@@ -205,14 +193,14 @@ class Sequence(StepFields):
     final: int = 0
     reason: str = ""
     close_deadline_us: int = 0
-    close: Close | None = None  # as sent, to send it again
+    close: messages.Close | None = None  # as sent, to send it again
     vector: bytes = b""  # of a request with `pooling`, once it is computed
     admitted_us: int = 0
     prefill_chunks: int = 0
     steps: int = 0  # without the decodes since its admission
     cached_tokens: int = 0  # tokens from a prefix cache or tier, never computed for it
     recomputed_tokens: int = 0
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[messages.Decision] = field(default_factory=list)
     chunks: list[ChunkRecord] = field(default_factory=list)
     last_executor: str = ""  # kept after it has left the executor
 
@@ -277,7 +265,9 @@ class Sequence(StepFields):
         """Record a decision for the request's trace."""
         at_us = now_us - self.request.arrival_us
         if len(self.decisions) < MAX_DECISIONS:
-            self.decisions.append(Decision(at_us=at_us, what=what, why=why, numbers=tuple(numbers.items())))
+            self.decisions.append(
+                messages.Decision(at_us=at_us, what=what, why=why, numbers=tuple(numbers.items()))
+            )
 
     def record_chunk(self, now_us: int, tokens: int, step: int) -> ChunkRecord:
         """Record a prompt chunk in the step that is being planned."""
@@ -288,13 +278,13 @@ class Sequence(StepFields):
         return self.chunks[-1]
 
 
-def timings_of(sequence: Sequence, now_us: int) -> Timings:
+def timings_of(sequence: Sequence, now_us: int) -> messages.Timings:
     """The times of a sequence's stages so far."""
     tokenized = sequence.request.tokenized
     first = sequence.first_token_us or sequence.last_token_us
     handled_wall_us = tokenized.handled_wall_us or tokenized.received_wall_us
     arrival_us = sequence.request.arrival_us
-    return Timings(
+    return messages.Timings(
         received_wall_us=tokenized.received_wall_us,
         tokenize_us=max(tokenized.sent_wall_us - handled_wall_us, 0),
         transit_us=sequence.request.transit_us,
@@ -308,13 +298,13 @@ def timings_of(sequence: Sequence, now_us: int) -> Timings:
     )
 
 
-def chunks_of(sequence: Sequence, now_us: int) -> tuple[Chunk, ...]:
+def chunks_of(sequence: Sequence, now_us: int) -> tuple[messages.Chunk, ...]:
     """Its prompt chunks so far. A chunk without a result ended when its sequence left the executor, or lasts
     until now."""
     arrival_us = sequence.request.arrival_us
     left_us = [arrival_us + d.at_us for d in sequence.decisions if d.what in LEAVING_DECISIONS]
     return tuple(
-        Chunk(
+        messages.Chunk(
             at_us=note.planned_us - arrival_us,
             took_us=(note.done_us or min([*(at for at in left_us if at >= note.planned_us), now_us]))
             - note.planned_us,
@@ -326,13 +316,13 @@ def chunks_of(sequence: Sequence, now_us: int) -> tuple[Chunk, ...]:
     )
 
 
-def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> Close:
+def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> messages.Close:
     """The Close of a sequence that ends now after `final` tokens."""
-    return Close(
+    return messages.Close(
         seq=sequence.seq,
         final=final,
         reason=reason,
-        usage=Usage(
+        usage=messages.Usage(
             prompt_tokens=sequence.prompt_tokens,
             completion_tokens=final,
             cached_tokens=sequence.cached_tokens,
@@ -476,7 +466,7 @@ class Arrived:
     """A message from the actor `source` (kind.id)."""
 
     source: str
-    message: Message
+    message: messages.Message
     trace: str = ""
     transit_us: int = 0  # time on the way, by wall clocks: for spans, never for a decision
 
@@ -592,5 +582,5 @@ class Send:
     """Send `message` to the actor `to` (kind.id)."""
 
     to: str
-    message: Message
+    message: messages.Message
     trace: str = ""

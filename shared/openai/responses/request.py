@@ -13,26 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict
 
-from shared.api import (
-    CONTENT_RULE,
-    MAX_LOGPROBS,
-    MAX_MESSAGES,
-    MAX_TIMEOUT_S,
-    MAX_TOOLS,
-    NO_EFFECT,
-    NOT_YET,
-    REQUEST_ID,
-    WITHOUT_TEXT,
-    Extensible,
-    SamplingFields,
-    SloClass,
-    Stop,
-    as_given,
-    bad_field,
-    only,
-    present,
-    whole_numbers,
-)
+from shared import api
 from shared.errors import BadRequest
 from shared.openai.call import Kept, thinking
 
@@ -43,14 +24,14 @@ LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks fo
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # as in OpenAI's API
 # Fields that the chat has under the same name.
 _SAME = (
-    *SamplingFields.model_fields, "parallel_tool_calls", "user", "prompt_cache_key", "stream", "seed", "stop",
+    *api.SamplingFields.model_fields, "parallel_tool_calls", "user", "prompt_cache_key", "stream", "seed", "stop",
     "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs", "durable", "webhook",
 )  # fmt: skip
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _OPEN = ConfigDict(extra="ignore", strict=True)  # clients send items back with fields that are not for us
 _AS_GIVEN = ("parameters", "schema", "metadata", "chat_template_kwargs")  # null is a value there
-_IDLE = Field(None, description=NO_EFFECT)
-_REFUSED = Field(None, description=NOT_YET)
+_IDLE = Field(None, description=api.NO_EFFECT)
+_REFUSED = Field(None, description=api.NOT_YET)
 
 
 def _listed(what: str, kinds: Sequence[str], text: Callable[[str], Body], untyped: str = "") -> Any:
@@ -77,7 +58,7 @@ def _listed(what: str, kinds: Sequence[str], text: Callable[[str], Body], untype
     return check
 
 
-@Extensible
+@api.Extensible
 class Text(TypedDict):
     """A text of the user or of an earlier answer."""
 
@@ -85,7 +66,7 @@ class Text(TypedDict):
     text: str
 
 
-@Extensible
+@api.Extensible
 class Refusal(TypedDict):
     """A text, too."""
 
@@ -105,7 +86,7 @@ Content = Annotated[list[_Part], BeforeValidator(_parts, str | list[_Part])]
 class Message(BaseModel):
     """One message of the conversation."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra=CONTENT_RULE)
+    model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra=api.CONTENT_RULE)
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -113,7 +94,7 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if self.role not in WITHOUT_TEXT and "content" not in self.model_fields_set:
+        if self.role not in api.WITHOUT_TEXT and "content" not in self.model_fields_set:
             raise ValueError("`content` is missing: a text is expected, or a list of parts")
         return self
 
@@ -140,7 +121,7 @@ class FunctionCallOutput(BaseModel):
     output: Content = Field(default_factory=list)
 
 
-@Extensible
+@api.Extensible
 class ReasoningText(TypedDict):
     """A part of the reasoning of an answer."""
 
@@ -206,7 +187,7 @@ class NamespaceTool(BaseModel):
 _AnyTools = Annotated[  # one of them a function
     list[FunctionTool | NamespaceTool | OtherTool],
     Field(
-        max_length=MAX_TOOLS,
+        max_length=api.MAX_TOOLS,
         json_schema_extra={
             "anyOf": [{"maxItems": 0}, {"contains": {"properties": {"type": {"enum": _FUNCTIONS}}}}]
         },
@@ -251,7 +232,7 @@ def called(name: str, namespace: str | None) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-@Extensible
+@api.Extensible
 class NamedFunction(TypedDict):
     """This function."""
 
@@ -260,7 +241,7 @@ class NamedFunction(TypedDict):
     namespace: NotRequired[str]
 
 
-@Extensible
+@api.Extensible
 class AllowedFunctions(TypedDict):
     """Only these functions."""
 
@@ -269,14 +250,14 @@ class AllowedFunctions(TypedDict):
     tools: Annotated[list[NamedFunction], Field(min_length=1)]
 
 
-@Extensible
+@api.Extensible
 class PlainForm(TypedDict):
     """Any text, or a JSON object."""
 
     type: Literal["text", "json_object"]
 
 
-@Extensible
+@api.Extensible
 class SchemaForm(TypedDict):
     """JSON that follows the schema."""
 
@@ -310,28 +291,30 @@ Metadata = Annotated[
 ]
 
 
-class ResponseRequest(SamplingFields):
+class ResponseRequest(api.SamplingFields):
     """A conversation to answer."""
 
     model_config = _STRICT
-    _whole = whole_numbers()
+    _whole = api.whole_numbers()
 
     model: str | None = Field(None, min_length=1, description="may be left out if only one is served")
     input: Annotated[
-        Annotated[list[_Item], Field(min_length=1, max_length=MAX_MESSAGES)],
-        BeforeValidator(_items, str | Annotated[list[_Item], Field(min_length=1, max_length=MAX_MESSAGES)]),
+        Annotated[list[_Item], Field(min_length=1, max_length=api.MAX_MESSAGES)],
+        BeforeValidator(
+            _items, str | Annotated[list[_Item], Field(min_length=1, max_length=api.MAX_MESSAGES)]
+        ),
     ] = Field(description="a text of the user, or the items of the conversation")
     instructions: str | None = Field(None, description="a system message, of this answer alone")
-    previous_response_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(
+    previous_response_id: Annotated[str, Field(pattern=api.REQUEST_ID)] | None = Field(
         None, description="the conversation continues that of a stored response"
     )
     max_output_tokens: int | None = Field(None, ge=1, description="most tokens of the answer")
     tools: Annotated[
-        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)], BeforeValidator(_functions, _AnyTools)
+        Annotated[list[FunctionTool], Field(max_length=api.MAX_TOOLS)], BeforeValidator(_functions, _AnyTools)
     ] = Field(default_factory=list, description="functions that the model may call")
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions,
-        as_given(
+        api.as_given(
             'none, auto, required, {"type": "function", "name": …} of one of `tools`, or {"type": '
             '"allowed_tools", "mode": "auto" or "required", "tools": [{"type": "function", "name": …}]}'
         ),
@@ -345,7 +328,7 @@ class ResponseRequest(SamplingFields):
         default_factory=list, description=f"`{LOGPROBS}`: log probabilities; others are without effect"
     )
     top_logprobs: int = Field(
-        0, ge=0, le=MAX_LOGPROBS, description="number of likeliest alternatives for each token"
+        0, ge=0, le=api.MAX_LOGPROBS, description="number of likeliest alternatives for each token"
     )
     stream: bool = Field(False, description="send the answer as events")
     background: bool = Field(False, description="answer at once, and keep the request until it is answered")
@@ -354,8 +337,8 @@ class ResponseRequest(SamplingFields):
     )
     store: bool = Field(True, description="keep the response for a day, where a keeper runs")
     metadata: Metadata = Field(default_factory=dict, description="returned as it is")
-    user: str = Field("", description=NO_EFFECT)
-    truncation: Literal["auto", "disabled"] = Field("disabled", description=NO_EFFECT)
+    user: str = Field("", description=api.NO_EFFECT)
+    truncation: Literal["auto", "disabled"] = Field("disabled", description=api.NO_EFFECT)
     service_tier: Any = _IDLE
     safety_identifier: Any = _IDLE
     prompt_cache_key: str = Field("", description="requests with an equal one share a prefix cache")
@@ -364,16 +347,16 @@ class ResponseRequest(SamplingFields):
     client_metadata: Any = _IDLE
     max_tool_calls: Any = _IDLE
     stream_options: Any = _IDLE
-    conversation: Annotated[Any, only()] = _REFUSED
-    prompt: Annotated[Any, only()] = _REFUSED
-    context_management: Annotated[Any, only([])] = _REFUSED
+    conversation: Annotated[Any, api.only()] = _REFUSED
+    prompt: Annotated[Any, api.only()] = _REFUSED
+    context_management: Annotated[Any, api.only([])] = _REFUSED
     # of Headrace, as in a chat
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="random if absent")
-    stop: Stop = Field(default_factory=list, description="texts that end an answer")
+    stop: api.Stop = Field(default_factory=list, description="texts that end an answer")
     ignore_eos: bool = Field(False, description="do not stop at the model's own end tokens")
     min_tokens: int = Field(0, ge=0, description="least tokens of an answer: until then nothing ends it")
-    slo_class: SloClass = Field("standard", description="latency class: docs/design/scheduler.md")
-    timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="time limit, seconds")
+    slo_class: api.SloClass = Field("standard", description="latency class: docs/design/scheduler.md")
+    timeout_s: float | None = Field(None, gt=0, le=api.MAX_TIMEOUT_S, description="time limit, seconds")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="variables for the template"
     )
@@ -385,9 +368,9 @@ class ResponseRequest(SamplingFields):
 def read(fields: Body) -> Body:
     """The fields of a chat of the OpenAI API, with `keep`: what the answer repeats. Raises BadRequest."""
     try:
-        asked = ResponseRequest.model_validate(present(fields, *_AS_GIVEN))
+        asked = ResponseRequest.model_validate(api.present(fields, *_AS_GIVEN))
     except ValidationError as error:
-        raise bad_field(error) from error
+        raise api.bad_field(error) from error
     if asked.background and not asked.store:
         raise BadRequest("`background: true` and `store: false` exclude each other", param="store")
     if asked.webhook is not None and not asked.background:

@@ -26,6 +26,7 @@ from services.scheduler.actor import SchedulerActor
 from services.scheduler.kv_tiers import load as tier_load
 from services.scheduler.kv_tiers import lookups, store
 from services.scheduler.preemption import RecomputeCost
+from services.scheduler.state import transfers
 from services.scheduler.state.counters import Counters
 from shared.actor.runtime import Actor
 from shared.client.client import Client
@@ -47,7 +48,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "STALE_US", PATIENCE_US)
     monkeypatch.setattr(lookups, "FEW_BLOCKS", 0)
     monkeypatch.setattr(jobs, "LOOKUP_US", PATIENCE_US)
-    for module in (lookups, tier_load, store):
+    for module in (transfers, tier_load, store):
         monkeypatch.setattr(module, "ANSWER_US", PATIENCE_US)
     for module in (tier_load, store):
         monkeypatch.setattr(module, "LEASE_US", 2 * PATIENCE_US)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from services.launcher import nats_server as servers
-from services.launcher import session, up
+from services.launcher import session, supervisor, up
 from services.launcher.cli import main
 from services.launcher.nats_server import NatsServer, ServerLimits
 from services.launcher.serve import KINDS, builder, serve
@@ -73,7 +73,7 @@ def test_jetstream_has_the_limits_it_was_given() -> None:
 
 
 async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(supervisor, "BACKOFF_FIRST_S", 0.01)
     server, told = servers.start(), list[str]()
     before, url, monitoring = server.process, server.url, server.monitoring_url
     keeping = asyncio.create_task(up.keep_running(server, told.append))
@@ -91,7 +91,9 @@ async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pyt
 
 
 async def test_a_server_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("BACKOFF_FIRST_S", 0.01), ("LOOK_S", 0.01), ("ANSWER_S", 0.1), ("HANGS_S", 0.5)):
+    for name in ("BACKOFF_FIRST_S", "LOOK_S"):
+        monkeypatch.setattr(supervisor, name, 0.01)
+    for name, value in (("ANSWER_S", 0.1), ("HANGS_S", 0.5)):
         monkeypatch.setattr(up, name, value)
     server, told = servers.start(), list[str]()
     before = server.process
@@ -116,8 +118,8 @@ async def test_a_server_that_hangs_is_killed_and_started_again(monkeypatch: pyte
 async def test_a_server_that_cannot_be_started_again_is_told_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(up, "BACKOFF_FIRST_S", 0.01)
-    monkeypatch.setattr(up, "BACKOFF_LAST_S", 0.02)
+    monkeypatch.setattr(supervisor, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(supervisor, "BACKOFF_LAST_S", 0.02)
     server, told, tried = servers.start(), list[str](), asyncio.Event()
     errors = [SetupError("the port is taken"), OSError(11, "no process left")]
 

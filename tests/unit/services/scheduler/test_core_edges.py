@@ -311,7 +311,7 @@ def test_logprobs_go_with_their_tokens_to_the_right_shard() -> None:
 def test_another_detokenizer_gets_all_tokens_with_their_log_probabilities(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.scheduler.lifecycle.MAX_IDS", 2)
+    monkeypatch.setattr("services.scheduler.state.requests.MAX_IDS", 2)
     world = World(shards=("d1", "d2"))
     world.add_engine()
     world.ask("a", [5], 9, logprobs=3)
