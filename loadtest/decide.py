@@ -96,7 +96,7 @@ class Loaded:
         applied = time.perf_counter_ns()
         decide(state)
         decided = time.perf_counter_ns()
-        commands = scheduler.taken()
+        commands = scheduler.take_commands()
         self._note("handle", time.perf_counter_ns() - before)
         self._note("decide", decided - applied)
         if isinstance(event, Arrived) and isinstance(event.message, StepResult):

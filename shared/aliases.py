@@ -151,7 +151,7 @@ class Aliases:
         known = self._known.get(name)
         return Alias(name, max(now_wall_us, known.version + 1 if known is not None else 0), tuple(targets))
 
-    def take(self, alias: Alias) -> bool:
+    def apply(self, alias: Alias) -> bool:
         """Take a change. False if this table has a newer one, or no room."""
         known = self._known.get(alias.name)
         if (known is not None and known.version >= alias.version) or not self.has_room(alias.name):
@@ -161,13 +161,13 @@ class Aliases:
         self.on_change(alias)
         return True
 
-    def take_all(self, data: bytes) -> None:
+    def apply_all(self, data: bytes) -> None:
         """Take a table of another process."""
         for fields in json.loads(data):
-            self.take(alias_of(fields))
+            self.apply(alias_of(fields))
 
     def pack(self) -> bytes:
-        """The table, for `take_all`."""
+        """The table, for `apply_all`."""
         return json.dumps([asdict(alias) for alias in self.every()]).encode()
 
     def resolve(self, name: str, tenant: str, request: str) -> str | None:
@@ -189,19 +189,19 @@ class Aliases:
         return self._changed_us.get(name, -SETTLED_US) <= since_us - SETTLED_US
 
     def _on_asked(self, delivery: Delivery) -> None:
-        if access.answerable(self._bus, delivery):
+        if access.can_answer(self._bus, delivery):
             self._bus.publish(delivery.reply, self.pack())
 
     def _on_change(self, delivery: Delivery) -> None:
         try:
-            self.take(alias_of(json.loads(delivery.data)))
+            self.apply(alias_of(json.loads(delivery.data)))
         except (ValueError, TypeError, LookupError):
             return  # of another version
 
     def _on_table(self, delivery: Delivery) -> None:
-        if delivery.no_responders:
+        if delivery.has_no_responders:
             return
         try:
-            self.take_all(delivery.data)
+            self.apply_all(delivery.data)
         except (ValueError, TypeError, LookupError):
             return  # of another version

@@ -386,49 +386,53 @@ def validation_error(message: object) -> str:
     return "" if check is None else check(message)
 
 
-def _is(column: messages.Ints, usual: bytes) -> bool:
+def _is_head(column: messages.Ints, usual: bytes) -> bool:
     """True if a column equals the start of `usual`: a fiftieth of the time of a check of each row."""
     return column.tobytes() == usual[: 4 * len(column)]
 
 
-def _negative(column: messages.Ints) -> bool:
+def _has_negative(column: messages.Ints) -> bool:
     """True if a column has a negative number: its last byte, the highest, is over 127."""
     return not column.tobytes()[3::4].isascii()
 
 
 def _total(counts: messages.Ints) -> int:
-    return len(counts) if _is(counts, _ONES) else sum(counts)
+    return len(counts) if _is_head(counts, _ONES) else sum(counts)
 
 
-def _scores(m: messages.StepResult | messages.Tokens | messages.PromptTokens) -> bool:
+def _has_valid_scores(m: messages.StepResult | messages.Tokens | messages.PromptTokens) -> bool:
     """True if there are no log probabilities, or one for each id with its alternatives."""
     if not (m.logprobs or m.top_counts or m.top_ids or m.top_logprobs):
         return True
-    if not len(m.ids) == len(m.logprobs) == len(m.top_counts) or _negative(m.top_counts):
+    if not len(m.ids) == len(m.logprobs) == len(m.top_counts) or _has_negative(m.top_counts):
         return False
-    return sum(m.top_counts) == len(m.top_ids) == len(m.top_logprobs) and not _negative(m.top_ids)
+    return sum(m.top_counts) == len(m.top_ids) == len(m.top_logprobs) and not _has_negative(m.top_ids)
 
 
 def _step_plan(m: messages.StepPlan) -> str:
     rows, tables = len(m.slots), len(m.table_slots)
     if not len(m.starts) == len(m.counts) == len(m.from_device) == rows:
         return "its forward columns differ in length"
-    if _negative(m.slots) or _negative(m.starts) or not (_is(m.counts, _ONES) or min(m.counts) > 0):
+    if (
+        _has_negative(m.slots)
+        or _has_negative(m.starts)
+        or not (_is_head(m.counts, _ONES) or min(m.counts) > 0)
+    ):
         return "a forward row has a negative slot or start, or no token"
     if len(m.sample_rows) != len(m.sample_slots) or len(m.copy_from) != len(m.copy_to):
         return "its sample or copy columns differ in length"
     sampled = m.sample_rows
-    if not (len(sampled) <= rows and _is(sampled, _COUNTING)) and (
-        _negative(sampled) or max(sampled) >= rows
+    if not (len(sampled) <= rows and _is_head(sampled, _COUNTING)) and (
+        _has_negative(sampled) or max(sampled) >= rows
     ):
         return "a sample row names no forward row"
-    if _negative(m.sample_slots) or _negative(m.copy_from) or _negative(m.copy_to):
+    if _has_negative(m.sample_slots) or _has_negative(m.copy_from) or _has_negative(m.copy_to):
         return "a sample row or a copy has a negative number"
     if not tables:
         return "" if not m.table_blocks else "it has table entries of no slot"
     if not len(m.table_first) == len(m.table_counts) == tables:
         return "its table columns differ in length"
-    if any(map(_negative, (m.table_slots, m.table_first, m.table_counts, m.table_blocks))):
+    if any(map(_has_negative, (m.table_slots, m.table_first, m.table_counts, m.table_blocks))):
         return "a table column has a negative number"
     return "" if _total(m.table_counts) == len(m.table_blocks) else "its table counts do not add up"
 
@@ -440,22 +444,22 @@ def _step_result(m: messages.StepResult) -> str:
         return "a duration is negative"
     if m.row_errors and (wrong := _row_errors(m)):
         return wrong
-    if not all(0 <= row < len(m.ids) and _vector(data) and data for row, data in m.vectors):
+    if not all(0 <= row < len(m.ids) and _is_vector(data) and data for row, data in m.vectors):
         return "a vector names no row, or is none of float32"
     if m.segments and (wrong := _segments(m.segments)):
         return wrong
-    return "" if _scores(m) else "its log probabilities do not add up"
+    return "" if _has_valid_scores(m) else "its log probabilities do not add up"
 
 
 def _segments(segments: messages.Ints) -> str:
     if len(segments) > 3 * MAX_SEGMENTS:
         return f"it has over {MAX_SEGMENTS} segments"
-    if len(segments) % 3 or _negative(segments) or max(segments[::3]) >= len(messages.SEGMENT_LANES):
+    if len(segments) % 3 or _has_negative(segments) or max(segments[::3]) >= len(messages.SEGMENT_LANES):
         return "a segment of it has no lane, start or length"
     return ""
 
 
-def _vector(data: bytes) -> bool:
+def _is_vector(data: bytes) -> bool:
     return len(data) % 4 == 0
 
 
@@ -479,17 +483,17 @@ def _processors(m: messages.Tokenized | messages.SlotOpen) -> str:
 def _tokens(m: messages.Tokens) -> str:
     if not len(m.seqs) == len(m.first) == len(m.counts):
         return "its columns differ in length"
-    if _negative(m.counts) or _negative(m.first) or _negative(m.ids):
+    if _has_negative(m.counts) or _has_negative(m.first) or _has_negative(m.ids):
         return "a column has a negative number"
     if _total(m.counts) != len(m.ids):
         return "its counts do not add up"
-    return "" if _scores(m) else "its log probabilities do not add up"
+    return "" if _has_valid_scores(m) else "its log probabilities do not add up"
 
 
 def _parts(m: messages.Tokenized | messages.Open | messages.SlotOpen) -> str:
     if not 0 <= m.part < m.parts <= MAX_PARTS:
         return f"part {m.part} of {m.parts} is not one of at most {MAX_PARTS}"
-    return "a token id is negative" if _negative(m.tokens) else ""
+    return "a token id is negative" if _has_negative(m.tokens) else ""
 
 
 def _tokenized(m: messages.Tokenized) -> str:
@@ -501,7 +505,7 @@ def _tokenized(m: messages.Tokenized) -> str:
         return "its request, inbox or a stop string is empty"
     if len(m.sampling.bias_ids) != len(m.sampling.bias_values):
         return "its bias columns differ in length"
-    if not len(m.generated) == len(m.reasons) in (0, m.n) or _negative(m.generated):
+    if not len(m.generated) == len(m.reasons) in (0, m.n) or _has_negative(m.generated):
         return "its generated tokens are not counted for each choice"
     if min(m.age_us, m.first_us, m.waited_us, m.min_tokens) < 0:
         return "its age or min_tokens is negative"
@@ -546,14 +550,14 @@ _RANGE = "its number is out of range"
 _CHECKS: dict[str, Callable[[Any], str]] = {
     "Claims": _unless(lambda m: len(m.taken) == len(m.ids), "it does not name each request that is taken"),
     "Close": _unless(
-        lambda m: m.final >= 0 and _vector(m.vector), "its final index is negative, or its vector damaged"
+        lambda m: m.final >= 0 and _is_vector(m.vector), "its final index is negative, or its vector damaged"
     ),
     "Ended": _unless(lambda m: m.index >= 0, "its index is negative"),
     "ExecHello": _exec_hello,
     "Fragment": _fragment,
     "Heartbeat": _unless(lambda m: 0 < m.interval_us <= MAX_INTERVAL_US, "its interval is out of range"),
     "Open": _open,
-    "PromptTokens": _unless(_scores, "its log probabilities do not add up"),
+    "PromptTokens": _unless(_has_valid_scores, "its log probabilities do not add up"),
     "Resend": _unless(lambda m: 0 < m.first_seq < MAX_NUMBER, _RANGE),
     "SlotOpen": _slot_open,
     "StepPlan": _step_plan,

@@ -274,7 +274,7 @@ class Settings(BaseSettings):
         return device, int(ranks[2:] or 1)
 
     @property
-    def pipeline(self) -> bool:
+    def is_pipeline(self) -> bool:
         """Whether an executor's devices are pipeline stages."""
         return "/pp" in self.device
 

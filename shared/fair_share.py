@@ -9,16 +9,16 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-def over_share(own: int, held: int, most: int, tenants: int) -> bool:
+def is_over_share(own: int, held: int, most: int, tenants: int) -> bool:
     """True if a tenant must be refused that would have `own` of the `held` items: more than `most` are held,
     and the tenant has more than its equal share of `most`."""
     return held > most and own * tenants > most
 
 
-def finds_no_room(own: int, more: int, held: int, most: int, tenants: int) -> bool:
+def has_no_room(own: int, more: int, held: int, most: int, tenants: int) -> bool:
     """True if a tenant with `own` of the `held` items gets no room for `more`. A tenant without items is
     accepted up to twice `most`, and no further, since clients may invent tenants."""
-    return over_share(own + more, held + more, most, tenants) if own else held >= 2 * most
+    return is_over_share(own + more, held + more, most, tenants) if own else held >= 2 * most
 
 
 class Turns(Generic[T]):

@@ -438,7 +438,7 @@ def attend(
     stages: int,
 ) -> None:
     """`kernels.attention.prefill.attend_prefill` without the merge of parts, in bf16, for tiles of 128 rows
-    and the sizes of `takes_tma`. `kv` is contiguous, in bf16 or fp8.
+    and the sizes of `can_use_tma`. `kv` is contiguous, in bf16 or fp8.
 
     `tiles`: tables, slots, rows, starts, counts; `parts`: part, parts, partial, sums, or four times None."""
     _, heads, dim = query.shape

@@ -239,7 +239,7 @@ def _release() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
-def takes_tma(head_dim: int, block_tokens: int) -> bool:
+def can_use_tma(head_dim: int, block_tokens: int) -> bool:
     """Whether kernels.attention.hopper takes heads and blocks of these sizes, and this release of Triton
     compiles it: Gluon is experimental, and names in it change."""
     return _release() in GLUON and head_dim in (64, 128) and block_tokens in (8, 16, 32, 64, 128)

@@ -176,7 +176,7 @@ class PeerBuffers:
     half_bytes: int
     one_hop_bytes: int = 0
 
-    def fits(self, rows: int, row_bytes: int) -> bool:
+    def has_room(self, rows: int, row_bytes: int) -> bool:
         """Whether a half is large enough for such a call."""
         owned = -(-rows // self.size) * self.size
         needed = rows * self.size if rows * row_bytes <= self.one_hop_bytes else rows + owned

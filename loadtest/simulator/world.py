@@ -176,7 +176,7 @@ class World:
         if due_us not in (0, self._due_us):
             self._push(due_us, PLAN_DUE)
         self._due_us = due_us
-        if not self._ticking and not self.scheduler.idle:
+        if not self._ticking and not self.scheduler.is_idle:
             self._ticking = True
             busy = any(engine.in_flight for engine in self.engines.values())
             self._push(self.now_us + (SLOW_TICK_US if busy else TICK_US), Ticked())

@@ -110,14 +110,14 @@ class DetokenizerActor(Actor):
     def on_restart(self, source: str) -> None:
         kind = source.partition(".")[0]
         if kind in WATCHED:
-            self._after_loss(self._core.lost(source, f"the {kind} was restarted", self._lives, void=True))
+            self._after_loss(self._core.on_lost(source, f"the {kind} was restarted", self._is_up, void=True))
 
     def on_peer_gone(self, peer: Peer) -> None:
         if (kind := peer.heartbeat.kind) in WATCHED:
-            self._after_loss(self._core.lost(peer.source, f"the {kind} has gone", self._lives))
+            self._after_loss(self._core.on_lost(peer.source, f"the {kind} has gone", self._is_up))
 
     def on_stream_lost(self, source: str) -> None:
-        self._run(self._core.stream_lost(source))
+        self._run(self._core.on_stream_lost(source))
 
     def on_broker(self, online: bool) -> None:
         self._client_events.on_broker(online)
@@ -127,8 +127,10 @@ class DetokenizerActor(Actor):
         peers, before = self._mailbox.peers, self._idle_schedulers
         self._idle_schedulers = {*peers.ready("scheduler", self._model)} - {*peers.serving(self._model)}
         for actor in sorted(before & self._idle_schedulers):
-            self._after_loss(self._core.failover.lost(f"scheduler.{actor}", "the scheduler has no executor"))
-        self._after_loss(self._core.upkeep(self._mailbox.clock.now_us(), self._lives))
+            self._after_loss(
+                self._core.failover.on_lost(f"scheduler.{actor}", "the scheduler has no executor")
+            )
+        self._after_loss(self._core.upkeep(self._mailbox.clock.now_us(), self._is_up))
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         load = self._core.load()
@@ -155,12 +157,12 @@ class DetokenizerActor(Actor):
     async def drain(self) -> None:
         """Finish the open requests; after the time limit their schedulers open the rest elsewhere."""
         await self._idle.wait()
-        if self._core.backups.unsent:
+        if self._core.backups.has_unsent:
             self._send_claims()
 
     # ---- internals ------------------------------------------------------------------------------
 
-    def _lives(self, source: str) -> bool:
+    def _is_up(self, source: str) -> bool:
         return self._mailbox.peers.get(source) is not None
 
     def _after_loss(self, commands: list[Command]) -> None:
@@ -173,8 +175,8 @@ class DetokenizerActor(Actor):
         self._finding = False
         peers, now_us = self._mailbox.peers, self._mailbox.clock.now_us()
         if not peers.is_cut_off(self._mailbox.source, now_us):
-            self._run(self._core.failover.turn(peers.serving(self._model), now_us))
-        if self._core.failover.active:
+            self._run(self._core.failover.advance(peers.serving(self._model), now_us))
+        if self._core.failover.is_active:
             self._finding = True
             asyncio.get_running_loop().call_later(
                 failover.TURN_S, self._mailbox.guarded(self._find_schedulers)
@@ -206,7 +208,7 @@ class DetokenizerActor(Actor):
                     self._endings.add(finished, command)
                     finished = None
                 elif (refusal := send(self._mailbox, command)) is not None:
-                    self._run(self._core.failover.answered(command.scheduler, refusal))
+                    self._run(self._core.failover.on_answer(command.scheduler, refusal))
             elif type(command) is Fault:
                 log.error("%s", command.detail)
             elif type(command) is Finished:
@@ -217,10 +219,10 @@ class DetokenizerActor(Actor):
             self._endings.add(finished, None)
         for part in self._parts:
             part.watch()
-        if not self._claims_timer and self._core.backups.unsent:
+        if not self._claims_timer and self._core.backups.has_unsent:
             self._claims_timer = True
             asyncio.get_running_loop().call_later(CLAIMS_EVERY_S, self._send_claims)
-        if self._core.idle and not self._endings.waiting:
+        if self._core.is_idle and not self._endings.waiting:
             self._idle.set()
         else:
             self._idle.clear()
@@ -268,42 +270,42 @@ class ClientEvents:
     def upkeep(self) -> None:
         """Once a heartbeat: probe the clients of plain requests, unless they may be reconnecting."""
         self._core.reconnect.age()
-        if self._core.reconnect.active:
+        if self._core.reconnect.is_active:
             return
-        for probe in self._liveness.turn(self._core.plain):
+        for probe in self._liveness.next_probes(self._core.plain):
             reply = subjects.gone(self._mailbox.actor, probe.name)
             self._mailbox.bus.publish(probe.subject, b"", reply=reply, headers=PROBE_HEADERS)
 
     def on_broker(self, online: bool) -> None:
         """The connection was cut, or is back."""
         if online:
-            self._core.reconnect.broker_back(self._core.streams)
+            self._core.reconnect.on_broker_back(self._core.streams)
         else:
-            self._core.broker_lost()
+            self._core.on_broker_lost()
         self._run([])  # updates the idle event
         if online and not self._reconnecting:
             self._reconnecting = True
             asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._reconnect))
 
     def _reconnect(self) -> None:
-        self._run(self._core.reconnect_turn())
-        self._reconnecting = self._core.reconnect.active
+        self._run(self._core.advance_reconnect())
+        self._reconnecting = self._core.reconnect.is_active
         if self._reconnecting:
             asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._reconnect))
 
     def _on_gone(self, delivery: Delivery) -> None:
         name = delivery.subject.rpartition(".")[2]
-        if not delivery.no_responders:
+        if not delivery.has_no_responders:
             return
         if name.isdecimal():
-            self._run(self._core.client_gone(int(name)))
-        elif (number := self._liveness.no_responder(name)) is not None and not self._core.reconnect.active:
-            self._run(self._core.client_gone(number))
+            self._run(self._core.on_client_gone(int(name)))
+        elif (number := self._liveness.no_responder(name)) is not None and not self._core.reconnect.is_active:
+            self._run(self._core.on_client_gone(number))
 
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
-            self._core.failover.cancelled(*names)
-            self._core.backups.cancelled(*names)
+            self._core.failover.on_cancelled(*names)
+            self._core.backups.on_cancelled(*names)
 
 
 @dataclass(slots=True)
@@ -338,7 +340,7 @@ class ClientLiveness:
     def __init__(self) -> None:
         self._clients: dict[int, _Client] = {}  # by request number
 
-    def turn(self, plain: Iterable[ResponseText]) -> list[Probe]:
+    def next_probes(self, plain: Iterable[ResponseText]) -> list[Probe]:
         """The probes to send, given the open `plain` requests. Call once a heartbeat."""
         before, self._clients = self._clients, {}
         probes = []
@@ -442,7 +444,7 @@ def request_record(request: ResponseText, reply: Reply, detokenizer: str) -> Req
 
 def answer(bus: Bus, model: str, vocabulary: Vocabulary, asked: Delivery) -> None:
     """Reply to `headrace.v1.detokenize.…` with the text of the ids in `asked`, or a typed error."""
-    if not access.answerable(bus, asked):
+    if not access.can_answer(bus, asked):
         return
     try:
         bus.publish(asked.reply, to_json({"model": model, "text": decode_body(asked.data, vocabulary)}))

@@ -56,32 +56,32 @@ class Backups:
         """0 when idle."""
         return len(self._backups)
 
-    def keep(self, scheduler: str, tokenized: Tokenized, trace: str, now_us: int) -> None:
+    def on_backup(self, scheduler: str, tokenized: Tokenized, trace: str, now_us: int) -> None:
         """Keep a backup from the request's scheduler."""
         if (key := key_of(tokenized)) in self._done_us:
             return
         self._backups[key] = Backup(scheduler, f"detokenizer.{tokenized.shard}", tokenized, trace, now_us)
         self._named.setdefault((tokenized.tenant, tokenized.request), set()).add(key)
 
-    def opened(self, opened: Open) -> None:
+    def on_opened(self, opened: Open) -> None:
         """A request is open here: it needs no backup, and a done one with this key is no longer done."""
         if self._backups or self._done_us:
             self._forget(key := key_of(opened))
             self._done_us.pop(key, None)
 
-    def cancelled(self, tenant: str, request: str) -> None:
+    def on_cancelled(self, tenant: str, request: str) -> None:
         """Mark the backups of a cancelled request."""
         for key in self._named.get((tenant, request), ()):
             self._backups[key].cancelled = True
 
-    def answered(self, opened: Open, now_us: int) -> None:
+    def on_answered(self, opened: Open, now_us: int) -> None:
         """A request has ended here: report it to the others."""
         key = key_of(opened)
         self._done.append(key)
         self._note_done(key, now_us)
 
     @property
-    def unsent(self) -> bool:
+    def has_unsent(self) -> bool:
         """True if `report` has new keys."""
         return bool(self._done)
 
@@ -101,7 +101,7 @@ class Backups:
             self._forget(key)
             self._note_done(key, now_us)
 
-    def gone(self, source: str, lives: Callable[[str], bool], now_us: int, *, void: bool) -> list[Backup]:
+    def on_gone(self, source: str, lives: Callable[[str], bool], now_us: int, *, void: bool) -> list[Backup]:
         """A scheduler or a detokenizer is silent, or has lost its state (`void`). Removes and returns the
         backups that now have neither."""
         alone = []

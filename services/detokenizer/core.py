@@ -46,46 +46,46 @@ class DetokenizerCore:
         self._now_us, self._wall_us = now_us, wall_us
         match message:
             case messages.Tokens():
-                return self._tokens(scheduler, message)
+                return self._on_tokens(scheduler, message)
             case messages.Open():
-                return self._open(scheduler, message, trace)
+                return self._on_open(scheduler, message, trace)
             case messages.Close():
-                return self._close(scheduler, message)
+                return self._on_close(scheduler, message)
             case messages.Tokenized() if message.shard:
-                self.backups.keep(scheduler, message, trace, now_us)
+                self.backups.on_backup(scheduler, message, trace, now_us)
                 return []
             case messages.Claims():
                 self.backups.on_claims(message, now_us)
                 return []
             case messages.Tokenized():
-                self.failover.keep(scheduler, message)
+                self.failover.on_tokenized(scheduler, message)
                 return []
             case messages.Accepted() | messages.Rejected():
-                return self.failover.answered(scheduler, message)
+                return self.failover.on_answer(scheduler, message)
         return [response.Fault(f"{type(message).__name__} of {scheduler} is not for a detokenizer")]
 
     def flush(self, wall_us: int = 0, now_us: int = 0) -> list[response.Command]:
         """One frame for each reader with waiting text."""
         waiting, self._table.waiting = self._table.waiting, {}
-        held = self.reconnect.holds
+        held = self.reconnect.is_held
         commands = list[response.Command]()
         for request in waiting.values():
-            request.begins(now_us, wall_us)
+            request.note_begun(now_us, wall_us)
             if not request.opened.stream:
                 commands += self._copies(request)
             elif not held(request.number) and (delta := request.delta()):  # a reconnect may have sent it
                 commands.append(self._publish(request, delta))
         return commands
 
-    def client_gone(self, number: int) -> list[response.Command]:
+    def on_client_gone(self, number: int) -> list[response.Command]:
         """The client of request `number` has gone. Its text is still built: the scheduler decides whether the
         request continues."""
         if number in self._table.readers:
-            self._table.read_by(self._table.readers[number], None)
+            self._table.set_reader(self._table.readers[number], None)
             return []
         key = self._table.key_of(number)
         request = None if key is None else self._table.requests[key]
-        if self.reconnect.absent(number, request) or key is None or request is None:
+        if self.reconnect.on_absent(number, request) or key is None or request is None:
             return []
         if request.kept is None or not request.kept.finish_detached:
             request.unwanted = request.unwanted or Cancelled("the client has gone")
@@ -93,11 +93,11 @@ class DetokenizerCore:
             return []  # a new scheduler will finish it
         return [response.detached(key, request)]
 
-    def broker_lost(self) -> None:
+    def on_broker_lost(self) -> None:
         """The connection is cut: what was sent to the readers of plain requests may be lost, too."""
-        self.reconnect.broker_lost()
+        self.reconnect.on_broker_lost()
         for request in [*self._table.readers.values()]:
-            self._table.read_by(request, None)
+            self._table.set_reader(request, None)
 
     @property
     def streams(self) -> list[response.ResponseText]:
@@ -109,13 +109,13 @@ class DetokenizerCore:
         """The open requests that get one reply."""
         return [r for r in self._table.requests.values() if not r.opened.stream]
 
-    def reconnect_turn(self) -> list[response.Command]:
+    def advance_reconnect(self) -> list[response.Command]:
         """Every reconnect.TURN_S while the reconnect is active."""
-        frames, gone = self.reconnect.turn()
+        frames, gone = self.reconnect.advance()
         self.frames += len(frames)
-        return [*frames, *(command for number in gone for command in self.client_gone(number))]
+        return [*frames, *(command for number in gone for command in self.on_client_gone(number))]
 
-    def stream_lost(self, scheduler: str) -> list[response.Command]:
+    def on_stream_lost(self, scheduler: str) -> list[response.Command]:
         """Messages of the scheduler are lost. It has every token, and re-opens all its requests after the
         returned message. Until then its requests here are torn: they take no tokens."""
         for key in self._table.of_scheduler(scheduler):
@@ -140,25 +140,25 @@ class DetokenizerCore:
                     request.torn += 1
                 else:
                     forgotten.append(key)
-        commands = self.failover.lost_requests(forgotten, FORGOTTEN, void=True)
+        commands = self.failover.on_requests_lost(forgotten, FORGOTTEN, void=True)
         return [*(_missed(scheduler) for scheduler in sorted(asked)), *commands]
 
-    def lost(
+    def on_lost(
         self, source: str, why: str, lives: Callable[[str], bool], *, void: bool = False
     ) -> list[response.Command]:
         """A scheduler or another detokenizer is silent, or has lost its state (`void`)."""
-        commands = self.failover.lost(source, why, void=void)
-        for copy in self.backups.gone(source, lives, self._now_us, void=void):
+        commands = self.failover.on_lost(source, why, void=void)
+        for copy in self.backups.on_gone(source, lives, self._now_us, void=void):
             if self._table.named(copy.tokenized.tenant, copy.tokenized.request):
                 continue
             again = replace(copy.tokenized, attempt=copy.tokenized.attempt + 1)
             request = self._table.adopt(copy.scheduler, again, copy.trace)
-            request.opens(copy.since_us, self._wall_us)
+            request.note_opened(copy.since_us, self._wall_us)
             if copy.cancelled:
                 request.unwanted = Cancelled("cancelled by the client")
             elif copy.tokenized.stream:
                 commands.append(self._publish(request, request.accepted()))
-            commands += self.failover.lost(copy.scheduler, f"{why}, as its other service has", void=True)
+            commands += self.failover.on_lost(copy.scheduler, f"{why}, as its other service has", void=True)
         return commands
 
     def resume(
@@ -167,20 +167,20 @@ class DetokenizerCore:
         """Have a request go on after its checkpoint, unless it is open here. As attempt 1 it is never newer
         than one that runs, maybe from the start: its scheduler refuses, and no two texts are mixed."""
         name = (tokenized.tenant, tokenized.request)
-        if self._table.named(*name) or self.failover.seeks(*name):
+        if self._table.named(*name) or self.failover.has_lost(*name):
             return []
         at = len(tokenized.tokens) - sum(tokenized.generated)
         asked = replace(
             tokenized, attempt=1, tokens=tokenized.tokens[:at], generated=messages.ints(), reasons=()
         )
         request = self._table.adopt("", replace(asked, parent_span=""), "")
-        request.opens(now_us, wall_us)
+        request.note_opened(now_us, wall_us)
         reader = None if scores is None else ScoreReader(scores)
         for choice, count in enumerate(tokenized.generated):
             row = () if reader is None else reader.next_row(count)
-            request.choices[choice].take(0, tokenized.tokens[at : at + count], row)
+            request.choices[choice].add_tokens(0, tokenized.tokens[at : at + count], row)
             at += count
-        return self.failover.lost("", "its services have gone", void=True)
+        return self.failover.on_lost("", "its services have gone", void=True)
 
     def load(self) -> dict[str, int]:
         """The counts of this shard; `sequences` and `requests` are 0 when idle."""
@@ -195,19 +195,19 @@ class DetokenizerCore:
         }
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if no request is open and no client is unsure."""
-        return not self._table.requests and not self.reconnect.waiting
+        return not self._table.requests and not self.reconnect.has_waiting
 
     # ---- messages -------------------------------------------------------------------------------
 
-    def _open(self, scheduler: str, opened: messages.Open, trace: str) -> list[response.Command]:
-        self.backups.opened(opened)
-        commands, read = self.failover.opened(scheduler, opened)
+    def _on_open(self, scheduler: str, opened: messages.Open, trace: str) -> list[response.Command]:
+        self.backups.on_opened(opened)
+        commands, read = self.failover.on_opened(scheduler, opened)
         request, fresh = self._table.add(scheduler, opened, trace) if read else (None, False)
         if request is None:
             return commands
-        request.opens(self._now_us, self._wall_us)
+        request.note_opened(self._now_us, self._wall_us)
         if fresh and opened.stream:
             commands.append(self._publish(request, request.accepted()))
         if opened.tokens:  # a re-open: all tokens so far
@@ -219,10 +219,10 @@ class DetokenizerCore:
                 counts=messages.ints([len(opened.tokens)]),
                 ids=opened.tokens,
             )
-            commands += self._tokens(scheduler, tokens)
+            commands += self._on_tokens(scheduler, tokens)
         return commands
 
-    def _tokens(self, scheduler: str, step: messages.Tokens) -> list[response.Command]:
+    def _on_tokens(self, scheduler: str, step: messages.Tokens) -> list[response.Command]:
         commands: list[response.Command] = []
         sequences, ids, at = self._table.sequences, step.ids, 0
         self.tokens += len(ids)
@@ -237,20 +237,20 @@ class DetokenizerCore:
             if request.torn:
                 continue
             try:
-                if stream.take(first, ids[start:at], row):
+                if stream.add_tokens(first, ids[start:at], row):
                     commands.append(
                         response.SendTo(scheduler, messages.StopFound(seq=seq, index=stream.taken))
                     )
             except TokenGap as gap:
-                commands += self._gap(scheduler, request, gap)
+                commands += self._on_gap(scheduler, request, gap)
                 continue
             if not request.opened.stream:
-                request.begins(self._now_us, self._wall_us)
-            if stream.waiting and (request.opened.stream or request.reader is not None):
+                request.note_begun(self._now_us, self._wall_us)
+            if stream.has_text and (request.opened.stream or request.reader is not None):
                 self._table.waiting[request.number] = request
         return commands
 
-    def _close(self, scheduler: str, close: messages.Close) -> list[response.Command]:
+    def _on_close(self, scheduler: str, close: messages.Close) -> list[response.Command]:
         found = self._table.sequences.get((scheduler, close.seq))
         if close.reason == "moved":  # another shard has the whole request and answers its client
             if found is not None:
@@ -261,11 +261,11 @@ class DetokenizerCore:
         stream, request = found
         if request.torn:
             return []  # the scheduler repeats it after the Opens
-        if request.embeds and not close.vector and close.reason != "error":
+        if request.is_embedding and not close.vector and close.reason != "error":
             close = replace(close, reason="error", code=Unavailable.code, message=NO_VECTOR)
         if close.reason == "error":
             error = from_code(close.code, close.message, close.retry_after_ms)
-            request.broken(stream, close)
+            request.on_failed(stream, close)
             return [
                 *self._fail(_key(scheduler, request), error),
                 _ended(scheduler, close, close.final, "error"),
@@ -273,19 +273,21 @@ class DetokenizerCore:
         try:
             tokens = request.close(stream, close)
         except TokenGap as gap:
-            return [*self._gap(scheduler, request, gap), _ended(scheduler, close, close.final, "error")]
+            return [*self._on_gap(scheduler, request, gap), _ended(scheduler, close, close.final, "error")]
         del self._table.sequences[scheduler, close.seq]
-        if stream.waiting and (request.opened.stream or request.reader is not None):
+        if stream.has_text and (request.opened.stream or request.reader is not None):
             self._table.waiting[request.number] = request
         commands: list[response.Command] = []
-        if request.complete:
+        if request.is_complete:
             key = _key(scheduler, request)
             commands = self._last(key, request.end, end_headers(trace=request.trace))
         return [*commands, _ended(scheduler, close, tokens, stream.reason)]
 
     # ---- ends of requests -----------------------------------------------------------------------
 
-    def _gap(self, scheduler: str, request: response.ResponseText, gap: TokenGap) -> list[response.Command]:
+    def _on_gap(
+        self, scheduler: str, request: response.ResponseText, gap: TokenGap
+    ) -> list[response.Command]:
         fault = response.Fault(f"request {request.opened.request} of {scheduler}: {gap.message}")
         key = _key(scheduler, request)
         return [fault, response.detached(key, request), *self._fail(key, gap)]
@@ -310,13 +312,13 @@ class DetokenizerCore:
         if (reader := request.reader) is not None:
             copies.append(self._copy(reader, request.last_frame(reader.frames), headers))
         self._table.forget(key)
-        self.backups.answered(request.opened, self._now_us)
-        held = self.reconnect.holds(request.number)
-        self.reconnect.ended(request)
+        self.backups.on_answered(request.opened, self._now_us)
+        held = self.reconnect.is_held(request.number)
+        self.reconnect.on_ended(request)
         if held:
             return [*copies, response.Finished(request)]
         if rest:
-            request.begins(self._now_us, self._wall_us)
+            request.note_begun(self._now_us, self._wall_us)
         commands = [self._publish(request, rest)] if rest else []
         return [*copies, *commands, self._publish(request, last, headers), response.Finished(request)]
 

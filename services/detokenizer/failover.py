@@ -61,29 +61,29 @@ class Failover:
         return sum(not lost.over for lost in self._lost.values())
 
     @property
-    def active(self) -> bool:
-        """True while `turn` has work."""
+    def is_active(self) -> bool:
+        """True while `advance` has work."""
         return bool(self._lost)
 
-    def seeks(self, tenant: str, request: str) -> bool:
+    def has_lost(self, tenant: str, request: str) -> bool:
         """True while a request of this name has no scheduler."""
         return (tenant, request) in self._lost
 
-    def keep(self, scheduler: str, tokenized: messages.Tokenized) -> None:
+    def on_tokenized(self, scheduler: str, tokenized: messages.Tokenized) -> None:
         """Keep the request as its scheduler sent it."""
         request = self._table.requests.get((scheduler, tokenized.tenant, tokenized.request))
         if request is not None:
-            self._table.keep(request, tokenized)
+            self._table.keep_tokenized(request, tokenized)
 
-    def lost(self, scheduler: str, why: str, *, void: bool = False) -> list[Command]:
+    def on_lost(self, scheduler: str, why: str, *, void: bool = False) -> list[Command]:
         """The scheduler is silent, or has lost its state (`void`)."""
         for lost in self._lost.values():
             if lost.asked == scheduler:
                 lost.asked = ""
-        return self.lost_requests(self._table.of_scheduler(scheduler), why, void=void)
+        return self.on_requests_lost(self._table.of_scheduler(scheduler), why, void=void)
 
-    def lost_requests(self, keys: list[RequestKey], why: str, *, void: bool) -> list[Command]:
-        """As `lost`, for some requests of a scheduler."""
+    def on_requests_lost(self, keys: list[RequestKey], why: str, *, void: bool) -> list[Command]:
+        """As `on_lost`, for some requests of a scheduler."""
         commands: list[Command] = []
         for key in keys:
             request, known = self._table.requests[key], self._lost.get(key[1:])
@@ -96,11 +96,11 @@ class Failover:
                 self._lost[key[1:]] = _LostRequest(key, request.opened.inbox, void, why)
         return commands
 
-    def turn(self, ready: Sequence[str], now_us: int) -> list[Command]:
-        """Ask schedulers and give up. Call every TURN_S while `active`; `ready` are scheduler ids."""
-        return [command for name in list(self._lost) for command in self._turn(name, ready, now_us)]
+    def advance(self, ready: Sequence[str], now_us: int) -> list[Command]:
+        """Ask schedulers and give up. Call every TURN_S while `is_active`; `ready` are scheduler ids."""
+        return [command for name in list(self._lost) for command in self._advance(name, ready, now_us)]
 
-    def answered(self, scheduler: str, answer: messages.Accepted | messages.Rejected) -> list[Command]:
+    def on_answer(self, scheduler: str, answer: messages.Accepted | messages.Rejected) -> list[Command]:
         """Handle the answer of an asked scheduler. After Accepted its Opens follow."""
         name = (answer.tenant, answer.request)
         lost = self._lost.get(name)
@@ -112,14 +112,14 @@ class Failover:
         del self._lost[name]
         if self._request_of(lost) is None:
             return []
-        commands = self._detached(lost)
+        commands = self._detach(lost)
         if answer.code == messages.MOVED:
             self._forget(lost.key)
             return commands
         error = from_code(answer.code, answer.message, answer.retry_after_ms)
         return [*commands, *self._fail(lost.key, error)]
 
-    def opened(self, scheduler: str, opened: messages.Open) -> tuple[list[Command], bool]:
+    def on_opened(self, scheduler: str, opened: messages.Open) -> tuple[list[Command], bool]:
         """A scheduler opens a sequence, maybe of a lost request, which then has a scheduler again. Returns
         commands, and whether this shard takes the sequence."""
         name = (opened.tenant, opened.request)
@@ -132,7 +132,7 @@ class Failover:
         if lost.key[0] == scheduler and not lost.void:
             return [], True
         del self._lost[name]
-        commands = self._detached(lost) if lost.key[0] != scheduler else []
+        commands = self._detach(lost) if lost.key[0] != scheduler else []
         if opened.attempt > request.opened.attempt:
             self._forget(lost.key)  # a new attempt of its tokenizer: it starts over
         else:
@@ -140,7 +140,7 @@ class Failover:
             self._table.hand_over(lost.key, scheduler)
         return commands, True
 
-    def cancelled(self, tenant: str, request: str) -> None:
+    def on_cancelled(self, tenant: str, request: str) -> None:
         """The client has cancelled a request: no failover for it. A living scheduler receives the same Cancel
         and ends it."""
         for _, found in self._table.named(tenant, request):
@@ -177,7 +177,7 @@ class Failover:
                 ], False
         return [], True
 
-    def _turn(self, name: Name, ready: Sequence[str], now_us: int) -> Iterator[Command]:
+    def _advance(self, name: Name, ready: Sequence[str], now_us: int) -> Iterator[Command]:
         lost = self._lost[name]
         request = self._request_of(lost)
         lost.turns_left -= 1
@@ -207,10 +207,10 @@ class Failover:
         else:
             del self._lost[name]
         if request is not None:
-            yield from self._detached(lost)
+            yield from self._detach(lost)
             yield from self._fail(lost.key, request.unwanted or _no_scheduler(lost))
 
-    def _detached(self, lost: _LostRequest) -> list[Command]:
+    def _detach(self, lost: _LostRequest) -> list[Command]:
         """Detach the request at its old scheduler, which may only have been stopped."""
         if not lost.key[0]:  # from a checkpoint
             return []

@@ -47,28 +47,28 @@ class Reconnect:
         return len(self._unsure)
 
     @property
-    def waiting(self) -> bool:
+    def has_waiting(self) -> bool:
         """True while messages wait for the broker or for a client."""
         return bool(self._unsure) or (self._away and bool(self._ended or self._ended_before))
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """True while clients may still be reconnecting."""
         return self._turns_left > 0
 
     @property
-    def away(self) -> bool:
+    def is_away(self) -> bool:
         """True while the connection is cut."""
         return self._away
 
-    def holds(self, number: int) -> bool:
+    def is_held(self, number: int) -> bool:
         """True if nothing may be sent for request `number` now: its client will get the whole text."""
         return self._away or number in self._unsure
 
-    def ended(self, request: ResponseText) -> None:
+    def on_ended(self, request: ResponseText) -> None:
         """The last message of a request was sent; the request is kept for one or two calls of `age`."""
         self._ended.append(request)
-        if self.active and not self.holds(request.number):
+        if self.is_active and not self.is_held(request.number):
             self._unsure[request.number] = _Client(request, probed=True, ended=True)
 
     def age(self) -> None:
@@ -76,11 +76,11 @@ class Reconnect:
         if not self._away:
             self._ended_before, self._ended = self._ended, deque(maxlen=MAX_ENDED)
 
-    def broker_lost(self) -> None:
+    def on_broker_lost(self) -> None:
         """The connection is cut."""
         self._away = True
 
-    def broker_back(self, streams: Iterable[ResponseText]) -> None:
+    def on_broker_back(self, streams: Iterable[ResponseText]) -> None:
         """The connection is back; `streams` are the open requests that stream."""
         self._away = False
         self._turns_left = TURNS
@@ -92,10 +92,10 @@ class Reconnect:
         """Another shard answers request `number` now, or another client reads it."""
         self._unsure.pop(number, None)
 
-    def absent(self, number: int, request: ResponseText | None) -> bool:
+    def on_absent(self, number: int, request: ResponseText | None) -> bool:
         """Handle a 503 for request `number` (`request`, if it is open). True if its client may still
         reconnect."""
-        if not self.active and not self._away:  # away: the event of its return follows
+        if not self.is_active and not self._away:  # away: the event of its return follows
             return False
         client = self._unsure.get(number)
         if client is None and request is not None and request.opened.stream:
@@ -104,8 +104,8 @@ class Reconnect:
             client.absent = True
         return client is not None
 
-    def turn(self) -> tuple[list[Publish], list[int]]:
-        """Frames to send, and request numbers of clients that have gone. Every TURN_S while `active`."""
+    def advance(self) -> tuple[list[Publish], list[int]]:
+        """Frames to send, and request numbers of clients that have gone. Every TURN_S while `is_active`."""
         if self._away:
             return [], []
         self._turns_left = max(self._turns_left - 1, 0)
@@ -113,12 +113,12 @@ class Reconnect:
         gone: list[int] = []
         for number, client in list(self._unsure.items()):
             if client.probed and not client.absent:
-                if client.ended or not client.request.ended or not self.active:
+                if client.ended or not client.request.ended or not self.is_active:
                     del self._unsure[number]
                 if not client.ended:
                     frames += _whole(client.request)
                     client.ended = True
-            elif not self.active:
+            elif not self.is_active:
                 del self._unsure[number]
                 gone.append(number)
             else:

@@ -89,11 +89,11 @@ class ResponseText:
         stream = self.choices[opened.choice] = SequenceStream(opened, vocabulary)
         return stream
 
-    def opens(self, now_us: int, wall_us: int) -> None:
+    def note_opened(self, now_us: int, wall_us: int) -> None:
         """Stamp the opening, the first time only."""
         self.opened_us, self.since_us = self.opened_us or wall_us, self.since_us or now_us
 
-    def begins(self, now_us: int, wall_us: int) -> None:
+    def note_begun(self, now_us: int, wall_us: int) -> None:
         """Stamp the first text, the first time only."""
         self.first_us, self.began_us = self.first_us or wall_us, self.began_us or now_us
 
@@ -108,7 +108,7 @@ class ResponseText:
 
     def delta(self) -> bytes:
         """A frame with all unsent text; empty if there is none."""
-        waiting = [(i, s.drain()) for i, s in self.choices.items() if s.waiting]
+        waiting = [(i, s.drain()) for i, s in self.choices.items() if s.has_text]
         self._sent += waiting
         if len(self._sent) > MAX_SENT:
             self._sent = self._merged_sent()
@@ -126,7 +126,7 @@ class ResponseText:
 
     def rest(self, has: Mapping[int, int]) -> bytes:
         """The frame after `accepted` for a client that has so many characters of each choice."""
-        self._sent += [(i, s.drain()) for i, s in self.choices.items() if s.waiting]
+        self._sent += [(i, s.drain()) for i, s in self.choices.items() if s.has_text]
         self._sent = self._merged_sent()
         cut = [(i, replace(d, text=d.text[has.get(i, 0) :])) for i, d in self._sent]
         new = [(i, delta) for i, delta in cut if delta.text]
@@ -168,17 +168,17 @@ class ResponseText:
         self.closed[stream.choice] = Closed(tokens, stream.reason, message)
         return tokens
 
-    def broken(self, stream: SequenceStream, message: messages.Close) -> None:
+    def on_failed(self, stream: SequenceStream, message: messages.Close) -> None:
         """One choice has failed; the caller fails the request."""
         self.closed[stream.choice] = Closed(message.final, message.reason, message)
 
     @property
-    def embeds(self) -> bool:
+    def is_embedding(self) -> bool:
         """True if the reply is a vector."""
         return self.opened.format in (messages.EMBEDDING, messages.EMBEDDING_BASE64)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """True if all choices are closed."""
         return len(self.closed) == self.opened.choices
 
@@ -187,7 +187,7 @@ class ResponseText:
         self.ended = True
         if self.opened.stream:
             return self.last_frame(self._frames)
-        if self.embeds:
+        if self.is_embedding:
             self._reply = embedding(self.opened, self.closed[0].message.vector, self._facts())
             return self._reply
         whole = [(self.choices[i].drain(), self._ending(i)) for i in sorted(self.closed)]
@@ -492,7 +492,7 @@ class OpenRequests:
             request.add(opened, self._vocabulary)
         return request
 
-    def keep(self, request: ResponseText, tokenized: messages.Tokenized) -> None:
+    def keep_tokenized(self, request: ResponseText, tokenized: messages.Tokenized) -> None:
         """Keep a request as its scheduler sent it."""
         request.kept = tokenized
         if tokenized.checkpoints:
@@ -511,7 +511,7 @@ class OpenRequests:
         request.number = self.next_number()
         self._numbers[request.number] = key
 
-    def read_by(self, request: ResponseText, reader: Reader | None) -> None:
+    def set_reader(self, request: ResponseText, reader: Reader | None) -> None:
         """Set the attached reader of a plain request; None: it has gone."""
         if request.reader is not None:
             self.waiting.pop(request.number, None)

@@ -86,7 +86,7 @@ class SequenceStream:
         self._finder = _finder_of(opened) if opened.stop else None
         self._least = opened.min_tokens
 
-    def take(self, first: int, ids: array[int], scores: Sequence[Score] = ()) -> bool:
+    def add_tokens(self, first: int, ids: array[int], scores: Sequence[Score] = ()) -> bool:
         """Read tokens from index `first` on. True if they complete a stop string, and again when a new
         scheduler reaches it. Duplicate tokens and tokens after a stop string are dropped. `scores` are for
         these ids, or empty. Raises TokenGap."""
@@ -129,7 +129,7 @@ class SequenceStream:
                 return
 
     @property
-    def waiting(self) -> bool:
+    def has_text(self) -> bool:
         """True if there is text to send."""
         return bool(self._pieces)
 
@@ -224,7 +224,7 @@ class TextDecoder:
         self.table = vocabulary.bytes_with(markers)
         self._silent = silent
         self._rest = b""  # the first bytes of a character
-        self._strip = vocabulary.strips_leading_space and not goes_on
+        self._strip = vocabulary.must_strip_space and not goes_on
 
     def feed(self, ids: array[int]) -> str:
         """The text that `ids` complete. Ids outside the vocabulary, possible with a padded output layer, have

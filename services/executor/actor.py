@@ -119,7 +119,7 @@ class ExecutorActor(Actor):
         def on_result(result: messages.StepResult) -> None:
             assert self._arenas is not None, "a step before the engine was built"
             loop.call_soon_threadsafe(take_result, result)  # before copies that wait for it
-            self._arenas.worker.stepped(result.exec_epoch, result.step)
+            self._arenas.worker.on_stepped(result.exec_epoch, result.step)
 
         self._report_switch = on_loop(mailbox, self._on_switched)
         self._grammar_news.report = on_loop(mailbox, self._on_grammar)
@@ -188,7 +188,7 @@ class ExecutorActor(Actor):
             if since_us and self._mailbox.clock.now_us() - since_us > STUCK_US:
                 raise EngineError(f"a {what} has not ended for {STUCK_US / 1e6:g} s: the device is stuck")
         if self._backend is not None and self._welcomed:
-            self._speaks_otherwise()
+            self._has_other_vocabulary()
         if self._scheduler:
             self._send_hello()
         elif self._backend is not None:  # a draining scheduler needs an executor for its last requests
@@ -292,7 +292,7 @@ class ExecutorActor(Actor):
         self._empty.set()
         arenas = self._arenas
         arenas.begin(self._scheduler, epoch)
-        self._device.put(Reset(lambda: arenas.worker.stepped(epoch, 0)))
+        self._device.put(Reset(lambda: arenas.worker.on_stepped(epoch, 0)))
         self._send_hello()
 
     def _switch(self, *, asleep: bool) -> None:
@@ -312,18 +312,18 @@ class ExecutorActor(Actor):
         self._send_hello()
 
     def _send_hello(self) -> None:
-        if self._backend is None or self._arenas is None or not self._arenas.worker.idle:
+        if self._backend is None or self._arenas is None or not self._arenas.worker.is_idle:
             return  # the end of the copies calls this again
         if self._switching:  # no copy of the incarnation before touches the blocks any more
             if not self._switch_queued:
                 self._switch_queued = True
                 self._device.put(Switch(self._asleep, self._report_switch))
             return
-        if self._scheduler and not self._welcomed and not self._speaks_otherwise():
+        if self._scheduler and not self._welcomed and not self._has_other_vocabulary():
             hello = hello_of(self._backend.info, self._mailbox.actor, self._exec_epoch, self._host_id)
             self._mailbox.send(self._scheduler, replace(hello, asleep=self._asleep))
 
-    def _speaks_otherwise(self) -> bool:
+    def _has_other_vocabulary(self) -> bool:
         """Whether the ids of this engine mean other tokens to the tokenizers or detokenizers, which have read
         their vocabulary at another time: it must not join, and starts again if it has joined."""
         assert self._backend is not None, "an engine that is not built joins nothing"
@@ -393,13 +393,13 @@ def scheduler_for(peers: Peers, model: str, executor: str) -> str:
     order of their names, each to the scheduler with the fewest, then by rendezvous."""
     ready, served = peers.ready("scheduler", model), peers.executors_of(model)
 
-    def starves(actor: str) -> bool:
+    def is_starved(actor: str) -> bool:
         peer = peers.get(f"scheduler.{actor}")
         return not served[actor] and peer is not None and dict(peer.heartbeat.load).get("requests", 0) > 0
 
     serving = {actor: served[actor] for actor in ready if served[actor]}
-    if not serving or any(map(starves, ready)):
-        return next((actor for actor in ready if starves(actor)), min(ready, default=""))
+    if not serving or any(map(is_starved, ready)):
+        return next((actor for actor in ready if is_starved(actor)), min(ready, default=""))
     found = (peers.get(f"executor.{actor}") for actor in peers.ready("executor", model))
     homeless = {peer.heartbeat.actor for peer in found if peer and peer.heartbeat.scheduler not in ready}
     for each in sorted({*homeless, executor}):
@@ -522,7 +522,7 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
         max_context=settings.max_context,
         threads=settings.threads,
         first_threads=first_threads,
-        pipeline=settings.pipeline,
+        pipeline=settings.is_pipeline,
         overlap_comm=settings.overlap_comm,
         deterministic=settings.deterministic,
         processors=processors,

@@ -161,7 +161,7 @@ class DeviceThread:
         while True:
             waited_from_us = self._clock.now_us()
             arrived_us, work = self._work.get()
-            if not self._host_thread.busy:  # else the device works on an earlier step
+            if not self._host_thread.is_busy:  # else the device works on an earlier step
                 wait_us += max(self._clock.now_us() - max(waited_from_us, self._ended_us), 0)
             if work is None:
                 return
@@ -174,7 +174,7 @@ class DeviceThread:
                 self._set_slots(backend, work)
 
     def _step(self, backend: Backend, plan: StepPlan, arrived_us: int, wait_us: int) -> None:
-        if self._host_thread.busy:
+        if self._host_thread.is_busy:
             self._host_thread.wait_for({*plan.slots, *plan.sample_slots})
         self._began_us = began_us = self._clock.now_us()
         rejected = {slot: why for slot, why in self._rejected.items() if slot in plan.sample_slots}
@@ -184,10 +184,10 @@ class DeviceThread:
         step.forward(refused)
         self.idle_us += wait_us
         host_fed = bool(self._host_fed) and not self._host_fed.isdisjoint(plan.sample_slots)
-        if host_fed or step.answered or self._host_thread.busy or self._staged:
-            if not step.answered:
+        if host_fed or step.is_answered or self._host_thread.is_busy or self._staged:
+            if not step.is_answered:
                 self.busy_us += self._clock.now_us() - began_us
-            fenced = () if step.answered else plan.sample_slots  # the device's queue keeps the order
+            fenced = () if step.is_answered else plan.sample_slots  # the device's queue keeps the order
             self._host_thread.put(fenced, began_us, lambda: self._finish(step, began_us))
             self._began_us = 0
         else:
@@ -197,10 +197,10 @@ class DeviceThread:
     def _finish(self, step: Step, began_us: int = 0) -> None:
         result = step.finish(self.published_us, self._ended_us)
         ended_us = self._clock.now_us()
-        if step.answered and began_us:  # queued on the device, it starts when the step before ends
+        if step.is_answered and began_us:  # queued on the device, it starts when the step before ends
             self.busy_us += ended_us - max(began_us, self._ended_us)
         self._ended_us = ended_us
-        if not self._host_thread.busy:
+        if not self._host_thread.is_busy:
             self._began_us = 0
         self._deliver(result)
 
@@ -302,7 +302,7 @@ class Step:
         self._forwarded_us = self._clock.now_us()
 
     @property
-    def answered(self) -> bool:
+    def is_answered(self) -> bool:
         """True when sampling is queued on the device already: see Pending.answer."""
         return self._pending is not None and self._pending.answer is not None
 
@@ -310,8 +310,8 @@ class Step:
         """Choose the tokens; the step's result. `published_us`: see StepResult. `before_us`: when the step
         before ended; a step with queued sampling starts then."""
         if self._pending is None:
-            return self._failed(self._error)
-        if self.answered and (waited_us := before_us - self._start_us) > 0:
+            return self._failure(self._error)
+        if self.is_answered and (waited_us := before_us - self._start_us) > 0:
             self._start_us, self._start_wall_us = before_us, self._start_wall_us + waited_us
             self._forwarded_us = max(self._forwarded_us, before_us)
             self._queued_us += waited_us
@@ -319,7 +319,7 @@ class Step:
         try:
             output = self._backend.sample(self._pending)
         except Exception as error:  # noqa: BLE001 - as above
-            return self._failed(error)
+            return self._failure(error)
         return self._result(self._without_rejected(output), sampling_us, published_us)
 
     def _without_rejected(self, output: StepOutput) -> StepOutput:
@@ -361,7 +361,7 @@ class Step:
             ),
         )
 
-    def _failed(self, error: Exception | None) -> StepResult:
+    def _failure(self, error: Exception | None) -> StepResult:
         rows = len(self._plan.sample_slots)
         return StepResult(
             exec_epoch=self._plan.exec_epoch,
@@ -396,7 +396,7 @@ class HostThread:
         self._thread: threading.Thread | None = None
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """True until the result of every step has been delivered. No lock: only the caller adds."""
         return bool(self._pending)
 

@@ -201,7 +201,7 @@ class GrammarNews:
 YieldDevice = Callable[[float], bool]
 
 
-def no_yield(took_s: float) -> bool:
+def keep_device(took_s: float) -> bool:
     """A YieldDevice where no step waits."""
     return True
 
@@ -212,7 +212,7 @@ class Copier(Protocol):
 
     piece_bytes: int  # to copy in one call: about a millisecond's work, so that a stop waits no longer
 
-    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
+    def attach(self, arena: Arena, yield_device: YieldDevice = keep_device) -> None:
         """Copy from and to this arena from now on. May take seconds, in slices of some milliseconds. After
         each slice `yield_device` is called with the slice's seconds. It returns True when the next slice may
         start, and False when the arena is not wanted any more; ArenaError is raised then. Errors leave

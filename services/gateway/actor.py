@@ -88,7 +88,7 @@ class GatewayActor(Actor):
         await self._aliases.follow(mailbox.bus)
         await self._aliases.answer()
         client, until_us = await Client.open(mailbox.bus), mailbox.clock.now_us() + START_US
-        client.awaited = lambda: mailbox.clock.now_us() < until_us and self._lacks_tokenizer()
+        client.awaited = lambda: mailbox.clock.now_us() < until_us and self._needs_tokenizer()
         fleet = Fleet(mailbox, lambda: self.metrics)
         self._endpoints = Endpoints(
             connections=TenantConnections(client, apart=self._keys.demanded),
@@ -183,7 +183,7 @@ class GatewayActor(Actor):
         """False for a model that was served and is not now. Those of other fleets are not seen here."""
         return model not in self._seen or model in self._mailbox.peers.models("tokenizer")
 
-    def _lacks_tokenizer(self) -> bool:
+    def _needs_tokenizer(self) -> bool:
         there = self._mailbox.peers.models("tokenizer")
         return not there or not {*self._awaited} <= {*there}
 

@@ -41,7 +41,7 @@ from shared.client.client import Client
 from shared.clock import Clock, SystemClock
 from shared.config import WatchedFile
 from shared.errors import EngineError, Forbidden, HeadraceError, Overloaded, Unavailable
-from shared.fair_share import over_share
+from shared.fair_share import is_over_share
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders
 from shared.nats.subjects import DEFAULT_TENANT, MAX_NAME_CHARS
@@ -250,7 +250,7 @@ class Endpoints:
         exchange, counters = exchange_of(request), self.counters
         counters.enter(exchange)
         own = counters.open[exchange.tenant]
-        if own > 1 and over_share(own, counters.active, MAX_ACTIVE, len(counters.open)):
+        if own > 1 and is_over_share(own, counters.active, MAX_ACTIVE, len(counters.open)):
             full = (
                 f"{counters.active} requests are open at this gateway, {own} of them yours: try again later"
             )

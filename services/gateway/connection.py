@@ -107,24 +107,24 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = self._body_bytes = 0
 
     @property
-    def answering(self) -> bool:
+    def is_answering(self) -> bool:
         """True while an answer is prepared or sent."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def owing(self) -> bool:
+    def is_owing(self) -> bool:
         """True if the connection waits only for the peer."""
         if self.owes == BODY:
             return not self.pipeline
-        return self.owes != NOTHING and not self.answering
+        return self.owes != NOTHING and not self.is_answering
 
-    def late(self, now_s: float) -> bool:
+    def is_late(self, now_s: float) -> bool:
         """True if the peer has owed something for too long."""
-        if self.owes == BODY and self.answering:  # the application refuses a slow body itself
+        if self.owes == BODY and self.is_answering:  # the application refuses a slow body itself
             limit_s = BODY_TIMEOUT_S + LINGER_S
         else:
             limit_s = {HEAD: HEAD_TIMEOUT_S, IDLE: KEEP_ALIVE_S}.get(self.owes, LINGER_S)
-        return self.owing and now_s - self.since_s > limit_s
+        return self.is_owing and now_s - self.since_s > limit_s
 
     def end(self) -> None:
         """Close the connection, with an error for a peer that has sent half a head."""
@@ -191,7 +191,7 @@ class Connection(HttpToolsProtocol):
         self._alone, self._head_bytes = False, 0
         super().on_body(body)
         self._body_bytes += len(body)
-        if self._body_bytes >= BODY_PIECE_BYTES and self.answering:  # an upload, not refused so far
+        if self._body_bytes >= BODY_PIECE_BYTES and self.is_answering:  # an upload, not refused so far
             self.owes_from(BODY)
 
     def on_message_complete(self) -> None:
@@ -210,7 +210,7 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         self.owes = self.owes or IDLE
         self.since_s = self.loop.time()
-        if not self.answering and (self.owes == REST or (self._last and self.owes == BODY)):
+        if not self.is_answering and (self.owes == REST or (self._last and self.owes == BODY)):
             self._half_close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -241,7 +241,7 @@ class Connection(HttpToolsProtocol):
                 self.cycle.message_event.set()
         self._refusal = error
         self.owes_from(REST)
-        if not self.answering and not self.transport.is_closing():
+        if not self.is_answering and not self.transport.is_closing():
             self._half_close()
 
     def _half_close(self) -> None:
@@ -262,13 +262,13 @@ class Connection(HttpToolsProtocol):
 
 def sweep(connections: Iterable[Any], now_s: float) -> None:
     """End the connections that owe something for too long, and the oldest ones above MAX_IDLE by address."""
-    owing = [c for c in connections if c.owing and now_s - c.since_s > SWEEP_S]
+    owing = [c for c in connections if c.is_owing and now_s - c.since_s > SWEEP_S]
     too_many = {
         network: n - MAX_IDLE for network, n in Counter(c.network for c in owing).items() if n > MAX_IDLE
     }
     for connection in sorted(owing, key=lambda c: c.since_s) if too_many else owing:
         left = too_many.get(connection.network, 0)
-        if left > 0 or connection.late(now_s):
+        if left > 0 or connection.is_late(now_s):
             too_many[connection.network] = left - 1
             connection.end()
 

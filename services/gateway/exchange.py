@@ -78,7 +78,7 @@ class Exchange:
     ignored: Sequence[str] = ()  # fields that change nothing
 
     @property
-    def asks(self) -> bool:
+    def is_generation(self) -> bool:
         """True for a request for a new answer, with a key where one is needed."""
         return self.counted and self.method == "POST"
 

@@ -35,9 +35,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from services.gateway.errors import SlowRequest, Unprocessable, WrongMediaType
-from services.gateway.visitors import from_browser
+from services.gateway.visitors import is_from_browser
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import Peers, missing, starts_cold
+from shared.actor.membership import Peers, can_start_cold, missing
 from shared.api import read_json
 from shared.client.client import Client, gather, probe
 from shared.errors import (
@@ -184,7 +184,7 @@ class NativeCall:
 
     async def responses(self, call: Call) -> list[Body]:
         """The native answer to each prompt. Raises the first error, and cancels the other requests."""
-        ask = self._count if call.prompt_only else self._complete
+        ask = self._count if call.is_prompt_only else self._complete
         if len(call.bodies) == 1:
             return [await ask(call.bodies[0])]
         try:
@@ -316,7 +316,7 @@ class Health:
         lacking = {model: missing(peers, model) for model in models}
         whole = [model for model in models if not lacking[model]]
         self._proven &= set(whole)
-        self._cold = {model for model in models if starts_cold(peers, model)}
+        self._cold = {model for model in models if can_start_cold(peers, model)}
         if not whole and not self._cold:
             gone = min(lacking.values(), key=len, default=missing(peers))
             self._why = f"waiting for: {', '.join(gone)}"
@@ -374,11 +374,11 @@ async def _disconnect(receive: Receive) -> None:
         continue
 
 
-def _from_curl(request: Request, media: str) -> bool:
+def _is_from_curl(request: Request, media: str) -> bool:
     """True for JSON with curl's own content type, as the examples of ollama's API have it. The form of a page
     in a browser has the same type, and an `Origin`."""
     is_form = media == "application/x-www-form-urlencoded"
-    return is_form and request.url.path.startswith("/api/") and not from_browser(request.headers)
+    return is_form and request.url.path.startswith("/api/") and not is_from_browser(request.headers)
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -386,10 +386,10 @@ async def read_body(request: Request, most: int) -> bytes:
     if the client disconnects."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if (
-        (media or from_browser(request.headers))
+        (media or is_from_browser(request.headers))
         and media != "application/json"
         and not media.endswith("+json")
-        and not _from_curl(request, media)
+        and not _is_from_curl(request, media)
     ):
         raise WrongMediaType(
             f"the content type is {media or 'missing':.80}: send JSON with `Content-Type: application/json`"
@@ -504,7 +504,7 @@ class Collector(Generic[T]):
         found: dict[str, T] = {}
         living = {*self._mailbox.peers.sources(), self._mailbox.source}
 
-        def note(delivery: Delivery) -> bool:
+        def on_answer(delivery: Delivery) -> bool:
             try:
                 source, answer = self._read(delivery.data)
             except WireError as error:
@@ -513,7 +513,7 @@ class Collector(Generic[T]):
                 found[source] = answer
             return living <= found.keys()
 
-        await gather(self._mailbox.bus, self._subject, SERVICES_S, note)
+        await gather(self._mailbox.bus, self._subject, SERVICES_S, on_answer)
         return {source: found.get(source) for source in sorted({*found, *living})}
 
 
@@ -544,7 +544,7 @@ class Fleet:
         it."""
         known: list[Body] = []
 
-        def note(delivery: Delivery) -> bool:
+        def on_answer(delivery: Delivery) -> bool:
             with contextlib.suppress(ValueError):
                 body = from_json(delivery.data)
                 # a scheduler of an older version answers for any tenant
@@ -552,7 +552,7 @@ class Fleet:
             return bool(known)
 
         asked = subjects.trace_body(tenant)
-        await gather(self._mailbox.bus, subjects.trace(request_id), SERVICES_S, note, body=asked)
+        await gather(self._mailbox.bus, subjects.trace(request_id), SERVICES_S, on_answer, body=asked)
         return known[0] if known else None
 
 

@@ -70,7 +70,7 @@ class _Sent:
         self.again = self.again_checksum = 0
 
     @property
-    def behind(self) -> bool:
+    def is_behind(self) -> bool:
         """True while the current attempt repeats sent text."""
         return self.again < self.chars
 
@@ -80,7 +80,7 @@ class _Sent:
             known = piece[: self.chars - self.again]
             self.again += len(known)
             self.again_checksum = _checksum(known, self.again_checksum)
-            if not self.behind and self.again_checksum != self.checksum:
+            if not self.is_behind and self.again_checksum != self.checksum:
                 raise changed()
             piece = piece[len(known) :]
         if piece:
@@ -99,7 +99,7 @@ class Chunks(Protocol):
     media_type: ClassVar[bytes]
     ping: ClassVar[bytes]  # what clients ignore, between chunks
 
-    def take(self, prompt: int, frame: Body) -> list[str]:
+    def convert(self, prompt: int, frame: Body) -> list[str]:
         """The chunks for a frame of the stream of one prompt. Raises EngineError."""
 
     def write(self, chunks: Sequence[str]) -> bytes:
@@ -125,7 +125,7 @@ class ChunkBuilder:
         self._tail: Body = {"usage": None} if call.include_usage else {}
         self._prompt_tokens: dict[int, int] = {}  # by prompt
 
-    def take(self, prompt: int, frame: Body) -> list[str]:
+    def convert(self, prompt: int, frame: Body) -> list[str]:
         """The chunks, as JSON, for a frame of the stream of one prompt. Raises EngineError if a stream that
         started over differs from the sent text."""
         kind, first = frame["type"], prompt * self._call.n
@@ -227,7 +227,7 @@ class ChunkBuilder:
 
     def _last(self, index: int, choice: Body) -> list[Body]:
         sent, reason = self._sent[index], choice["finish_reason"]
-        if sent.behind:
+        if sent.is_behind:
             raise changed()
         chunks: list[Body] = []
         if sent.reader is not None:
@@ -302,7 +302,7 @@ class EventStream(Response):
             async with aclosing(self._frames) as frames:
                 async for frame in frames:
                     quiet = frame["type"] == QUIET
-                    chunks = [] if quiet else self._chunks.take(frame.get(PROMPT, 0), frame)
+                    chunks = [] if quiet else self._chunks.convert(frame.get(PROMPT, 0), frame)
                     if frame["type"] == "done":
                         self._exchange.usages.append(frame["usage"])
                     elif frame["type"] == "accepted":

@@ -70,7 +70,7 @@ class Page:
     def end(self, exchange: Exchange) -> None:
         """A request has ended."""
         del self._running[id(exchange)]
-        if exchange.asks:
+        if exchange.is_generation:
             why = {"message": exchange.error.message} if exchange.error is not None else {}
             self._recent.appendleft({**access_line(exchange), **why})
 
@@ -115,7 +115,7 @@ class Page:
 
     def _seen_by(self, request: Request) -> list[dict[str, Any]]:
         viewer = self._access.viewer_of(credential(request))
-        run, now_us = [each for each in self._running.values() if each.asks], self._clock.wall_us()
+        run, now_us = [each for each in self._running.values() if each.is_generation], self._clock.wall_us()
         lines = [{**access_line(each, now_us), "running": True} for each in run[-KEPT:]]
         seen = [line for line in (*lines, *self._recent) if viewer is None or line["tenant"] == viewer]
         return sorted(seen, key=lambda line: str(line["time"]), reverse=True)

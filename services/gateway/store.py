@@ -131,7 +131,7 @@ class Store:
             return None
         return state if state["status"] in ENDED_BADLY else None
 
-    async def keep(self, call: Call, native: Body, pause: Pause) -> None:
+    async def keep_response(self, call: Call, native: Body, pause: Pause) -> None:
         """Have an answered response stored, if there is a keeper. A failure is logged: the client has its
         answer."""
         now_s = asyncio.get_running_loop().time()
@@ -207,6 +207,6 @@ def named_id(request: Request) -> str:
     return given
 
 
-def wants_events(request: Request) -> bool:
+def may_send_events(request: Request) -> bool:
     """Whether the client asks for a stream."""
     return "text/event-stream" in request.headers.get("accept", "")

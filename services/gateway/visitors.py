@@ -27,7 +27,7 @@ _PRIVATE = (".localhost", ".local", ".internal", ".lan", ".svc", ".home.arpa")
 _OWN = ("same-origin", "none")  # values of `Sec-Fetch-Site`, which no page can set
 
 
-def from_browser(headers: Mapping[str, str]) -> bool:
+def is_from_browser(headers: Mapping[str, str]) -> bool:
     """True for a request that a page may have caused."""
     return "origin" in headers or "sec-fetch-site" in headers
 

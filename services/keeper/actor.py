@@ -25,7 +25,7 @@ from services.keeper.records import CANCELLED, Body, Hook, Work, to_json, work_o
 from services.keeper.verbs import RECORD_ROOM, REPLIES, FileVerbs, Verbs, reply_subject
 from services.keeper.webhooks import Webhooks
 from shared.actor.mailbox import Mailbox
-from shared.actor.membership import missing, starts_cold
+from shared.actor.membership import can_start_cold, missing
 from shared.actor.runtime import Actor, HeartbeatPayload
 from shared.aliases import STAMP, Aliases
 from shared.api import RUN_HEADER
@@ -104,11 +104,11 @@ class KeeperActor(Actor):
             self._streams,
             mailbox.clock,
             self._queues,
-            self._runs,
+            self._is_running,
             self._webhooks.check,
             mailbox.peers,
             self._aliases,
-            self._forwarder.forwards,
+            self._forwarder.must_forward,
         )
         self._store_files = store = ObjectStore(self._streams)
         self._files = FileVerbs(store, mailbox.clock)
@@ -147,8 +147,8 @@ class KeeperActor(Actor):
     def on_broker(self, online: bool) -> None:
         if online:
             self._unwritten.clear()
-            self._core.reconnected(self._mailbox.clock.now_us())
-            self._batches.reconnected()
+            self._core.on_reconnected(self._mailbox.clock.now_us())
+            self._batches.on_reconnected()
 
     def upkeep(self) -> None:
         if self._tasks:
@@ -240,7 +240,7 @@ class KeeperActor(Actor):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            for model in filter(self._served, self._core.held_models):
+            for model in filter(self._is_served, self._core.held_models):
                 self._core.release(model)
             self._handle(core.Tick())
             self._batches.tick()
@@ -275,7 +275,7 @@ class KeeperActor(Actor):
                     self._streams.nak(reply, delay_us)
                 case core.Progress(reply):
                     self._streams.progress(reply)
-        if not self._core.full:
+        if not self._core.is_full:
             self._queues.has_room()
 
     def _ack(self, reply: str, hook: Hook | None) -> None:
@@ -293,7 +293,7 @@ class KeeperActor(Actor):
         exists: bool | None = None
         found: bytes | None = None
         try:
-            if checkpoint and self._made.has(subjects.STATE_STREAM):
+            if checkpoint and self._made.was_found(subjects.STATE_STREAM):
                 found = await self._streams.last(subjects.STATE_STREAM, subjects.state(*key))
             record = subjects.record(*key)  # one that a mirror lacks is taken when it is stored again
             exists = await self._streams.last(subjects.RECORD_STREAM, record, sure=False) is not None
@@ -302,7 +302,7 @@ class KeeperActor(Actor):
         self._handle(core.LookedUp(key, exists, found or b""))
 
     async def _drop(self, key: core.Key) -> None:
-        if self._made.has(subjects.STATE_STREAM):
+        if self._made.was_found(subjects.STATE_STREAM):
             with contextlib.suppress(HeadraceError):  # it expires
                 await self._streams.purge(subjects.STATE_STREAM, subjects.state(*key))
 
@@ -317,15 +317,15 @@ class KeeperActor(Actor):
             self._away.warning("answers of durable requests wait to be stored: %s", error.message)
         self._handle(core.Stored(key, new))
 
-    def _runs(self, key: core.Key) -> bool:
+    def _is_running(self, key: core.Key) -> bool:
         """True if a tokenizer, or the centre of this edge, has a request."""
         work = self._core.work(key)
-        if work is not None and self._forwarder.forwards(work.model):
+        if work is not None and self._forwarder.must_forward(work.model):
             return self._forwarder.is_there(key)
-        return self._core.runs(key)
+        return self._core.is_running(key)
 
     def _ask(self, work: Work, checkpoint: bytes, run: int) -> None:
-        if self._forwarder.forwards(work.model):
+        if self._forwarder.must_forward(work.model):
             age_us = self._core.age_us((work.tenant, work.id), self._mailbox.clock.now_us())
             self._forwarder.ask(work, age_us)
             return
@@ -338,25 +338,25 @@ class KeeperActor(Actor):
         _, tenant, _, request = delivery.subject.split(".")
         key = subjects.untoken(tenant), subjects.untoken(request)
         outcome = outcome_of(delivery, self._mailbox.bus.max_payload - self._core.kept_bytes(key))
-        if not self._batches.answered(key, outcome, len(delivery.data)):
-            lacking = isinstance(outcome, Unavailable | UnknownModel) and self._lacking(key)
-            self._handle(core.Answered(key, outcome, len(delivery.data), self._changed(key), lacking))
+        if not self._batches.on_answered(key, outcome, len(delivery.data)):
+            lacking = isinstance(outcome, Unavailable | UnknownModel) and self._is_unserved(key)
+            self._handle(core.Answered(key, outcome, len(delivery.data), self._has_changed(key), lacking))
 
-    def _lacking(self, key: core.Key) -> bool:
+    def _is_unserved(self, key: core.Key) -> bool:
         """True if a service that a request's model needs is not there."""
         work = self._core.work(key)
-        if work is None or self._served(work.model):
+        if work is None or self._is_served(work.model):
             return False
         self._away.warning("durable requests of %s wait: a service is not there", work.model)
         return True
 
-    def _served(self, model: str) -> bool:
+    def _is_served(self, model: str) -> bool:
         """True if a model lacks no service, or if its scheduler keeps requests until an executor joins."""
         peers = self._mailbox.peers
         name = peers.aliases().get(model, model)
-        return self._forwarder.forwards(model) or not missing(peers, name) or starts_cold(peers, name)
+        return self._forwarder.must_forward(model) or not missing(peers, name) or can_start_cold(peers, name)
 
-    def _changed(self, key: core.Key) -> bool:
+    def _has_changed(self, key: core.Key) -> bool:
         """True if the executors of a request have other weights or modes than those at its `submit`."""
         work = self._core.work(key)
         before = work.model_digest if work is not None else ""
@@ -384,14 +384,14 @@ class KeeperActor(Actor):
 
     def _on_runs(self, delivery: Delivery) -> None:
         """Answer another keeper if a request runs here; else be silent, since others may answer."""
-        if (names := subjects.names_in(delivery.subject)) is not None and self._runs(names):
+        if (names := subjects.names_in(delivery.subject)) is not None and self._is_running(names):
             self._mailbox.bus.publish(delivery.reply, b"{}")
 
     def _answering(self, verb: Verb) -> Callable[[Delivery], None]:
         """A handler that answers each request with what `verb` returns for the two names in its subject."""
 
         def on_request(delivery: Delivery) -> None:
-            if access.answerable(self._mailbox.bus, delivery):
+            if access.can_answer(self._mailbox.bus, delivery):
                 self._call(self._answer(verb, delivery))
 
         return on_request
@@ -451,7 +451,7 @@ async def keep_streams(store: ObjectStore, replicas: int, away: Rarely) -> None:
 
 def outcome_of(delivery: Delivery, max_payload: int) -> Body | HeadraceError:
     """The answer in a reply, or its error."""
-    if delivery.no_responders:
+    if delivery.has_no_responders:
         return Unavailable("no service answers for this model")
     if len(delivery.data) + RECORD_ROOM > max_payload:
         size = f"the answer of {len(delivery.data)} bytes with its record"

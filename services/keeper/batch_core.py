@@ -328,23 +328,23 @@ class BatchCore:
             return []
         match event:
             case LineAnswered():
-                return [*self._answered(event), *self._go_on()]
+                return [*self._on_line_answered(event), *self._go_on()]
             case LineStored():
-                return [*self._stored(event), *self._go_on()]
+                return [*self._on_line_stored(event), *self._go_on()]
             case CancelAsked():
                 return [*self._close(CANCELLED), *self._go_on()]
             case BatchTick():
-                return [*self._tick(), *self._go_on()]
+                return [*self._on_tick(), *self._go_on()]
             case CallFailed():
-                return [*self._call_failed(event.error)]
+                return [*self._on_call_failed(event.error)]
         if isinstance(event, Opened) and isinstance(self._call, StoreEnd):
             return []  # a look while its own end is being stored
         self._call = None
         match event:
             case Opened():
-                return [*self._opened(event), *self._go_on()]
+                return [*self._on_opened(event), *self._go_on()]
             case Checked():
-                return [*self._checked(event), *self._go_on()]
+                return [*self._on_checked(event), *self._go_on()]
             case LinesRead():
                 if not self._closing:
                     for line in event.lines:
@@ -353,11 +353,11 @@ class BatchCore:
                 self._read_all = event.end
                 return [*self._go_on()]
             case Written():
-                return [*self._written(event)]
+                return [*self._on_written(event)]
             case EndStored():
-                return [*self._ended(event)]
+                return [*self._on_end_stored(event)]
 
-    def reconnected(self, now_us: int) -> None:
+    def on_reconnected(self, now_us: int) -> None:
         """The nats-server was away: an answer may be lost."""
         for flight in self._flights.values():
             flight.due_us = min(flight.due_us, now_us + core.RETRY_US)
@@ -373,7 +373,7 @@ class BatchCore:
         self._call, self._again_us = call, 0
         return call
 
-    def _opened(self, event: Opened) -> Iterator[BatchCommand]:
+    def _on_opened(self, event: Opened) -> Iterator[BatchCommand]:
         if event.ended:
             yield from self._finish(Over())
             return
@@ -385,7 +385,7 @@ class BatchCore:
         elif self.batch["status"] == VALIDATING and not self._closing:
             yield self._run(CheckFile())
 
-    def _checked(self, event: Checked) -> Iterator[BatchCommand]:
+    def _on_checked(self, event: Checked) -> Iterator[BatchCommand]:
         self.batch["request_counts"] = {"total": event.total, "completed": 0, "failed": 0}
         self.batch["_model"] = event.model
         if event.errors:
@@ -438,7 +438,7 @@ class BatchCore:
             yield self._save()
         yield self._run(WriteFiles(unfinished=self._closing == EXPIRED))
 
-    def _written(self, event: Written) -> Iterator[BatchCommand]:
+    def _on_written(self, event: Written) -> Iterator[BatchCommand]:
         self.batch |= {"output_file_id": event.output, "error_file_id": event.error}
         total = self.batch["request_counts"]["total"]
         self.batch["request_counts"] = {"total": total, "completed": event.completed, "failed": event.failed}
@@ -448,7 +448,7 @@ class BatchCore:
         self.batch |= {"status": status, f"{status}_at": self._wall_s}
         return self._run(StoreEnd(self.batch))
 
-    def _ended(self, event: EndStored) -> Iterator[BatchCommand]:
+    def _on_end_stored(self, event: EndStored) -> Iterator[BatchCommand]:
         files = (self.batch.get("output_file_id"), self.batch.get("error_file_id"))
         lost = () if event.new else tuple(file for file in files if file is not None)
         yield from self._finish(Over(str(self.batch["status"]) if event.new else "", lost))
@@ -464,7 +464,7 @@ class BatchCore:
         self._closing = FAILED
         yield self._end(FAILED)
 
-    def _call_failed(self, error: HeadraceError) -> Iterator[BatchCommand]:
+    def _on_call_failed(self, error: HeadraceError) -> Iterator[BatchCommand]:
         """Try again, unless the file is gone or damaged."""
         self._again_us = self._now_us + core.RETRY_US
         if not isinstance(error, UnknownRequest | DamagedFile):
@@ -522,14 +522,14 @@ class BatchCore:
         flight.asked, flight.asked_us, flight.due_us = True, self._now_us, self._now_us + core.ASK_AGAIN_US
         yield from (AskLine(body) for body in flight.unanswered())
 
-    def _answered(self, event: LineAnswered) -> Iterator[BatchCommand]:
+    def _on_line_answered(self, event: LineAnswered) -> Iterator[BatchCommand]:
         flight = self._flights.get(self._requests.get(event.request, 0))
         if flight is None or flight.record is not None:
             return
         outcome = event.outcome
         if isinstance(outcome, HeadraceError):
             if isinstance(outcome, core.TRY_AGAIN) and not self._closing:
-                self._refused(flight, outcome)
+                self._on_refused(flight, outcome)
             elif self._closing:  # cancelled, or it had no place: it has no record
                 self._forget(flight)
             else:
@@ -550,7 +550,7 @@ class BatchCore:
         else:
             yield self._record(flight, body, ok=True)
 
-    def _refused(self, flight: _Flight, error: HeadraceError) -> None:
+    def _on_refused(self, flight: _Flight, error: HeadraceError) -> None:
         """A line found no room, or no service: it is sent again."""
         self.refused += 1
         if isinstance(error, Overloaded):
@@ -570,7 +570,7 @@ class BatchCore:
         flight.record, flight.due_us = StoreLine(flight.number, ok, data), self._now_us + core.RETRY_US
         return flight.record
 
-    def _stored(self, event: LineStored) -> Iterator[BatchCommand]:
+    def _on_line_stored(self, event: LineStored) -> Iterator[BatchCommand]:
         flight = self._flights.get(event.number)
         if flight is None or flight.record is None or event.new is None:
             return  # `due_us` brings the next try
@@ -587,7 +587,7 @@ class BatchCore:
 
     # ---- time ------------------------------------------------------------------------------------
 
-    def _tick(self) -> Iterator[BatchCommand]:
+    def _on_tick(self) -> Iterator[BatchCommand]:
         if self._now_us >= self._progress_us:
             self._progress_us = self._now_us + core.PROGRESS_US
             yield core.Progress(self.ack)

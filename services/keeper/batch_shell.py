@@ -103,7 +103,7 @@ class Batches:
             age_us = age_at_first(stored_us, deliveries(delivery.reply), FULL_DELAY_US)
             self._run(held, held.core.begin(self._clock.now_us(), age_us))
 
-    def answered(self, key: Key, outcome: Body | HeadraceError, size: int) -> bool:
+    def on_answered(self, key: Key, outcome: Body | HeadraceError, size: int) -> bool:
         """A service answered a request; False: it is none of a batch here."""
         tenant, request = key
         held = self._held.get((tenant, request.partition(".")[0]))
@@ -120,10 +120,10 @@ class Batches:
                 self._call_soon(self._look(held))
             self._handle(held, batch_core.BatchTick())
 
-    def reconnected(self) -> None:
+    def on_reconnected(self) -> None:
         """The nats-server was away."""
         for held in self._held.values():
-            held.core.reconnected(self._clock.now_us())
+            held.core.on_reconnected(self._clock.now_us())
 
     def give_back(self) -> None:
         """Have all batches delivered again, now: this keeper stops."""

@@ -80,7 +80,7 @@ class BatchVerbs:
         data = to_json({**job, "_output_kept_s": kept_s, **hook})
         await self._queues.before(tenant)
         await self._streams.create(subjects.batch_job(tenant, batch), data)
-        self._queues.stored(tenant)
+        self._queues.on_stored(tenant)
         return job
 
     async def _show(self, tenant: str, asked: Body) -> Body:

@@ -193,7 +193,7 @@ class _Flight:
     record: Body | None = None  # to store
 
     @property
-    def asked(self) -> bool:
+    def was_asked(self) -> bool:
         """True if the request was sent to a service."""
         return self.asks > 0
 
@@ -233,25 +233,25 @@ class KeeperCore:
     def room(self, tenant: str, tenants: int) -> int:
         """How many more requests of a tenant may be delivered while so many have work: each has its equal
         share of the window."""
-        if self.full:
+        if self.is_full:
             return 0
         own = self._by_tenant[tenant]
         return min(WINDOW + self._away - len(self._flights), max(1, WINDOW // tenants) - own)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """True if no tenant has room."""
         return len(self._flights) >= WINDOW + self._away or self._bytes >= WINDOW_BYTES
 
-    def runs(self, key: Key) -> bool:
+    def is_running(self, key: Key) -> bool:
         """True if a request has been sent to a tokenizer and has no record yet."""
-        return key in self._flights and self._flights[key].asked
+        return key in self._flights and self._flights[key].was_asked
 
     def handle(self, event: Event, now_us: int, now_wall_us: int) -> list[Command]:
         """Apply one event."""
         match event:
             case Delivered():
-                return self._delivered(event, now_us)
+                return self._on_delivered(event, now_us)
             case Tick():
                 return [*self._retries(now_us), *self._progress(now_us)]
         flight = self._flights.get(event.key)
@@ -259,11 +259,11 @@ class KeeperCore:
             return []
         match event:
             case LookedUp():
-                return self._looked_up(event, flight, now_us, now_wall_us)
+                return self._on_looked_up(event, flight, now_us, now_wall_us)
             case Answered():
-                return self._answered(event, flight, now_us, now_wall_us)
+                return self._on_answered(event, flight, now_us, now_wall_us)
             case Stored():
-                return self._stored(event, flight)
+                return self._on_stored(event, flight)
             case Away():
                 self._leave(event.key, flight)
                 return []
@@ -290,7 +290,7 @@ class KeeperCore:
         """How long a request has waited."""
         return now_us - self._since_us.get(key, now_us)
 
-    def reconnected(self, now_us: int) -> None:
+    def on_reconnected(self, now_us: int) -> None:
         """The nats-server was away: an answer may be lost."""
         for flight in self._flights.values():
             flight.due_us = min(flight.due_us, now_us + RETRY_US)
@@ -303,7 +303,7 @@ class KeeperCore:
         self._bytes = self._away = 0
         return commands
 
-    def _delivered(self, event: Delivered, now_us: int) -> list[Command]:
+    def _on_delivered(self, event: Delivered, now_us: int) -> list[Command]:
         key = (event.work.tenant, event.work.id)
         if (flight := self._flights.get(key)) is not None:  # the progress acks were late
             # a consumer that was removed and made again counts from 1, and numbers of runs must not repeat
@@ -316,19 +316,19 @@ class KeeperCore:
         self._flights[key] = _Flight(event.work, event.ack, event.times, event.size, now_us + RETRY_US)
         self._by_tenant[event.work.tenant] += 1
         self._bytes += event.size
-        return [LookUp(key, event.work.checkpoints)]
+        return [LookUp(key, event.work.has_checkpoints)]
 
-    def _looked_up(self, event: LookedUp, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
+    def _on_looked_up(self, event: LookedUp, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
         if flight.record is not None or event.exists is None:
             return []  # `due_us` brings the next try
-        if flight.asked and not flight.work.checkpoints:
+        if flight.was_asked and not flight.work.has_checkpoints:
             return []
         if event.exists:
             return self._land(event.key)
         if self.age_us(event.key, now_us) > KEPT_S * 1_000_000:
             record = flight.work.record(now_wall_us, DeadlineExceeded(EXPIRED))
             return self._store(event.key, flight, record, now_us)
-        if (hold := self._holds.get(flight.work.model)) is not None and not flight.asked:
+        if (hold := self._holds.get(flight.work.model)) is not None and not flight.was_asked:
             if now_us < hold.probe_us:
                 self.held_back += 1
                 return [self._try_later(event.key, flight, now_us)]
@@ -339,7 +339,7 @@ class KeeperCore:
         useless = found != checkpoint  # of another body or version
         return [*([Drop(event.key)] if useless else []), flight.ask(checkpoint)]
 
-    def _answered(self, event: Answered, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
+    def _on_answered(self, event: Answered, flight: _Flight, now_us: int, now_wall_us: int) -> list[Command]:
         if flight.record is not None:
             return []
         if event.lacking:
@@ -355,7 +355,7 @@ class KeeperCore:
             self._bytes += event.size
             record = flight.work.record(now_wall_us, event.outcome, changed=event.changed)
             return self._store(event.key, flight, record, now_us)
-        if not flight.asked:
+        if not flight.was_asked:
             return []  # to an earlier keeper
         self.refused += 1
         return [self._try_later(event.key, flight, now_us, event.outcome.retry_after_ms * 1_000)]
@@ -368,7 +368,7 @@ class KeeperCore:
         self._forget(key)
         return Nak(flight.ack, delay_us)
 
-    def _stored(self, event: Stored, flight: _Flight) -> list[Command]:
+    def _on_stored(self, event: Stored, flight: _Flight) -> list[Command]:
         if event.new is None or flight.record is None:
             return []  # `due_us` brings the next try
         self.stored += event.new
@@ -382,7 +382,7 @@ class KeeperCore:
     def _land(self, key: Key) -> list[Command]:
         flight = self._forget(key)
         self._since_us.pop(key, None)
-        return [Ack(flight.ack, flight.work.hook), *([Drop(key)] if flight.work.checkpoints else [])]
+        return [Ack(flight.ack, flight.work.hook), *([Drop(key)] if flight.work.has_checkpoints else [])]
 
     def _leave(self, key: Key, flight: _Flight) -> None:
         if not flight.away and self._away < MOST_AWAY:
@@ -408,13 +408,13 @@ class KeeperCore:
         for key, flight in self._flights.items():
             if now_us < flight.due_us:
                 continue
-            flight.due_us = now_us + (ASK_AGAIN_US if flight.asked and not flight.record else RETRY_US)
+            flight.due_us = now_us + (ASK_AGAIN_US if flight.was_asked and not flight.record else RETRY_US)
             if flight.record is not None:
                 yield Store(key, flight.record)
-            elif flight.asked and not flight.work.checkpoints:
+            elif flight.was_asked and not flight.work.has_checkpoints:
                 yield flight.ask()
             else:
-                yield LookUp(key, flight.work.checkpoints)
+                yield LookUp(key, flight.work.has_checkpoints)
 
     def _progress(self, now_us: int) -> Iterator[Command]:
         if now_us >= self._progress_us:

@@ -136,14 +136,14 @@ class ForwardCore:
         commands: list[ForwardCommand] = []
         match event:
             case Asked(work, age_us):
-                commands += self._asked(work, age_us, now_us)
+                commands += self._on_asked(work, age_us, now_us)
             case Called():
-                commands += self._called(event, now_us)
+                commands += self._on_called(event, now_us)
             case CancelledHere(key):
-                commands += self._cancelled(key, now_us)
+                commands += self._on_cancelled(key, now_us)
         return [*commands, *self._next(now_us)]
 
-    def _asked(self, work: Work, age_us: int, now_us: int) -> Iterator[ForwardCommand]:
+    def _on_asked(self, work: Work, age_us: int, now_us: int) -> Iterator[ForwardCommand]:
         key = (work.tenant, work.id)
         request = self._requests.get(key)
         if request is not None and request.cancelled:
@@ -160,7 +160,7 @@ class ForwardCore:
             self._here += 1
             self._plan(key, request, now_us)
 
-    def _called(self, event: Called, now_us: int) -> Iterator[ForwardCommand]:
+    def _on_called(self, event: Called, now_us: int) -> Iterator[ForwardCommand]:
         self._calls -= 1
         down = isinstance(event.outcome, NoResponders | RequestTimeout)
         if not down and not self._linked:  # it is back: all that waits for it is due
@@ -181,11 +181,11 @@ class ForwardCore:
             else:  # it was cancelled during the call
                 self._plan(event.key, request, now_us)
         elif event.verb == SUBMIT:
-            yield from self._submitted(event, request, now_us)
+            yield from self._on_submitted(event, request, now_us)
         elif event.verb == RESULT:
-            yield from self._looked(event, request, now_us)
+            yield from self._on_looked_up(event, request, now_us)
 
-    def _submitted(self, event: Called, request: _Forwarded, now_us: int) -> Iterator[ForwardCommand]:
+    def _on_submitted(self, event: Called, request: _Forwarded, now_us: int) -> Iterator[ForwardCommand]:
         if not isinstance(event.outcome, errors.HeadraceError):
             if not request.there:
                 self._here -= 1
@@ -197,7 +197,7 @@ class ForwardCore:
         taken = isinstance(event.outcome, errors.DuplicateRequest)
         yield Done(event.key, TakenThere(event.outcome.message) if taken else event.outcome)
 
-    def _looked(self, event: Called, request: _Forwarded, now_us: int) -> Iterator[ForwardCommand]:
+    def _on_looked_up(self, event: Called, request: _Forwarded, now_us: int) -> Iterator[ForwardCommand]:
         found = event.outcome
         if isinstance(found, errors.HeadraceError) and found.code == errors.UnknownRequest.code:
             self._forget(event.key)
@@ -213,7 +213,7 @@ class ForwardCore:
             wait_us = min(max((now_us - request.since_us) // 4, FIRST_LOOK_US), LAST_LOOK_US)
             self._plan(event.key, request, now_us + wait_us)
 
-    def _cancelled(self, key: Key, now_us: int) -> Iterator[ForwardCommand]:
+    def _on_cancelled(self, key: Key, now_us: int) -> Iterator[ForwardCommand]:
         if (request := self._requests.get(key)) is None or request.cancelled:
             return
         request.cancelled = True
@@ -286,7 +286,7 @@ class Forwarder:
     def __len__(self) -> int:
         return len(self._core)
 
-    def forwards(self, model: str) -> bool:
+    def must_forward(self, model: str) -> bool:
         """True for a model that this edge does not serve."""
         return self._here is not None and model not in self._here
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from services.keeper.core import KEPT_S
 from shared.errors import Overloaded, Unavailable
-from shared.fair_share import over_share
+from shared.fair_share import is_over_share
 from shared.nats import subjects
 from shared.nats.interface import Delivery
 from shared.nats.jetstream import FULL_RETRY_MS, JetStream, Puller, UnknownStream, stored_us
@@ -86,7 +86,7 @@ class TenantQueues:
             why = f"{self.taker} takes durable requests out of {subjects.WORK_STREAM}"
             raise Unavailable(f"{why}: the operator must delete it", retry_after_ms=FULL_RETRY_MS)
         held = self._held.total() + 1
-        if over_share(self._held[tenant] + 1, held, SHARED_OUT, len(+self._held)):
+        if is_over_share(self._held[tenant] + 1, held, SHARED_OUT, len(+self._held)):
             wait = f"{held - 1:,} durable requests wait, {self._held[tenant]:,} of them yours"
             raise Overloaded(f"{wait}: submit more when some have ended", retry_after_ms=FULL_RETRY_MS)
         if tenant not in self._known:
@@ -98,7 +98,7 @@ class TenantQueues:
             except Unavailable:  # while a cluster has no leader for it; the stream holds requests without one
                 self._turn(tenant)  # and the pull makes it
 
-    def stored(self, tenant: str) -> None:
+    def on_stored(self, tenant: str) -> None:
         """A request of this tenant is in the stream."""
         self._held[tenant] += 1
         self._stored[_name(tenant)] += 1

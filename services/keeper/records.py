@@ -61,7 +61,7 @@ class Work:
         return Hook(self.webhook, kind, self.tenant, self.id, self.submitted_us) if self.webhook else None
 
     @property
-    def checkpoints(self) -> bool:
+    def has_checkpoints(self) -> bool:
         """Whether its tokens are kept while it runs."""
         return self.body.get("durable") == "tokens"
 

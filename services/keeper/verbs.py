@@ -74,7 +74,7 @@ class Verbs:
         """`runs`: whether this keeper has sent a request to a tokenizer. `webhook` checks a URL. `forwards`:
         whether the centre of this edge answers for a model."""
         self._bus, self._streams = streams.bus, streams
-        self._clock, self._queues, self._runs = clock, queues, runs
+        self._clock, self._queues, self._is_running = clock, queues, runs
         self._webhook, self._peers, self._forwards = webhook, peers, forwards
         self._aliases = aliases
         self.submitted = self.kept = 0
@@ -118,7 +118,7 @@ class Verbs:
             ours = {"id": request_id, "digest": digest, "status": records.QUEUED, "model": model}
             return _same(known or ours, digest, asked)
         self.submitted += 1
-        self._queues.stored(tenant)
+        self._queues.on_stored(tenant)
         return _stored(request_id, records.QUEUED, asked, model)
 
     async def result(self, tenant: str, request_id: str) -> records.Body:
@@ -169,7 +169,7 @@ class Verbs:
         if not all(isinstance(body.get(name), dict) for name in ("request", "keep", "answer")):
             raise BadRequest("`request`, `keep` and `answer` are expected, each an object")
         now_us, model = self._clock.wall_us(), str(body.get("model", ""))
-        if not await self._room_to_keep(self._clock.now_us()):
+        if not await self._has_room_to_keep(self._clock.now_us()):
             full = "the store is half full: the rest is for the answers of durable requests"
             raise StreamFull(full, retry_after_ms=FULL_RETRY_MS)
         work = records.Work(
@@ -180,7 +180,7 @@ class Verbs:
         self.kept += 1
         return {"id": request_id, "status": records.COMPLETED}
 
-    async def _room_to_keep(self, now_us: int) -> bool:
+    async def _has_room_to_keep(self, now_us: int) -> bool:
         """True while the records take at most half of their stream."""
         if now_us >= self._looked_us + LOOK_US:
             self._looked_us = now_us
@@ -201,7 +201,7 @@ class Verbs:
         if waits is None:
             return None
         work = records.work_of(waits)
-        runs = self._runs((tenant, request_id)) or await self._runs_elsewhere(tenant, request_id)
+        runs = self._is_running((tenant, request_id)) or await self._is_running_elsewhere(tenant, request_id)
         status = records.RUNNING if runs else records.QUEUED
         at = work.submitted_us // 1_000_000
         return {
@@ -213,7 +213,7 @@ class Verbs:
             **work.kept,
         }
 
-    async def _runs_elsewhere(self, tenant: str, request_id: str) -> bool:
+    async def _is_running_elsewhere(self, tenant: str, request_id: str) -> bool:
         """Whether another keeper of the fleet has sent a request to a tokenizer: only that one answers."""
         if len(self._peers.ready("keeper")) < 2:
             return False
@@ -238,7 +238,7 @@ class Verbs:
                     raise
             else:
                 return
-            reads = await self._streams.reads(subjects.WORK_STREAM)
+            reads = await self._streams.can_read(subjects.WORK_STREAM)
 
     async def _checked(self, tenant: str, model: str, body: records.Body) -> records.Body:
         """What a tokenizer draws for a valid request. Raises its error for another one."""
@@ -372,7 +372,7 @@ class FileVerbs:
     async def _keep(self, tenant: str, asked: records.Body) -> records.Body:
         meta, ttl_s = self._checked(asked)
         try:
-            await self._store.keep(tenant, meta, ttl_s)
+            await self._store.keep_file(tenant, meta, ttl_s)
         except Taken:  # by an earlier try whose answer was lost
             if (known := await self._store.meta(tenant, meta["id"]))["sha256"] != meta["sha256"]:
                 raise DuplicateRequest(f"there is another file {meta['id']}", param="id") from None

@@ -140,7 +140,7 @@ def _secret(text: str, line: int) -> bytes:
 def event_of(hook: Hook, record: Mapping[str, object]) -> Body:
     """The event of a record. Its id is the same however often it is made."""
     status = record["status"]
-    if hook.kind == RESPONSE and status == COMPLETED and _cut(record):
+    if hook.kind == RESPONSE and status == COMPLETED and _is_cut_short(record):
         status = "incomplete"
     named = "\0".join((hook.tenant, hook.kind, hook.id, str(hook.submitted)))
     return {
@@ -152,7 +152,7 @@ def event_of(hook: Hook, record: Mapping[str, object]) -> Body:
     }
 
 
-def _cut(record: Mapping[str, object]) -> bool:
+def _is_cut_short(record: Mapping[str, object]) -> bool:
     """True for an answer that has met its limit."""
     answer = record.get("answer")
     choices = answer.get("choices", ()) if isinstance(answer, dict) else ()
@@ -355,12 +355,12 @@ class Webhooks:
         task = asyncio.get_running_loop().create_task(self._try(delivery))
         self._tries.add(task)
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def on_ended(task: asyncio.Task[None]) -> None:
             self._tries.discard(task)
             self._busy[key] -= 1
             self._wake.set()
 
-        task.add_done_callback(ended)
+        task.add_done_callback(on_ended)
 
     async def _try(self, delivery: Delivery) -> None:
         origin, why, event = "", "", delivery.subject.rpartition(".")[2]

@@ -62,7 +62,7 @@ class KvOffloadActor(Actor):
 
     async def start(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        if self._plan.bytes and self._waits():
+        if self._plan.bytes and self._can_wait():
             log.info("no L1 yet: nothing shares it")
         elif self._plan.bytes:
             await self._open()
@@ -83,7 +83,7 @@ class KvOffloadActor(Actor):
         if self._connect is not None:
             remote = await asyncio.to_thread(self._connect)  # imports modules, and checks the URL
             await asyncio.to_thread(remote.close)
-            self._l2_pool = L2Pool(self._connect, arena.view, self._l2_ended)
+            self._l2_pool = L2Pool(self._connect, arena.view, self._on_l2_ended)
             await self._l2_pool.greet()
         self._core = KvCore(arena, l2=self._l2_pool is not None, peers=self._open_wire is not None)
         for source in mailbox.peers.ready("executor"):
@@ -108,7 +108,7 @@ class KvOffloadActor(Actor):
         if self._problem is not None:
             raise self._problem
         due = self._opening is None and self._mailbox.clock.now_us() >= self._again_us
-        if self._plan.bytes and due and not self._waits():
+        if self._plan.bytes and due and not self._can_wait():
             self._opens = asyncio.get_running_loop().create_task(self._open())
         if self._opens is not None and self._opens.done():
             self._opens.result()
@@ -165,7 +165,7 @@ class KvOffloadActor(Actor):
 
     # ---- internals ------------------------------------------------------------------------------
 
-    def _waits(self) -> bool:
+    def _can_wait(self) -> bool:
         """Whether nothing would share L1: there is no L2, no other host that may read it, and on this host at
         most one executor of each model, whose KV cache has the memory of L1."""
         if not self._plan.by_need or self._connect is not None:
@@ -199,7 +199,7 @@ class KvOffloadActor(Actor):
         if self._peers is None and others and self._open_wire is not None:
             arena = self._core.state.l1.arena
             self._peers = PeerThreads(
-                partial(self._open_wire, SHM / arena.name), arena.view, self._peers_ended
+                partial(self._open_wire, SHM / arena.name), arena.view, self._on_peers_ended
             )
         if self._peers is not None and (self._peers.problem is not None):
             raise self._peers.problem
@@ -208,7 +208,9 @@ class KvOffloadActor(Actor):
             self._peers_seen = seen
             self._handle(events.PeersChanged(self._peers.address, seen))
 
-    def _peers_ended(self, event: events.PeerReadEnded | events.PeerSummed, values: list[memoryview]) -> None:
+    def _on_peers_ended(
+        self, event: events.PeerReadEnded | events.PeerSummed, values: list[memoryview]
+    ) -> None:
         self._later(partial(self._handle, event, partial(copy_in, self._core.state.l1.arena, values)))
 
     def _handle(self, event: events.Event, fill: Callable[[events.Fill], None] | None = None) -> None:
@@ -234,7 +236,7 @@ class KvOffloadActor(Actor):
         elif not isinstance(command, events.Fill):
             self._l2_pool.run(command)
 
-    def _l2_ended(self, job: L2Job) -> None:
+    def _on_l2_ended(self, job: L2Job) -> None:
         arena = self._core.state.l1.arena
         if job.ended is not None:
             self._later(partial(self._handle, job.ended, partial(copy_in, arena, [job.payload])))
@@ -293,7 +295,7 @@ def load(state: State) -> tuple[tuple[str, int], ...]:
 
 def tiers(state: State) -> tuple[str, ...]:
     """For the heartbeat: the tiers in which a lookup may find blocks."""
-    return ("l1", "l2") if state.l2.usable else ("l1",)
+    return ("l1", "l2") if state.l2.is_usable else ("l1",)
 
 
 def rates(state: State) -> tuple[int, int]:

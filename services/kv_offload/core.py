@@ -45,7 +45,7 @@ class KvCore:
 
     def __init__(self, arena: Arena, *, l2: bool = False, peers: bool = False) -> None:
         book = L2(enabled=l2)
-        self.state = State(L1(arena, book.holds if l2 else None), book)
+        self.state = State(L1(arena, book.has_value if l2 else None), book)
         self.peers = Book(self.state) if peers else None
         self.state.peers = self.peers
 
@@ -75,39 +75,39 @@ class KvCore:
             return
         match event:
             case events.Arrived():
-                self._arrived(event)
+                self._on_arrived(event)
             case events.L2Ended():
-                self._l2_ended(event)
+                self._on_l2_ended(event)
             case events.Restarted(source):
                 self._forget(source)
-                jobs.scheduler_restarted(state, source)
+                jobs.on_scheduler_restarted(state, source)
             case events.PeerSeen(source, epoch) if source.startswith("executor."):
-                jobs.executor_seen(state, source, epoch)
+                jobs.on_executor_seen(state, source, epoch)
             case events.PeerLost(source) if source.startswith("executor."):
-                jobs.executor_lost(state, source)
+                jobs.on_executor_lost(state, source)
             case events.PeerLost(source):
                 self._forget(source)
 
-    def _arrived(self, event: events.Arrived) -> None:
+    def _on_arrived(self, event: events.Arrived) -> None:
         state, message, trace = self.state, event.message, event.trace
         if isinstance(message, ArenaReleased):
-            jobs.arena_released(state, message)
+            jobs.on_arena_released(state, message)
             return
         state.schedulers[event.source] = None
         lease = (event.source, event.epoch, getattr(message, "job", 0))
         match message:
             case KvLookup():
-                jobs.look_up(state, lease, message, trace)
+                jobs.on_lookup(state, lease, message, trace)
             case KvReserve():
-                jobs.reserve(state, lease, message, trace)
+                jobs.on_reserve(state, lease, message, trace)
             case KvCommit():
-                jobs.commit(state, lease, message, trace)
+                jobs.on_commit(state, lease, message, trace)
             case KvPrefetch():
-                jobs.prefetch(state, lease, message, trace)
+                jobs.on_prefetch(state, lease, message, trace)
             case KvRelease(jobs=released):
                 for job in released:
                     jobs.drop_load(state, (event.source, event.epoch, job))
-                jobs.release(state, event.source, event.epoch, message)
+                jobs.on_release(state, event.source, event.epoch, message)
 
     def _forget(self, source: str) -> None:
         """A scheduler waits for no answer any more: drop its lookups and loads."""
@@ -123,7 +123,7 @@ class KvCore:
     def _expire(self) -> None:
         state = self.state
         for call in dispatch.give_up_late(state):
-            self._failed(call)
+            self._on_failed(call)
         if self.peers is not None:
             self.peers.expire()
         while (due := state.due.pop(state.now_us)) is not None:
@@ -140,40 +140,40 @@ class KvCore:
 
     # ---- L2 -------------------------------------------------------------------------------------
 
-    def _l2_ended(self, event: events.L2Ended) -> None:
+    def _on_l2_ended(self, event: events.L2Ended) -> None:
         state = self.state
-        if state.l2.breaker.probed(event.call, event.status == "ok", state.now_us):
+        if state.l2.breaker.on_probed(event.call, event.status == "ok", state.now_us):
             state.l2.presence.clear()  # L2 may have lost its content
             state.l2.announced.clear()
         call = dispatch.end(state, event)
         if call is None:
             return
         if event.status == "failed":
-            self._failed(call)
+            self._on_failed(call)
         elif call.kind == "has":
-            self._answered(call, event)
+            self._on_answered(call, event)
         elif call.kind == "get":
-            self._got(call.names[0], event)
+            self._on_got(call.names[0], event)
         elif call.kind == "put" and event.status == "ok":
             state.counters.l2_puts += 1
             state.l2.presence.add(call.names[0])
             state.l2.announced.add(call.names[0][0])
 
-    def _failed(self, call: Call) -> None:
+    def _on_failed(self, call: Call) -> None:
         """A call failed or timed out: answer the lookups and loads that wait for it."""
         state = self.state
-        if state.l2.breaker.failed(state.now_us):
+        if state.l2.breaker.on_failed(state.now_us):
             state.l2.forget_wants()
             for lease in list(state.lookups):
                 jobs.finish_lookup(state, lease)
             for lease in list(state.loads):
                 jobs.finish_load(state, lease)
         if call.lookup is not None:
-            jobs.lookup_answered(state, call.lookup)
+            jobs.on_lookup_answered(state, call.lookup)
         if call.kind == "get":
-            jobs.value_arrived(state, call.names[0], None)
+            jobs.on_value(state, call.names[0], None)
 
-    def _answered(self, call: Call, event: events.L2Ended) -> None:
+    def _on_answered(self, call: Call, event: events.L2Ended) -> None:
         state = self.state
         if event.value_bytes:
             state.l2.sizes[call.names[0][0]] = event.value_bytes
@@ -182,9 +182,9 @@ class KvCore:
                 if present:
                     state.l2.presence.add(name)
         if call.lookup is not None:
-            jobs.lookup_answered(state, call.lookup)
+            jobs.on_lookup_answered(state, call.lookup)
 
-    def _got(self, name: events.Name, event: events.L2Ended) -> None:
+    def _on_got(self, name: events.Name, event: events.L2Ended) -> None:
         """A get has ended: with the value, or because it is lost or damaged."""
         state = self.state
         entry = state.l1.entries.get(name)
@@ -204,7 +204,7 @@ class KvCore:
                 state.counters.l2_absent += 1
             if entry is None:
                 state.l1.evicted.append(name)
-        jobs.value_arrived(state, name, entry)
+        jobs.on_value(state, name, entry)
 
     # ---- evicted keys ---------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ QUARANTINE_US = 60_000_000
 LIVE_US = 600_000_000
 
 
-def look_up(state: State, lease: LeaseId, message: messages.KvLookup, trace: str) -> None:
+def on_lookup(state: State, lease: LeaseId, message: messages.KvLookup, trace: str) -> None:
     """Answer now, or within `lookup_us` if L2 or peers must be asked."""
     if lease in state.lookups:
         return  # a repeated lookup: the answer will come
@@ -57,7 +57,7 @@ def look_up(state: State, lease: LeaseId, message: messages.KvLookup, trace: str
     unknown = tuple(name for name in names if not state.found_in(name))
     if unknown and state.peers is not None:
         lookup.answers = state.peers.look_up(lease, unknown)
-    if unknown and state.l2.usable:
+    if unknown and state.l2.is_usable:
         state.l2.wants.append(Want(lease, unknown))
         lookup.answers += 1
     if lookup.answers:
@@ -73,7 +73,7 @@ def lookup_us(state: State) -> int:
     return min(max(LOOKUP_US, 2 * usual_us), MOST_LOOKUP_US)
 
 
-def lookup_answered(state: State, lease: LeaseId) -> None:
+def on_lookup_answered(state: State, lease: LeaseId) -> None:
     """L2 or a peer has answered a lookup: finish it after the last answer, or when nothing is missing."""
     if (lookup := state.lookups.get(lease)) is not None:
         lookup.answers -= 1
@@ -92,7 +92,7 @@ def finish_lookup(state: State, lease: LeaseId) -> None:
     state.counters.lookups += len(tiers)
     state.counters.hits_l1 += tiers.count(1)
     in_l2 = [
-        name for name, tier in zip(lookup.names, tiers, strict=True) if tier == 2 and state.l2.holds(name)
+        name for name, tier in zip(lookup.names, tiers, strict=True) if tier == 2 and state.l2.has_value(name)
     ]
     state.counters.hits_l2 += len(in_l2)
     state.counters.hits_peer += tiers.count(2) - len(in_l2)
@@ -112,7 +112,7 @@ def drop_lookup(state: State, lease: LeaseId) -> Lookup | None:
     return lookup
 
 
-def prefetch(state: State, lease: LeaseId, message: messages.KvPrefetch, trace: str) -> None:
+def on_prefetch(state: State, lease: LeaseId, message: messages.KvPrefetch, trace: str) -> None:
     """Pin the blocks in L1, and get the rest from L2. A repeated job has one lease."""
     names = names_of(message.fingerprint, message.keys)
     before = state.leases.get(lease)
@@ -146,13 +146,13 @@ def prefetch(state: State, lease: LeaseId, message: messages.KvPrefetch, trace: 
 def bring_up(state: State, name: Name, fill: Fill, value_bytes: int, valid_tokens: int) -> Entry | None:
     """Put a verified value into L1 by `fill`, whose slot is not set yet; None if there is no room."""
     entry = state.l1.entries.get(name)
-    if entry is None and (range_ := state.l1.take(value_bytes, urgent=False)) is not None:
+    if entry is None and (range_ := state.l1.allocate(value_bytes, urgent=False)) is not None:
         state.out.append(replace(fill, slot=range_.slot))
         entry = state.l1.publish(name, range_, valid_tokens, urgent=False)
     return entry
 
 
-def value_arrived(state: State, name: Name, entry: Entry | None) -> None:
+def on_value(state: State, name: Name, entry: Entry | None) -> None:
     """A get has ended, with an entry or without (None): pin it for waiting loads, and answer complete
     ones."""
     for lease, load in list(state.loads.items()):
@@ -229,7 +229,7 @@ def _ready(
     )
 
 
-def reserve(state: State, lease: LeaseId, message: messages.KvReserve, trace: str) -> None:
+def on_reserve(state: State, lease: LeaseId, message: messages.KvReserve, trace: str) -> None:
     """Answer with a range for each key that is not in L1. A repeated job gets the same ranges. A job with
     ranges in quarantine gets none."""
     names = names_of(message.fingerprint, message.keys)
@@ -251,7 +251,7 @@ def reserve(state: State, lease: LeaseId, message: messages.KvReserve, trace: st
     state.send(lease, answer, trace)
 
 
-def commit(state: State, lease: LeaseId, message: messages.KvCommit, trace: str) -> None:
+def on_commit(state: State, lease: LeaseId, message: messages.KvCommit, trace: str) -> None:
     """Publish the written ranges, free the others, and answer with the tier of each key. An expired
     reservation stores nothing, but its ranges are free now: its copies have ended."""
     names = []
@@ -284,7 +284,7 @@ def _reservation(state: State, message: messages.KvReserve) -> WriteLease:
     ranges: list[Range | None] = []
     full = False
     for present in there:
-        range_ = None if present or full else state.l1.take(message.value_bytes, urgent=urgent)
+        range_ = None if present or full else state.l1.allocate(message.value_bytes, urgent=urgent)
         full = full or (present is None and range_ is None)
         ranges.append(range_)
     if any(ranges):
@@ -340,7 +340,7 @@ def close_lease(state: State, lease: LeaseId) -> WriteLease | ReadLease | None:
     return what
 
 
-def release(state: State, source: str, epoch: int, message: messages.KvRelease) -> None:
+def on_release(state: State, source: str, epoch: int, message: messages.KvRelease) -> None:
     """The scheduler releases jobs with no copy in flight: free their ranges."""
     for job in message.jobs:
         lease = (source, epoch, job)
@@ -377,13 +377,13 @@ def end_quarantine(state: State, lease: LeaseId) -> Quarantined | None:
     return held
 
 
-def scheduler_restarted(state: State, source: str) -> None:
+def on_scheduler_restarted(state: State, source: str) -> None:
     """Expire all leases of a scheduler's last incarnation."""
     for lease in [lease for lease in state.leases if lease[0] == source]:
         expire_lease(state, lease)
 
 
-def executor_seen(state: State, source: str, epoch: int) -> None:
+def on_executor_seen(state: State, source: str, epoch: int) -> None:
     """An executor lives: its copies may still run, those of an earlier incarnation have ended."""
     state.executors[source] = epoch
     for lease, held in state.quarantine.items():
@@ -391,18 +391,18 @@ def executor_seen(state: State, source: str, epoch: int) -> None:
             held.owner_epoch, held.owner_gone = epoch, False
             state.due.set(("quarantine", lease), held.since_us + LIVE_US)
         elif held.owner == source:
-            _owner_gone(state, lease, held)
+            _on_owner_gone(state, lease, held)
 
 
-def executor_lost(state: State, source: str) -> None:
+def on_executor_lost(state: State, source: str) -> None:
     """An executor is dead or cut off."""
     state.executors.pop(source, None)
     for lease, held in state.quarantine.items():
         if held.owner == source:
-            _owner_gone(state, lease, held)
+            _on_owner_gone(state, lease, held)
 
 
-def arena_released(state: State, message: messages.ArenaReleased) -> None:
+def on_arena_released(state: State, message: messages.ArenaReleased) -> None:
     """An executor has unmapped an arena. If it is this one, free the executor's quarantined ranges."""
     if message.arena_generation == state.l1.arena.generation:
         owner = f"executor.{message.executor}"
@@ -410,7 +410,7 @@ def arena_released(state: State, message: messages.ArenaReleased) -> None:
             end_quarantine(state, lease)
 
 
-def _owner_gone(state: State, lease: LeaseId, held: Quarantined) -> None:
+def _on_owner_gone(state: State, lease: LeaseId, held: Quarantined) -> None:
     """Free the ranges QUARANTINE_US after the executor was first found gone."""
     if not held.owner_gone:
         held.owner_gone = True

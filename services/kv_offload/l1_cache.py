@@ -1,8 +1,8 @@
 """The index of L1: ranges of the arena, readable entries and their order of eviction. Pure.
 
 A range of the arena is *taken* (an executor writes it), then *published* under a name (readable) or given
-back. Readers pin published entries; the others are in order of their last use. `take` evicts on demand. The
-keys of one request are touched tail first, so a prefix is evicted after its tail, which needs it.
+back. Readers pin published entries; the others are in order of their last use. `allocate` evicts on demand.
+The keys of one request are touched tail first, so a prefix is evicted after its tail, which needs it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class L1:
 
     # ---- writing --------------------------------------------------------------------------------
 
-    def take(self, size_bytes: int, *, urgent: bool) -> Range | None:
+    def allocate(self, size_bytes: int, *, urgent: bool) -> Range | None:
         """Room for a value, with evictions if needed; None, without evictions, if there cannot be enough."""
         need, limit = pages(size_bytes), self.limit_bytes(urgent=urgent)
         if size_bytes < 1 or self.used_bytes - self._evictable_bytes() + need > limit:

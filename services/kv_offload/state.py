@@ -53,11 +53,11 @@ class Breaker:
         self._next_us = 0
         self._probes: dict[int, int] = {}  # call -> start
 
-    def succeeded(self) -> None:
+    def on_succeeded(self) -> None:
         """A call worked."""
         self._failures = 0
 
-    def failed(self, now_us: int) -> bool:
+    def on_failed(self, now_us: int) -> bool:
         """A call failed or timed out; True if that opened the breaker."""
         self._failures += 1
         if self.open or self._failures < FAILURES:
@@ -76,7 +76,7 @@ class Breaker:
         self._probes[call] = now_us
         self._next_us = now_us + (PROBE_US if len(self._probes) < HANGING_PROBES else PATIENCE_US)
 
-    def probed(self, call: int, ok: bool, now_us: int) -> bool:
+    def on_probed(self, call: int, ok: bool, now_us: int) -> bool:
         """Canary `call` has ended; True if that closed the breaker."""
         began_us = self._probes.pop(call, None)
         if began_us is None or not self.open:
@@ -139,12 +139,12 @@ class Rate:
         self._busy_us = 0
         self._bytes = 0
 
-    def began(self, now_us: int) -> None:
+    def on_began(self, now_us: int) -> None:
         """A transfer starts."""
         self._account(now_us)
         self._running += 1
 
-    def ended(self, moved_bytes: int, now_us: int) -> None:
+    def on_ended(self, moved_bytes: int, now_us: int) -> None:
         """A transfer has ended and moved `moved_bytes`; 0 if it failed."""
         self._account(now_us)
         self._running -= 1
@@ -206,13 +206,13 @@ class L2:
     puts_from_us: int = 0  # no put before
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """There is an L2, and its breaker is closed."""
         return self.enabled and not self.breaker.open
 
-    def holds(self, name: Name) -> bool:
+    def has_value(self, name: Name) -> bool:
         """Whether L2 is usable and known to hold this name."""
-        return self.usable and name in self.presence
+        return self.is_usable and name in self.presence
 
     def get(self, name: Name, *, urgent: bool) -> None:
         """Queue a get of this value, unless it is in flight."""
@@ -345,13 +345,13 @@ class Peers(Protocol):
     answer_us: int  # of a lookup, a moving average
 
     def look_up(self, lookup: LeaseId, names: Sequence[Name]) -> int:
-        """Ask the peers which names they hold. Returns how many calls of `jobs.lookup_answered` follow."""
+        """Ask the peers which names they hold. Returns how many calls of `jobs.on_lookup_answered` follow."""
 
-    def holds(self, name: Name) -> bool:
+    def has_value(self, name: Name) -> bool:
         """Whether a peer is known to hold this value."""
 
     def get(self, name: Name) -> None:
-        """Queue a read of this value. `jobs.value_arrived` follows."""
+        """Queue a read of this value. `jobs.on_value` follows."""
 
     def drop(self, name: Name) -> None:
         """No load waits for this value any more: take it out of the queue."""
@@ -383,15 +383,15 @@ class State:
 
     def tier_of(self, name: Name) -> int:
         """1: in L1; 2: in L2, according to the presence cache; 0: in neither."""
-        return 1 if name in self.l1.entries else 2 if self.l2.holds(name) else 0
+        return 1 if name in self.l1.entries else 2 if self.l2.has_value(name) else 0
 
     def found_in(self, name: Name) -> int:
         """As `tier_of`; 2 also for a value that a peer holds, as long as that keeps it."""
-        return self.tier_of(name) or (2 if self.peers is not None and self.peers.holds(name) else 0)
+        return self.tier_of(name) or (2 if self.peers is not None and self.peers.has_value(name) else 0)
 
     def get(self, name: Name) -> None:
         """Queue a get for a load: from a peer, else from L2."""
-        if self.peers is not None and self.peers.holds(name):
+        if self.peers is not None and self.peers.has_value(name):
             self.peers.get(name)
         else:
             self.l2.get(name, urgent=True)
@@ -399,7 +399,7 @@ class State:
     def use(self, entry: Entry) -> None:
         """Count a use of a value, after its store, which was the first: L2 should have it now."""
         entry.uses += 1
-        if self.l2.usable and entry.name not in self.l2.presence:
+        if self.l2.is_usable and entry.name not in self.l2.presence:
             self.l2.puts[entry.name] = None
 
     @property

@@ -46,7 +46,7 @@ class HeartbeatNote(NamedTuple):
     epoch: int = 0  # the incarnation in the heartbeats
 
     @property
-    def late(self) -> bool:
+    def is_late(self) -> bool:
         """Whether the next heartbeat is overdue."""
         return time.monotonic() - self.at_s > LATE_HEARTBEATS * self.interval_s + LATE_S
 
@@ -136,7 +136,7 @@ class Watch:
         note, now_s = read(self.path(name)), time.monotonic()
         if note is None or note.pid != pid:  # the process is starting
             note = HeartbeatNote(pid, 0, "starting", 0.0, 0.0)
-        ticks = self._ticks_of(pid) if note.late else None
+        ticks = self._ticks_of(pid) if note.is_late else None
         silent_s = self._silences.seconds(name, None if ticks is None else (note, ticks), now_s)
         return silent_s if silent_s >= note.hangs_after_s else 0.0
 
@@ -161,7 +161,7 @@ def health(kind: str) -> None:
     if (note := read(path)) is None:
         raise SetupError(f"no {kind} runs here: set XDG_RUNTIME_DIR for the service and for this command")
     missed = f"{path}.missed"
-    if note.late:
+    if note.is_late:
         _miss(kind, note, missed)
     with suppress(OSError):
         os.unlink(missed)

@@ -102,13 +102,13 @@ class HostAgent:
         while True:
             await asyncio.sleep(TURN_S)
             if self.awake_mib:
-                await self.turn()
+                await self.apply_rule()
 
-    async def turn(self) -> None:
+    async def apply_rule(self) -> None:
         """Apply the rule once."""
         now_us = self.clock.now_us()
         self.peers.expire(now_us)
-        match self._rule.turn([self._now(name, now_us) for name in self._models], now_us):
+        match self._rule.decide([self._now(name, now_us) for name in self._models], now_us):
             case Sleep(name):
                 await self._sleep(name)
             case Wake(name):
@@ -121,10 +121,10 @@ class HostAgent:
         model = self._known(name)
         if self.awake_mib and (why := self._rule.why_not(name, self._need_mib(model))):
             raise BadRequest(why)
-        if model.processes.end:
+        if model.processes.is_ending:
             raise Unavailable(f"{name} is still being unloaded: try again")
         model.held = model.failed = False
-        if not model.processes.run:
+        if not model.processes.is_running:
             if self.awake_mib and self._awake_mib_of_others(name) + self._need_mib(model) > self.awake_mib:
                 return UNLOADED  # the rule loads it when it has requests
             self._start(model)
@@ -134,7 +134,7 @@ class HostAgent:
         """Drain and end the executors of a model. Returns its state until then. Raises UnknownModel."""
         model = self._known(name)
         model.held = True
-        if model.processes.run:
+        if model.processes.is_running:
             model.processes.stop()
         return self._now(name, self.clock.now_us()).state
 
@@ -150,7 +150,7 @@ class HostAgent:
         model.need_mib = max(model.need_mib, sum(load.get(membership.NEED, 0) for load in loads))
         asleep = [bool(load.get(membership.ASLEEP)) for load in loads]
         state = UNLOADED
-        if model.processes.run or loads:
+        if model.processes.is_running or loads:
             alike = asleep and len({*asleep}) == 1
             state = (ASLEEP if asleep[0] else LOADED) if alike else CHANGING
         if model.goal and (state in (model.goal, UNLOADED) or now_us >= model.until_us):
@@ -159,7 +159,7 @@ class HostAgent:
             model.failed = True
             self.report(f"{name} is unloaded: {why}. `headrace model load {name}` tries again")
             model.processes.stop()
-        if model.goal or model.processes.end:
+        if model.goal or model.processes.is_ending:
             state = CHANGING
         schedulers = self._loads("scheduler", name)
         wanted = not (model.held or model.failed)
@@ -204,8 +204,8 @@ class HostAgent:
 
     async def _wake(self, name: str) -> None:
         model = self._models[name]
-        self.report(f"{name} {'wakes' if model.processes.run else 'is loaded'}: requests wait for it")
-        if model.processes.run:
+        self.report(f"{name} {'wakes' if model.processes.is_running else 'is loaded'}: requests wait for it")
+        if model.processes.is_running:
             model.goal, model.until_us = LOADED, self.clock.now_us() + CHANGE_US
             await self._ask(name, "wake")
         else:
@@ -236,7 +236,7 @@ class HostAgent:
             name = subjects.name_at(delivery.subject, 3)
         except ValueError:
             return
-        if name not in self._models or not access.answerable(self.bus, delivery):
+        if name not in self._models or not access.can_answer(self.bus, delivery):
             return
         answer: dict[str, object]
         try:
@@ -274,7 +274,7 @@ class Joined:
         return sum(beat.host_id == host_id and bool(beat.scheduler) for beat in beats)
 
 
-def fleet_answers(peers: Peers, models: Sequence[str]) -> bool:
+def is_fleet_answering(peers: Peers, models: Sequence[str]) -> bool:
     """True once a scheduler of each model has sent a heartbeat, and an executor if the scheduler has one."""
     heard = {*models} <= {*peers.models("scheduler")}
     return heard and all(peers.ready("executor", each) for each in models if peers.model_digest(each))
@@ -380,7 +380,7 @@ class MemoryRule:
         have, need = self._budget_mib / 1024, need_mib / 1024
         return f"{name} needs {need:.1f} GiB awake, and the models here share {have:.1f} (awake_gib)"
 
-    def turn(self, models: Sequence[ModelNow], now_us: int) -> Sleep | Wake | None:
+    def decide(self, models: Sequence[ModelNow], now_us: int) -> Sleep | Wake | None:
         """What to do now. The next states of the models show whether it was done."""
         awake = [model for model in models if model.state == LOADED]
         self._since_us = {model.name: self._since_us.get(model.name, now_us) for model in awake}
@@ -389,7 +389,9 @@ class MemoryRule:
             return None  # one change at a time: its memory is neither free nor taken
         if used_mib > self._budget_mib and len(awake) > 1:  # one that was restarted, or all at the start
             return Sleep(min(awake, key=lambda model: (model.work, -model.need_mib, model.name)).name)
-        waiting = [m for m in models if m.state in (ASLEEP, UNLOADED) and m.work and not self._too_large(m)]
+        waiting = [
+            m for m in models if m.state in (ASLEEP, UNLOADED) and m.work and not self._is_too_large(m)
+        ]
         if now_us >= self._until_us or self._next not in {model.name for model in waiting}:
             self._next = ""
         for model in sorted(waiting, key=lambda m: (m.name != self._next, not _is_due(m), -m.work, m.name)):
@@ -418,7 +420,7 @@ class MemoryRule:
                 return victims
         return []
 
-    def _too_large(self, model: ModelNow) -> bool:
+    def _is_too_large(self, model: ModelNow) -> bool:
         return bool(self.why_not(model.name, model.need_mib))
 
 

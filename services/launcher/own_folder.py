@@ -32,7 +32,7 @@ class OwnFolder:
 
 def sweep() -> list[str]:
     """Remove the folders of this user that no living process owns. Returns their paths."""
-    return [str(path) for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if _removed(path)]
+    return [str(path) for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if _remove_ownerless(path)]
 
 
 def _made() -> tuple[str, int]:
@@ -63,7 +63,8 @@ def _remove(path: str, lock: int) -> None:
     os.close(lock)
 
 
-def _removed(path: Path) -> bool:
+def _remove_ownerless(path: Path) -> bool:
+    """False for one that is in use, has gone or is another user's."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # gone meanwhile, or another user's

@@ -84,19 +84,19 @@ class ExecutorProcesses:
         self.least_mib = least_mib
 
     @property
-    def run(self) -> bool:
+    def is_running(self) -> bool:
         """Whether one runs, or is about to be started again."""
         return any(s.task is not None and not s.task.done() for s in self._services)
 
     @property
-    def end(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether they run, and drain for their end."""
-        return self.run and all(s.leaving.is_set() for s in self._services)
+        return self.is_running and all(s.leaving.is_set() for s in self._services)
 
     @property
-    def left_out(self) -> bool:
+    def is_left_out(self) -> bool:
         """Whether `stop` came before the start, or they have ended after it."""
-        return not self.run and all(s.leaving.is_set() for s in self._services)
+        return not self.is_running and all(s.leaving.is_set() for s in self._services)
 
     @property
     def restarts(self) -> int:

@@ -194,7 +194,7 @@ async def _look(url: str, settings: Settings, models: Sequence[str]) -> Joined:
     async with session.connected(url, CONNECT_S) as bus:
         readiness = Readiness(bus, settings.fleet)
         peers = await readiness.until(
-            lambda peers: host_agent.fleet_answers(peers, models), host_agent.FLEET_ANSWER_S
+            lambda peers: host_agent.is_fleet_answering(peers, models), host_agent.FLEET_ANSWER_S
         )
         return host_agent.checked_fleet(peers, settings, models, access.shown(url))
 
@@ -227,10 +227,10 @@ class _Logins:
     def of_commands(self, joined: Joined | None) -> str:
         """The URL for this command and for others on this machine. A host that joins a fleet may have the
         credentials of its own services alone. Raises SetupError."""
-        return self.of("executor" if joined is not None and not self.operates else access.OPERATOR)
+        return self.of("executor" if joined is not None and not self.can_operate else access.OPERATOR)
 
     @property
-    def operates(self) -> bool:
+    def can_operate(self) -> bool:
         """Whether this machine has the credentials of the operator, or none are needed."""
         return self.users is None or (self.users / access.OPERATOR).exists()
 
@@ -349,7 +349,7 @@ class _Up:
                     raise SetupError(f"{failed.result()} before the server was ready: see its last log lines")
                 await ready
                 self._write_run_state()
-                if self._logins.operates:  # others may not ask for loads
+                if self._logins.can_operate:  # others may not ask for loads
                     stack.callback(loop.create_task(self._serve_models()).cancel)
                 stack.callback(loop.call_later(_FIRST_ANSWER_S, self._supervisor.start).cancel)
                 if until_idle:
@@ -460,9 +460,9 @@ class _Up:
         try:
             readiness = Readiness(bus, self._settings.fleet)
             if self._joined is not None:
-                await self._welcomed(readiness, self._joined)
+                await self._await_welcome(readiness, self._joined)
                 return
-            here = [name for name, executors in self._executors.items() if not executors.left_out]
+            here = [name for name, executors in self._executors.items() if not executors.is_left_out]
             self._answers = await readiness.wait(here, print_line)
             self._contexts = {model: readiness.context(model) for model in self._models}
             dtype = await readiness.dtype() if self._models else ""
@@ -479,14 +479,14 @@ class _Up:
         finally:
             await bus.drain()
 
-    async def _welcomed(self, readiness: Readiness, joined: Joined) -> None:
+    async def _await_welcome(self, readiness: Readiness, joined: Joined) -> None:
         """Return once the fleet uses all executors of this host."""
         wanted, host = self._settings.executors, self._settings.host_id
 
-        def welcomed(peers: Peers) -> bool:
+        def are_welcomed(peers: Peers) -> bool:
             return all(joined.welcomed(peers, model, host) == wanted for model in self._models)
 
-        while not welcomed(await readiness.until(welcomed, REPORT_EVERY_S)):
+        while not are_welcomed(await readiness.until(are_welcomed, REPORT_EVERY_S)):
             print_line("waiting for: a scheduler of the fleet that takes the executors of this host")
         self._contexts = {model: readiness.context(model) for model in self._models}
 

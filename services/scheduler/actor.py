@@ -120,7 +120,7 @@ class SchedulerActor(Actor):
     def upkeep(self) -> None:
         if self._ticking is not None and self._ticking.done():
             self._ticking.result()  # a tick that failed fails the actor, as a message would have
-        if store.waits(self._core.state):
+        if store.needs_ticks(self._core.state):
             self._handle(requests.Ticked())
         if self._quotas is not None:
             self._quotas.refresh()
@@ -169,7 +169,7 @@ class SchedulerActor(Actor):
         if unsent := self._core.state.step_log.unsent:
             send_spans(unsent, self._mailbox.tracer)
         self._set_timer(overlap.plan_due_us(self._core.state))
-        if self._core.idle:
+        if self._core.is_idle:
             self._idle.set()
             return
         self._idle.clear()
@@ -195,7 +195,7 @@ class SchedulerActor(Actor):
         """Move an executor to another scheduler, if this one has too many."""
         box, executors = self._mailbox, self._core.state.executors
         running = {name: len(executor.running) for name, executor in executors.items()}
-        move = self._division.turn(box.actor, self._model, box.peers, running, box.clock.now_us())
+        move = self._division.decide(box.actor, self._model, box.peers, running, box.clock.now_us())
         if isinstance(move, Drain):
             self._handle(requests.PeerDraining("executor", move.executor))
         elif move is not None:
@@ -212,8 +212,8 @@ class SchedulerActor(Actor):
             self._handle(requests.QuotasChanged(tuple(rows)))
 
     async def _tick(self) -> None:
-        while not self._core.idle:
-            await asyncio.sleep((TICK_US if self._core.waits else SLOW_TICK_US) / 1e6)
+        while not self._core.is_idle:
+            await asyncio.sleep((TICK_US if self._core.has_waiting else SLOW_TICK_US) / 1e6)
             self._handle(requests.Ticked())
         self._ticking = None
 
@@ -223,7 +223,7 @@ class SchedulerActor(Actor):
 
     def _on_policy(self, delivery: Delivery) -> None:
         """Put the policy in the body in force, and answer with the policies before and after, or why not."""
-        if not access.answerable(self._mailbox.bus, delivery):
+        if not access.can_answer(self._mailbox.bus, delivery):
             return
         before = self._core.state.limits.policy
         try:
@@ -239,7 +239,7 @@ class SchedulerActor(Actor):
 
     def _on_sleep(self, delivery: Delivery) -> None:
         """Begin to put executors to sleep or wake them, and answer with the states of all, or why not."""
-        if not access.answerable(self._mailbox.bus, delivery):
+        if not access.can_answer(self._mailbox.bus, delivery):
             return
         answer: dict[str, object]
         try:
@@ -280,7 +280,7 @@ def answer_trace(mailbox: Mailbox, state: State, asked: Delivery) -> None:
         request = subjects.name_at(asked.subject, 3)
     except ValueError:
         request = ""  # the answer is "unknown"
-    if access.answerable(mailbox.bus, asked):
+    if access.can_answer(mailbox.bus, asked):
         offset_us = mailbox.clock.wall_us() - mailbox.clock.now_us()
         tenant, steps = subjects.asked_trace(asked.data)
         body = status.trace(state, request, offset_us, tenant=tenant, steps=steps)

@@ -120,7 +120,7 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
     offers = [offer for e in free if (offer := _offer(state, e, group)) is not None]
     if not all(offer.awaited_blocks for offer in offers):
         offer = _route(state, offers, group)
-        if not lookups.pending(state, group):
+        if not lookups.must_wait(state, group):
             _start(state, _with_room(state, offer, offers, group), group)
             return True
         held.awaits_lookup = True
@@ -131,9 +131,9 @@ def _admit(state: State, group: SequenceGroup, held: HeldExecutors) -> bool:
         return True
 
     fitting = [
-        e for e in executors if load_shedding.serves(e, group.request) and preemption.fits_alone(e, group)
+        e for e in executors if load_shedding.may_run(e, group.request) and preemption.can_fit(e, group)
     ]
-    able = [e for e in fitting if not e.role or _suits(state, e, group)]
+    able = [e for e in fitting if not e.role or _is_suitable(state, e, group)]
     if not able:
         state.waiting.park(group)  # accepted for a larger executor that is gone or drains
         return True
@@ -181,11 +181,11 @@ def _admit_others(state: State, first: SequenceGroup, held: HeldExecutors) -> No
     free = [e for e in state.by_model[model].executors if e.pool.free_slots]
     there = [e for e in free if e.source not in held.sources]
 
-    def fits(group: SequenceGroup) -> bool:
+    def can_run(group: SequenceGroup) -> bool:
         one = group.first_choice()
-        return any(load_shedding.serves(e, group.request) and preemption.fits_alone(e, one) for e in there)
+        return any(load_shedding.may_run(e, group.request) and preemption.can_fit(e, one) for e in there)
 
-    for group in state.waiting.candidates_after(model, first, fits) if there else ():
+    for group in state.waiting.candidates_after(model, first, can_run) if there else ():
         if group.queue is not None:
             _admit(state, group, held)
         if all(e.source in held.sources for e in there):
@@ -199,7 +199,7 @@ def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
     arrive together start together. A group without room keeps later ones off the executors where it may
     start. True if room is there at once."""
     lowest, count = _others_above(state, first)
-    if not count or on_trial(first.request):
+    if not count or is_on_trial(first.request):
         return False
     free = [e for e in state.executors.values() if may_join(state, e, first) and not request_on_trial(e)]
     free.sort(key=lambda e: e.source != first.held_executor)
@@ -209,18 +209,18 @@ def _preempt_for_others(state: State, first: SequenceGroup) -> bool:
     model = first.request.tokenized.model
     running, last = _running(state, model), len(CLASS_NAMES) - 1
 
-    def counts(group: SequenceGroup) -> bool:
+    def may_preempt(group: SequenceGroup) -> bool:
         """It may preempt, or goes before those that may: see `_next`."""
         return group.level < lowest or (group.level < last and group.client[0] not in running)
 
-    others = state.waiting.candidates_after(model, first, counts)[:MAX_TOGETHER]
+    others = state.waiting.candidates_after(model, first, may_preempt)[:MAX_TOGETHER]
     others.sort(key=lambda group: group.client[0] in running)
     preempted, earlier = state.counters.preemptions, {own.source: [first]}
     for group in others:
         if state.counters.preemptions - preempted >= MAX_VICTIMS:
             break  # the next event goes on
-        able = [e for e in free if load_shedding.serves(e, group.request) and preemption.fits_alone(e, group)]
-        if on_trial(group.request) or not preemption.preempt_for_next(state, group, earlier, able):
+        able = [e for e in free if load_shedding.may_run(e, group.request) and preemption.can_fit(e, group)]
+        if is_on_trial(group.request) or not preemption.preempt_for_next(state, group, earlier, able):
             free = [e for e in free if e not in able]
     return state.counters.preemptions > preempted and not all(e.in_flight for e in free)
 
@@ -284,14 +284,16 @@ def can_start(state: State, executor: Executor, group: SequenceGroup) -> bool:
 
 def may_join(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """True if the group lacks nothing but room here."""
-    if not load_shedding.serves(executor, group.request) or (state.suspects and not _safe(executor, group)):
+    if not load_shedding.may_run(executor, group.request) or (
+        state.suspects and not _is_safe(executor, group)
+    ):
         return False
-    if executor.role and not _suits(state, executor, group):
+    if executor.role and not _is_suitable(state, executor, group):
         return False
     return not (state.limits.policy.closed and any(s.computed for s in executor.running))
 
 
-def _suits(state: State, executor: Executor, group: SequenceGroup) -> bool:
+def _is_suitable(state: State, executor: Executor, group: SequenceGroup) -> bool:
     """Whether the group is work for an executor of this role, or has no executor of the other one."""
     head = group.sequences[0]
     if head.generated:
@@ -303,11 +305,11 @@ def _suits(state: State, executor: Executor, group: SequenceGroup) -> bool:
             return True
     others = (e for e in state.executors.values() if e.role == other and e is not executor)
     return executor.role == other or not any(
-        load_shedding.serves(e, group.request) and preemption.fits_alone(e, group) for e in others
+        load_shedding.may_run(e, group.request) and preemption.can_fit(e, group) for e in others
     )
 
 
-def on_trial(request: Request) -> bool:
+def is_on_trial(request: Request) -> bool:
     """Whether the request may be what kills executors. One that passed a trial and ran at the next death
     stays on trial to its end."""
     if request.executor_deaths < TRIAL_DEATHS:
@@ -322,12 +324,12 @@ def on_trial(request: Request) -> bool:
 def request_on_trial(executor: Executor) -> Request | None:
     """The request that is on trial on this executor."""
     there = (s.request for s in executor.running if s.request.executor_deaths >= TRIAL_DEATHS)
-    return next((request for request in there if on_trial(request)), None)
+    return next((request for request in there if is_on_trial(request)), None)
 
 
-def _safe(executor: Executor, group: SequenceGroup) -> bool:
+def _is_safe(executor: Executor, group: SequenceGroup) -> bool:
     """True if the group disturbs no trial: neither its own nor the one on this executor."""
-    there, trial = request_on_trial(executor), on_trial(group.request)
+    there, trial = request_on_trial(executor), is_on_trial(group.request)
     if there is group.request or (there is None and not trial):
         return True
     if there is not None and trial:
@@ -470,7 +472,7 @@ def forecast(
     while its cost model has seen too little. `load`: how many more blocks a tier holds, and the time to load
     them."""
     costs = RecomputeCost.of(executor)
-    if not costs.known:
+    if not costs.is_known:
         return 0, 0, 0
     step_tokens = min(executor.hello.max_step_tokens, state.limits.step_tokens)
     length, held = len(group.sequences[0].tokens), held_blocks * executor.hello.block_tokens

@@ -19,7 +19,6 @@ from dataclasses import replace
 from services.scheduler import admission, lifecycle, recovery, results, step_planner
 from services.scheduler.fleet import moves, roles, sleep
 from services.scheduler.kv_tiers import hosts, load, lookups, store
-from services.scheduler.kv_tiers import hosts as tiers
 from services.scheduler.state import policies
 from services.scheduler.state.policies import BASELINES, Policy
 from services.scheduler.state.requests import (
@@ -51,14 +50,14 @@ def decide(state: State) -> None:
     state.idle_since_us = 0 if state.requests else state.idle_since_us or state.now_us
     roles.review(state)
     moves.advance(state)
-    for executor in sleep.turn(state):
+    for executor in sleep.wake_and_drain(state):
         recovery.put_to_sleep(state, executor)
     admission.admit(state)
     tiered: list[Executor] = []
     if state.tiers.by_host:
         tiered = [executor for executor in state.executors.values() if executor.pool.write_back]
-    while tiered and sum([store.copy_dirty(state, executor) for executor in tiered]):
-        moves.advance(state)  # `sum` calls each; some blocks are free now
+    while _copy_dirty(state, tiered):
+        moves.advance(state)  # some blocks are free now
         admission.admit(state)
     for executor in state.executors.values():
         if executor.settled == executor.changes and not tiered:
@@ -69,6 +68,12 @@ def decide(state: State) -> None:
         while executor.running and not executor.in_flight and store.copy_dirty(state, executor):
             # a preempted sequence left its blocks dirty, and no result will come and open the window
             _plan(state, executor)
+
+
+def _copy_dirty(state: State, executors: list[Executor]) -> bool:
+    """Start the copies of each executor. True if blocks of one have become free."""
+    freed = [store.copy_dirty(state, executor) for executor in executors]
+    return any(freed)
 
 
 def _plan(state: State, executor: Executor) -> None:
@@ -87,25 +92,25 @@ class Scheduler:
         is on its way before any token leaves for a client."""
         self.apply(event, now_us)
         decide(self.state)
-        return self.taken()
+        return self.take_commands()
 
     def apply(self, event: Event, now_us: int) -> None:
         """Update the state with one event, without decisions."""
         self.state.now_us = now_us
         self._apply(event)
 
-    def taken(self) -> list[Send]:
+    def take_commands(self) -> list[Send]:
         """The commands since the last call, those to executors first."""
         commands, self.state.commands = self.state.commands, []
         return sorted(commands, key=lambda command: not command.to.startswith("executor."))
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """No request is waiting, running or closing, and nothing is being copied."""
         return not self.state.requests and not self.state.tiers.jobs
 
     @property
-    def waits(self) -> bool:
+    def has_waiting(self) -> bool:
         """A sequence group waits for admission or for a tier: milliseconds matter."""
         state = self.state
         return bool(state.waiting or state.tiers.jobs or state.tiers.lookups or state.draining)
@@ -114,47 +119,45 @@ class Scheduler:
         state = self.state
         match event:
             case Arrived(source, messages.Tokenized() as tokenized, trace) if tokenized.generated:
-                recovery.take_over(state, source, tokenized, trace)
+                recovery.on_takeover(state, source, tokenized, trace)
             case Arrived(source, messages.Tokenized() as tokenized, trace, transit_us):
-                lifecycle.arrive(state, source, tokenized, trace, transit_us)
+                lifecycle.on_request(state, source, tokenized, trace, transit_us)
             case Arrived(source, message):
                 self._apply_message(source, message)
             case PeerReady("detokenizer", actor, epoch):
-                recovery.detokenizer_ready(state, actor, epoch)
+                recovery.on_detokenizer_ready(state, actor, epoch)
             case PeerDraining("detokenizer", actor):
-                recovery.detokenizer_leaves(state, actor)
+                recovery.on_detokenizer_draining(state, actor)
             case PeerDraining("executor", actor):
                 executor = state.executors.get(actor)
                 if executor is not None and not executor.draining:
                     executor.draining, executor.drains_since_us = True, state.now_us
                     state.some_leave = True
-                recovery.executor_leaves(state, actor)
+                recovery.on_executor_leaving(state, actor)
             case PeerLost("detokenizer", actor):
-                recovery.detokenizer_lost(state, actor)
+                recovery.on_detokenizer_lost(state, actor)
             case PeerReady("executor", actor, epoch, generation):
                 if generation >= 0:
-                    tiers.on_arena_mapped(state, actor, generation)
-                recovery.executor_back(state, actor, epoch)
+                    hosts.on_arena_mapped(state, actor, generation)
+                recovery.on_executor_back(state, actor, epoch)
             case PeerLost("executor", actor, died):
                 why = "the executor is gone" if died else "the executor belongs to another scheduler now"
                 recovery.drop_executor(state, actor, why, died=died)
                 state.asleep.pop(actor, None)
-                recovery.executor_leaves(state, actor)
+                recovery.on_executor_leaving(state, actor)
                 state.tiers.mapped.pop(actor, None)
             case TierReady():
                 tier = Tier(event.actor, event.epoch, event.host_id, event.generation)
-                tiers.ready(state, tier)
+                hosts.on_ready(state, tier)
             case TierLost(actor):
-                tiers.lost(state, actor)
+                hosts.on_lost(state, actor)
             case StreamLost(source) if source.startswith("executor."):
                 recovery.reset_executor(state, source.removeprefix("executor."), "its results were lost")
             case StreamLost(source):
-                recovery.detokenizer_missed(
-                    state, source
-                )  # a Detached without sequences may be among the lost
+                recovery.on_messages_lost(state, source)  # a Detached without sequences may be among the lost
             case Ticked():
                 lifecycle.expire(state)
-                tiers.expire(state)
+                hosts.expire(state)
             case DrainRequested():
                 state.draining = True
             case DrainTimedOut():
@@ -164,48 +167,48 @@ class Scheduler:
             case PolicySet(policy):
                 change_policy(state, policy)
             case SleepSet():
-                sleep.ask(state, event)
+                sleep.on_sleep_set(state, event)
 
     def _apply_message(self, source: str, message: messages.Message) -> None:
         state = self.state
         match message:
             case messages.StepResult():
-                _step_result(state, source, message)
+                _on_step_result(state, source, message)
             case messages.GrammarReady() | messages.GrammarFailed():
-                results.grammar_ended(state, source, message)
+                results.on_grammar_ended(state, source, message)
             case messages.StopFound():
-                lifecycle.stop_found(state, message)
+                lifecycle.on_stop_found(state, message)
             case messages.Ended():
-                lifecycle.ended(state, source, message)
+                lifecycle.on_ended(state, source, message)
             case messages.Cancel():
-                lifecycle.cancel(state, source, message)
+                lifecycle.on_cancel(state, source, message)
             case messages.Detached(seqs=seqs) if not seqs:
-                recovery.detokenizer_missed(state, source)
+                recovery.on_messages_lost(state, source)
             case messages.Detached():
-                lifecycle.detach(state, source, message)
+                lifecycle.on_detached(state, source, message)
             case messages.ExecHello():
-                recovery.executor_hello(state, source, message)
+                recovery.on_executor_hello(state, source, message)
             case messages.ArenaReleased():
-                tiers.on_arena_released(state, source, message)
+                hosts.on_arena_released(state, source, message)
             case messages.KvFound():
                 lookups.on_found(state, source, message)
             case messages.KvReserved():
-                store.reserved(state, source, message)
+                store.on_reserved(state, source, message)
             case messages.KvStored():
-                store.stored(state, source, message)
+                store.on_stored(state, source, message)
             case messages.KvReady():
-                load.ready(state, source, message)
+                load.on_ready(state, source, message)
             case messages.KvCopied():
-                tiers.copied(state, source, message)
+                hosts.on_copied(state, source, message)
             case messages.KvGone():
-                tiers.on_evicted(state, source, message)
+                hosts.on_evicted(state, source, message)
 
 
-def _step_result(state: State, source: str, result: messages.StepResult) -> None:
+def _on_step_result(state: State, source: str, result: messages.StepResult) -> None:
     """Apply a result of a known incarnation; reset an unknown one."""
     executor = state.executors.get(source.removeprefix("executor."))
     if executor is not None and executor.epoch == result.exec_epoch:
-        if results.matches_plan(executor, result):
+        if results.is_as_planned(executor, result):
             results.apply_result(state, executor, result)
         else:
             recovery.reset_executor(state, executor.hello.executor, "its result does not fit its plan")

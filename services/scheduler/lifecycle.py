@@ -31,10 +31,12 @@ CLIENT = "client"  # source of messages that come from no service
 MAX_TOMBSTONES = 10_000  # then the oldest go: a client may cancel requests that never existed
 
 
-def arrive(state: State, source: str, tokenized: messages.Tokenized, trace: str, transit_us: int = 0) -> None:
+def on_request(
+    state: State, source: str, tokenized: messages.Tokenized, trace: str, transit_us: int = 0
+) -> None:
     """Accept a request and open its text at a detokenizer, or refuse it."""
     key = (tokenized.tenant, tokenized.request)
-    if _known(state, tokenized):
+    if _is_resend(state, tokenized):
         accept(state, source, tokenized)
         return
     tokenized = load_shedding.with_possible_max_tokens(state, tokenized)
@@ -67,7 +69,7 @@ def arrive(state: State, source: str, tokenized: messages.Tokenized, trace: str,
         sequence.group = group.number
         state.watch(due_at_us(sequence), sequence.seq)
     state.waiting.add(group, state.now_us)
-    lookups.arrived(state, group)
+    lookups.on_request(state, group)
     accept(state, source, tokenized)
     assign_shard(state, request)
 
@@ -83,14 +85,14 @@ def set_start_deadline(state: State, request: requests.Request) -> None:
     request.executor_deadline_us = 0
 
 
-def executors_changed(state: State) -> None:
+def on_executors_changed(state: State) -> None:
     """Executors have joined, left or begun to drain: requests begin or end their wait for one. One that
     came before an executor, and fits none, is refused."""
     may_wait = load_shedding.executor_wait_us(state) > 0  # if not, requests keep their time limit alone
     for request in list(state.requests.values()):
         tokenized = request.tokenized
         waits, serves = bool(request.executor_deadline_us), load_shedding.serving(state, tokenized.model)
-        if waits != bool(serves) or any(s.admitted_us or not s.live for s in request.sequences):
+        if waits != bool(serves) or any(s.admitted_us or not s.is_live for s in request.sequences):
             continue
         if not (serves or may_wait):
             continue
@@ -154,7 +156,7 @@ def send_to_backup(state: State, request: requests.Request) -> None:
 def open_sequences(state: State, request: requests.Request) -> None:
     """Open the sequences of a request at a detokenizer that has the request."""
     for sequence in request.sequences:
-        held = min(sequence.generated, sequence.final) if not sequence.live else sequence.generated
+        held = min(sequence.generated, sequence.final) if not sequence.is_live else sequence.generated
         scores = sequence.scores
         apart = scores is not None and not scores.first  # tokens follow with their log probabilities
         state.send(f"detokenizer.{request.shard}", _open(sequence, 0 if apart else held), request.trace)
@@ -208,7 +210,7 @@ def _open(sequence: requests.Sequence, held: int) -> messages.Open:
     )
 
 
-def cancel(state: State, source: str, message: messages.Cancel) -> None:
+def on_cancel(state: State, source: str, message: messages.Cancel) -> None:
     """Stop a request. An unknown id leaves a tombstone, since a client's cancel may overtake the request; the
     cancel of a service cannot. An ended or refused request leaves none: its id may be used again."""
     key = (message.tenant, message.request)
@@ -227,7 +229,7 @@ def cancel(state: State, source: str, message: messages.Cancel) -> None:
         state.tombstones[key] = state.now_us
 
 
-def detach(state: State, source: str, message: messages.Detached) -> None:
+def on_detached(state: State, source: str, message: messages.Detached) -> None:
     """Stop sequences without a reader, unless the request asks to be finished anyway. Ignores sequences that
     have moved to another detokenizer since."""
     for seq in message.seqs:
@@ -240,7 +242,7 @@ def detach(state: State, source: str, message: messages.Detached) -> None:
             fail(state, sequence.request, 499, why)
 
 
-def _known(state: State, tokenized: messages.Tokenized) -> bool:
+def _is_resend(state: State, tokenized: messages.Tokenized) -> bool:
     """True for a resend of a running or ended request: the same id and inbox. A request that a tokenizer
     received after that one's end is new: its client has lost the answer.
 
@@ -311,7 +313,7 @@ def end(state: State, sequence: requests.Sequence, final: int, reason: str) -> N
 def fail(state: State, request: requests.Request, code: int, message: str, retry_after_ms: int = 0) -> None:
     """End the live choices of a request with a typed error for its client."""
     for sequence in request.sequences:
-        if sequence.live:
+        if sequence.is_live:
             close = _close(state, sequence, sequence.generated, "error")
             sequence.close = dataclasses.replace(
                 close, code=code, message=message, retry_after_ms=retry_after_ms
@@ -326,14 +328,14 @@ def fail_all(state: State) -> None:
         fail(state, request, error.code, error.message, error.retry_after_ms)
 
 
-def stop_found(state: State, found: messages.StopFound) -> None:
+def on_stop_found(state: State, found: messages.StopFound) -> None:
     """End a sequence at `found.index` generated tokens, where a stop string ends."""
     sequence = state.sequences.get(found.seq)
-    if sequence is not None and sequence.live and 0 < found.index <= sequence.generated:
+    if sequence is not None and sequence.is_live and 0 < found.index <= sequence.generated:
         finish(state, sequence, found.index, "stop")
 
 
-def ended(state: State, source: str, message: messages.Ended) -> None:
+def on_ended(state: State, source: str, message: messages.Ended) -> None:
     """Take the final index and reason from the detokenizer that owns the sequence. Others are ignored: a new
     incarnation also sends Ended for sequences that it never had."""
     sequence = state.sequences.get(message.seq)
@@ -357,9 +359,9 @@ def expire(state: State) -> None:
             continue
         if (at_us := due_at_us(sequence)) > state.now_us:
             state.watch(at_us, seq)
-        elif not sequence.live and sequence.request.shard and state.now_us < sequence.request.deadline_us:
+        elif not sequence.is_live and sequence.request.shard and state.now_us < sequence.request.deadline_us:
             send_close(state, sequence)  # its detokenizer lives, and may still miss messages
-        elif not sequence.live:
+        elif not sequence.is_live:
             forget(state, sequence)
         elif state.now_us >= sequence.request.deadline_us:
             fail(state, sequence.request, 408, _late(sequence.request))
@@ -379,7 +381,7 @@ def due_at_us(sequence: requests.Sequence) -> int:
     """When a live sequence is overdue, or the wait for a closing one's Ended is over."""
     request = sequence.request
     late_us, silent_us = request.deadline_us, sequence.close_deadline_us
-    if sequence.live:
+    if sequence.is_live:
         begun = any(s.admitted_us for s in request.sequences)
         start_us = request.executor_deadline_us or request.start_deadline_us
         return late_us if begun or not start_us else min(late_us, start_us)

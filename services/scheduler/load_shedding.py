@@ -26,7 +26,7 @@ from services.scheduler.state.requests import Request, Sequence
 from services.scheduler.state.state import DECODE, Executor, ModelKind, State
 from services.scheduler.state.waiting_queue import MAX_CLIENTS, TenantBacklog
 from shared.codec import MAX_TOKENS
-from shared.fair_share import over_share
+from shared.fair_share import is_over_share
 from shared.kv_blocks import blocks_for
 from shared.messages import ExecHello, Rejected, Tokenized, rejection
 from shared.step_model import StepShape
@@ -109,15 +109,15 @@ def _refusal(state: State, tokenized: Tokenized, prompt: int) -> Refusal | None:
     if serving(state, tokenized.model):
         return unfit(state, tokenized, prompt)
     waits = state.limits.cold_start_wait_us and not any(tokenized.generated)
-    return None if waits or _some_sleep(state) else no_executor(tokenized)
+    return None if waits or _can_come_back(state) else no_executor(tokenized)
 
 
 def executor_wait_us(state: State) -> int:
     """How long a request waits for an executor of its model; 0: it does not wait."""
-    return max(state.limits.cold_start_wait_us, WAKE_WAIT_US if _some_sleep(state) else 0)
+    return max(state.limits.cold_start_wait_us, WAKE_WAIT_US if _can_come_back(state) else 0)
 
 
-def _some_sleep(state: State) -> bool:
+def _can_come_back(state: State) -> bool:
     """Whether executors sleep, are about to, or may be unloaded while others use their memory: they can
     come back."""
     return (
@@ -176,18 +176,20 @@ def _no_room(state: State, tokenized: Tokenized) -> Refusal | None:
     own = state.waiting.tenants.get(tokenized.tenant)
     if own is None and len(state.waiting.tenants) < MAX_CLIENTS:
         return None  # its tenant has no waiting request: a retry would find no better moment
-    if _full(state, tokenized, own or TenantBacklog()):
+    if _is_full(state, tokenized, own or TenantBacklog()):
         waits = f"{len(state.waiting)} requests are waiting, {own.groups if own else 0} of them yours"
         return 429, f"{waits}: try again later", RETRY_AFTER_MS
     return _too_late(state, tokenized)
 
 
-def _full(state: State, tokenized: Tokenized, own: TenantBacklog) -> bool:
+def _is_full(state: State, tokenized: Tokenized, own: TenantBacklog) -> bool:
     """True if the queue is full, and the tenant has its equal share of it."""
     waiting, limits = state.waiting, state.limits
     tenants = max(len(waiting.tenants), 1)
     groups, tokens = 1, tokenized.n * len(tokenized.tokens)
-    return over_share(own.groups + groups, len(waiting) + groups, limits.max_waiting, tenants) or over_share(
+    return is_over_share(
+        own.groups + groups, len(waiting) + groups, limits.max_waiting, tenants
+    ) or is_over_share(
         own.tokens + tokens, waiting.queued_tokens + tokens, limits.max_waiting_tokens, tenants
     )
 
@@ -198,7 +200,7 @@ def _too_late(state: State, tokenized: Tokenized) -> Refusal | None:
     level = requests.level_of(tokenized.slo_class)
     limit_us = state.limits.classes[level].ttft_us
     groups, _ = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
-    if not groups and any(_all_preempted(e, level) for e in serving(state, tokenized.model)):
+    if not groups and any(_can_preempt_all(e, level) for e in serving(state, tokenized.model)):
         return None
     if not limit_us or (wait_us := ttft_us(state, tokenized, level, limit_us)) <= limit_us:
         return None
@@ -234,7 +236,7 @@ def _unlike(state: State, model: str) -> list[Executor]:
 
 def _most_tokens(executors: list[Executor], n: int, prompt: int) -> int:
     """The greatest length, in tokens, of each of `n` choices of a prompt on one of the executors; 0 if none
-    has the slots. Choices share the full blocks of their prompt, as in headroom.fits_alone."""
+    has the slots. Choices share the full blocks of their prompt, as in preemption.can_fit."""
     most = 0
     for hello in (e.hello for e in executors if n <= e.hello.slots):
         blocks = (hello.blocks + (n - 1) * (prompt // hello.block_tokens)) // n
@@ -287,13 +289,13 @@ def prompt_tokens(executor: Executor, level: int) -> int:
     return sum(executor.row_sums().prompt_tokens[: level + 1])
 
 
-def _stays(s: Sequence, level: int) -> bool:
+def _must_stay(s: Sequence, level: int) -> bool:
     """Whether a request of this class cannot preempt the sequence."""
     return s.level <= level or s.pinned
 
 
-def _all_preempted(executor: Executor, level: int) -> bool:
-    return not any(_stays(s, level) for s in executor.running)
+def _can_preempt_all(executor: Executor, level: int) -> bool:
+    return not any(_must_stay(s, level) for s in executor.running)
 
 
 def _speed(executor: Executor) -> int:
@@ -357,7 +359,7 @@ def _ends(state: State, executor: Executor, level: int) -> tuple[list[tuple[int,
     sums, mean = executor.row_sums(), state.mean_output_tokens
     known = sums.ends.get(level)
     if known is None or known[0] != mean:
-        stay = [s for s in executor.running if _stays(s, level)]
+        stay = [s for s in executor.running if _must_stay(s, level)]
         others = sum([len(s.table) for s in executor.running]) - sum([len(s.table) for s in stay])
         known = sums.ends[level] = mean, sorted([(_left(state, s), len(s.table)) for s in stay]), others
     return known[1:]
@@ -408,7 +410,7 @@ def _differences(state: State, hello: ExecHello, digest: str) -> str:
     return ", and ".join(found)
 
 
-def kind_joined(state: State, hello: ExecHello) -> None:
+def on_executor_joined(state: State, hello: ExecHello) -> None:
     """Note that an executor serves. The first of a model decides its kind."""
     state.excluded.pop(hello.executor, None)
     kind = state.model_kinds.get(hello.model)
@@ -418,7 +420,7 @@ def kind_joined(state: State, hello: ExecHello) -> None:
         kind.members.add(hello.executor)
 
 
-def kind_left(state: State, executor_id: str) -> list[ExecHello]:
+def on_executor_left(state: State, executor_id: str) -> list[ExecHello]:
     """Note that an executor is gone or drains. Returns the excluded executors that may join now: all of the
     kind that has waited longest."""
     state.excluded.pop(executor_id, None)
@@ -440,13 +442,13 @@ def expected_kind(state: State, model: str) -> str:
     return kind.digest if kind is not None else ""
 
 
-def serves(executor: Executor, request: Request) -> bool:
+def may_run(executor: Executor, request: Request) -> bool:
     """Whether a request may start or resume on an executor: the model must match, and the kind if it has
     generated tokens."""
     hello = executor.hello
     if hello.model != request.tokenized.model or executor.draining:
         return False
-    return hello.model_digest == request.model_digest or not _begun(request)
+    return hello.model_digest == request.model_digest or not _has_begun(request)
 
 
 def stranded(state: State, request: Request) -> str:
@@ -454,7 +456,7 @@ def stranded(state: State, request: Request) -> str:
     others = [
         e for e in state.executors.values() if e.hello.model == request.tokenized.model and not e.draining
     ]
-    if not others or any(serves(executor, request) for executor in others):
+    if not others or any(may_run(executor, request) for executor in others):
         return ""
     return (
         f"the executors that generated its tokens are gone (model digest "
@@ -463,13 +465,13 @@ def stranded(state: State, request: Request) -> str:
     )
 
 
-def kind_has_changed(state: State, tokenized: Tokenized) -> bool:
+def has_changed_kind(state: State, tokenized: Tokenized) -> bool:
     """Whether executors serve the model, and none of the kind that generated the tokens of a request."""
     serving = [e for e in state.executors.values() if e.hello.model == tokenized.model and not e.draining]
     return bool(serving) and all(e.hello.model_digest != tokenized.model_digest for e in serving)
 
 
-def _begun(request: Request) -> bool:
+def _has_begun(request: Request) -> bool:
     return any(sequence.generated for sequence in request.sequences)
 
 

@@ -143,12 +143,12 @@ def _auto(state: State, executor: Executor) -> str:
 def _judge(pace: StepPace, step: int) -> None:
     """End a probe: ban the mode if it is slower than single."""
     before, pace.before, pace.probed_step = pace.before, None, step
-    if before is not None and slower(pace.mode, before, pace.speed):
+    if before is not None and is_slower(pace.mode, before, pace.speed):
         pace.banned, pace.banned_until = pace.mode, step + PROBE_EVERY
     pace.restart()
 
 
-def slower(mode: str, of_mode: Speed, of_single: Speed) -> bool:
+def is_slower(mode: str, of_mode: Speed, of_single: Speed) -> bool:
     """True if a mode is slower than single by WORSE_PM, and both were measured under a similar load.
 
     Run-ahead computes the same steps, so the time between them is compared. Two-batch has smaller steps, so
@@ -157,16 +157,16 @@ def slower(mode: str, of_mode: Speed, of_single: Speed) -> bool:
     if not (of_mode.steps and of_single.steps and of_single.took_us and of_mode.took_us):
         return False
     if mode == "run_ahead":
-        if not _comparable(of_mode.took_us * of_single.steps, of_single.took_us * of_mode.steps):
+        if not _are_comparable(of_mode.took_us * of_single.steps, of_single.took_us * of_mode.steps):
             return False
         return of_mode.us * of_single.took_us * (1000 - WORSE_PM) > of_single.us * of_mode.took_us * 1000
     mine, other = 2 * of_mode.rows * of_single.steps, of_single.rows * of_mode.steps
-    if not _comparable(mine, other):
+    if not _are_comparable(mine, other):
         return False
     return of_mode.rows * of_single.us * 1000 < of_single.rows * of_mode.us * (1000 - WORSE_PM)
 
 
-def _comparable(mine: int, other: int) -> bool:
+def _are_comparable(mine: int, other: int) -> bool:
     return abs(mine - other) * 1_000 <= other * COMPARABLE_PM
 
 
@@ -228,12 +228,12 @@ DEVIATIONS = 4
 ERRORS = 3  # mean errors of the cost model by which a step may end early
 
 
-def plan_can_wait(state: State, executor: Executor) -> bool:
+def can_plan_later(state: State, executor: Executor) -> bool:
     """True if the next step is not to be planned before `executor.due_us`. Some step is in flight."""
     running, pace, costs = executor.in_flight[0], executor.pace, executor.cost_model
     if executor.due_us or len(executor.in_flight) > 1 or executor.hello.stages > 1 or not pace.lead_us:
         return False
-    if costs.seen < SETTLED or running.predicted_us < SHORT_US or not costs.knows(running.shape):
+    if costs.seen < SETTLED or running.predicted_us < SHORT_US or not costs.can_predict(running.shape):
         return False
     lead_us = pace.lead_us + DEVIATIONS * pace.lead_spread_us
     lead_us = PREPARE_US + max(lead_us, ERRORS * costs.error_pm * running.predicted_us // 1_000)

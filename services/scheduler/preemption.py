@@ -14,7 +14,7 @@ Which sequences may be victims:
 * A sequence that has just resumed is spared if there is another victim; so is one that would free nothing.
 * After PIN_AFTER_PREEMPTIONS preemptions a sequence is pinned: it reserves all blocks it may ever need, so it
   is never short and never a victim. A preemption for a tenant without a running sequence counts only
-  before the end of the victim's turn (`_had_turn`): else all sequences would soon be pinned against such
+  before the end of the victim's turn (`_has_had_turn`): else all sequences would soon be pinned against such
   tenants. Victims that have had their turn come first. So each sequence ends, however often it is preempted.
 
 Each preemption is recorded with its reason and candidates: the blocks that each would free, the blocks that
@@ -89,7 +89,7 @@ def preempt_for(state: State, group: SequenceGroup, open_to: Iterable[Executor])
     lower_runs, tenant_is_new = victims_by(state, group)
     if not (lower_runs or tenant_is_new):
         return False
-    able = [e for e in open_to if fits_alone(e, one)]
+    able = [e for e in open_to if can_fit(e, one)]
     ways = [
         (e, _of_lower_class(state, e, group), _of_tenants_over_share(state, e, one) if tenant_is_new else [])
         for e in able
@@ -116,7 +116,7 @@ def victims_by(state: State, group: SequenceGroup) -> tuple[bool, bool]:
     comes = not group.resumes and group.level + 1 < len(CLASS_NAMES)
     if comes and served is not None and tenant in served.running_by_tenant:
         there = (e for e in served.executors if tenant in e.running_by_tenant)
-        comes = not any(load_shedding.serves(e, group.request) for e in there)
+        comes = not any(load_shedding.may_run(e, group.request) for e in there)
     return any(any(f.running_by_class[group.level + 1 :]) for f in state.by_model.values()), comes
 
 
@@ -192,9 +192,9 @@ def _preempt_until_fits(
         return False
     victims = in_order(state, executor, candidates)
     if cede:
-        victims = sorted(victims, key=lambda s: not _had_turn(state, s))
+        victims = sorted(victims, key=lambda s: not _has_had_turn(state, s))
     for victim in victims:
-        if cede and _had_turn(state, victim):
+        if cede and _has_had_turn(state, victim):
             for s in executor.running:
                 s.ceded_preemptions += s is victim or s.parent is victim
         preempt(state, executor, victim, why, candidates)
@@ -233,7 +233,7 @@ def _blocks_freed(executor: Executor, running: list[Sequence], taken: Container[
     return sum(reserved) + executor.pool.held_only_by(tables)
 
 
-def _had_turn(state: State, s: Sequence) -> bool:
+def _has_had_turn(state: State, s: Sequence) -> bool:
     """Since it resumed, the sequence has run for as long as it had waited, and has computed more than it had
     lost."""
     reach = max(s.most_computed, min(s.computed, len(s.tokens)))
@@ -254,7 +254,7 @@ def _victims_for(executor: Executor, first: Sequence) -> list[Sequence]:
     over = over_share(executor, len(executor.running_by_tenant))
     any_class = first.tenant not in over
     give = [s for s in executor.running if s.tenant in over and (any_class or s.level >= first.level)]
-    return [s for s in give if _preemptible(s)] or of_class
+    return [s for s in give if _is_preemptible(s)] or of_class
 
 
 def over_share(executor: Executor, tenants: int, joining: Iterable[tuple[str, int, int]] = ()) -> set[str]:
@@ -326,14 +326,14 @@ def _stable_blocks(executor: Executor, sequence: Sequence) -> int:
 
 def _candidates(state: State, executor: Executor, running: list[Sequence]) -> list[Sequence]:
     """The preemptible ones of `running`: if possible those that free a block and did not just resume."""
-    all_of = [s for s in running if _preemptible(s)]
+    all_of = [s for s in running if _is_preemptible(s)]
     unspared = [s for s in all_of if s.protected_until_us <= state.now_us]
     refs = executor.pool.refs
     frees = [s for s in unspared if s.reserved or (s.table and refs[s.table[-1]] == 1)]
     return frees or unspared or all_of
 
 
-def _preemptible(s: Sequence) -> bool:
+def _is_preemptible(s: Sequence) -> bool:
     """A choice that waits for its parent's prompt is preempted with the parent. A sequence with a load job
     would waste the load."""
     return not s.pinned and s.parent is None and not s.load_job
@@ -420,7 +420,7 @@ def cached_blocks(executor: Executor, *groups: SequenceGroup) -> Counter[int]:
     return Counter(chain.from_iterable(prefix_cache.lookup(executor, g.sequences[0]) for g in groups))
 
 
-def fits_alone(executor: Executor, group: SequenceGroup) -> bool:
+def can_fit(executor: Executor, group: SequenceGroup) -> bool:
     """True if an otherwise empty executor can run the group to its end."""
     hello, head = executor.hello, group.sequences[0]
     shared = len(head.tokens) // hello.block_tokens
@@ -438,7 +438,7 @@ def headroom_blocks(state: State, executor: Executor, joining: Iterable[Sequence
     looks_ahead = state.limits.policy.looks_ahead and bool(executor.running)
     expected, block_tokens, mean = 0, executor.hello.block_tokens, state.mean_output_tokens
     for s in executor.running:  # one loop, over every row for each admission
-        if looks_ahead and s.fixed_length:
+        if looks_ahead and s.has_fixed_end:
             continue
         length = len(s.tokens)
         left, most = mean + s.prompt_tokens - length, s.max_length - length
@@ -449,11 +449,11 @@ def headroom_blocks(state: State, executor: Executor, joining: Iterable[Sequence
             expected += more
     spare = expected * executor.headroom_pm // (1000 * block_tokens)
     if looks_ahead:
-        ends = [_end(s, len(s.table) + s.reserved, block_tokens) for s in executor.running if s.fixed_length]
+        ends = [_end(s, len(s.table) + s.reserved, block_tokens) for s in executor.running if s.has_fixed_end]
         ends += [
             _end(s, on_demand(len(s.tokens), s.max_length, block_tokens), block_tokens)
             for s in joining
-            if s.fixed_length
+            if s.has_fixed_end
         ]
         spare += _peak_blocks(ends, block_tokens, state.limits.window)
     return max(spare, least)
@@ -463,7 +463,7 @@ def headroom_bound(state: State, executor: Executor, *joining: Sequence) -> int:
     """An upper bound of `headroom_blocks`, without a loop over all rows."""
     if state.limits.policy.greedy:
         return len(executor.running)
-    if state.limits.policy.looks_ahead and (executor.fixed_lengths or any(s.fixed_length for s in joining)):
+    if state.limits.policy.looks_ahead and (executor.fixed_lengths or any(s.has_fixed_end for s in joining)):
         return executor.pool.blocks
     each = max(state.mean_output_tokens, executor.hello.block_tokens) // executor.hello.block_tokens + 2
     return max(len(executor.running) * each * executor.headroom_pm // 1000, len(executor.running))
@@ -477,7 +477,7 @@ def rows_without_block(executor: Executor) -> list[Sequence]:
         for s in executor.running
         if not s.reserved
         and s.parent is None
-        and not s.awaits_grammar
+        and not s.needs_grammar
         and s.planned_length < s.max_length
         and s.computed >= len(s.table) * block_tokens
     ]
@@ -568,13 +568,13 @@ class RecomputeCost:
         return cls(executor.cost_model, base, base_us, executor.hello.block_tokens, chunk_tokens)
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         return self.costs.seen >= MIN_SEEN
 
     def tokens_us(self, start: int, tokens: int) -> int:
         """Time to compute `tokens` tokens from position `start`; 0 while the cost model has seen too
         little."""
-        if not self.known or tokens <= 0:
+        if not self.is_known or tokens <= 0:
             return 0
         end, total, chunk = start + tokens, 0, self.chunk_tokens
         if tokens > MANY_CHUNKS * chunk:  # the cost is a polynomial of degree two: Simpson's rule is exact
@@ -605,7 +605,7 @@ class RecomputeCost:
 
     def block_us(self, at: int) -> int:
         """Time to compute the `at`-th block of a sequence, as part of a larger chunk."""
-        if not self.known:
+        if not self.is_known:
             return 0
         chunk_us = self._chunk_us(at * self.block_tokens, self.chunk_tokens)
         return chunk_us * self.block_tokens // self.chunk_tokens

@@ -44,7 +44,7 @@ def tail_block(executor: Executor, sequence: Sequence, hits: int) -> int | None:
     return executor.pool.writable(tail.key)
 
 
-def tail_is_copied(executor: Executor, sequence: Sequence) -> bool:
+def is_tail_copied(executor: Executor, sequence: Sequence) -> bool:
     """True while the tail is copied to a tier, and must not be written."""
     if not sequence.tail.key:
         return False

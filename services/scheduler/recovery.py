@@ -1,7 +1,7 @@
 """How requests go on when executors, detokenizers and other schedulers join, leave or die. `core` calls it.
 
 State that an executor or a detokenizer held is rebuilt from this scheduler's records. The requests of another
-scheduler that has died arrive from their detokenizers (`take_over`).
+scheduler that has died arrive from their detokenizers (`on_takeover`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import dataclasses
 
 from services.scheduler import admission, lifecycle, load_shedding
 from services.scheduler.fleet import sleep
-from services.scheduler.kv_tiers import hosts as tiers
-from services.scheduler.kv_tiers import lookups
+from services.scheduler.kv_tiers import hosts, lookups
 from services.scheduler.preemption import requeue
 from services.scheduler.state import requests
 from services.scheduler.state.requests import (
@@ -25,7 +24,7 @@ from shared import messages
 MAX_ACQUITTALS = 8  # then a request that silences executors counts as one that kills them
 
 
-def executor_hello(state: State, source: str, message: messages.ExecHello) -> None:
+def on_executor_hello(state: State, source: str, message: messages.ExecHello) -> None:
     """An executor with empty slots joins. A repeated hello of a known incarnation is only welcomed. An
     executor of another kind is refused with the reason (load_shedding.py)."""
     if source != f"executor.{message.executor}":
@@ -39,16 +38,16 @@ def executor_hello(state: State, source: str, message: messages.ExecHello) -> No
             state.excluded[message.executor] = message
             state.send(source, messages.ExecRefused(exec_epoch=epoch, why=why))
             return
-        load_shedding.kind_joined(state, message)
+        load_shedding.on_executor_joined(state, message)
         if message.asleep:
-            sleep.joined(state, message)
+            sleep.on_asleep(state, message)
             state.send(source, messages.ExecWelcome(exec_epoch=epoch))
             return
         state.asleep.pop(message.executor, None)
-        tiers.joined(state, state.add_executor(message))
+        hosts.on_joined(state, state.add_executor(message))
         state.waiting.unpark(state.now_us)
         state.blocked_on = ()  # a new incarnation may have the same numbers as the old one
-        lifecycle.executors_changed(state)
+        lifecycle.on_executors_changed(state)
     state.send(source, messages.ExecWelcome(exec_epoch=epoch))
 
 
@@ -60,7 +59,7 @@ def put_to_sleep(state: State, executor: Executor) -> None:
     del state.dropped[name]  # it is not lost
 
 
-def executor_back(state: State, executor_id: str, started_us: int) -> None:
+def on_executor_back(state: State, executor_id: str, started_us: int) -> None:
     """An executor that counted as dead sends heartbeats again: its slots are stale, so it is reset. If it is
     the same process it was only silent, so the requests that were blamed for its death are acquitted."""
     if (dropped := state.dropped.get(executor_id)) is None:
@@ -80,11 +79,11 @@ def executor_back(state: State, executor_id: str, started_us: int) -> None:
     dropped.blamed.clear()
 
 
-def executor_leaves(state: State, executor_id: str) -> None:
+def on_executor_leaving(state: State, executor_id: str) -> None:
     """An executor is gone or drains. If it was the last of its kind, another kind takes over."""
-    for waiting in load_shedding.kind_left(state, executor_id):
-        executor_hello(state, f"executor.{waiting.executor}", waiting)
-    lifecycle.executors_changed(state)
+    for waiting in load_shedding.on_executor_left(state, executor_id):
+        on_executor_hello(state, f"executor.{waiting.executor}", waiting)
+    lifecycle.on_executors_changed(state)
 
 
 def drop_executor(state: State, executor_id: str, why: str, *, died: bool = False) -> None:
@@ -93,14 +92,14 @@ def drop_executor(state: State, executor_id: str, why: str, *, died: bool = Fals
     executor = state.pop_executor(executor_id)
     if executor is None:
         return
-    tiers.executor_gone(state, executor)
+    hosts.on_executor_gone(state, executor)
     blamed = _blame(state, executor) if died and not executor.draining else []
     state.note_dropped(executor_id, executor.epoch, [request.key for request in blamed])
     for sequence in executor.running:
         sequence.leave()
         sequence.record_decision(state.now_us, "requeue", why, tokens=len(sequence.tokens))
         requeue(state, sequence)
-    lifecycle.executors_changed(state)
+    lifecycle.on_executors_changed(state)
     for request in blamed:
         if (count := request.executor_deaths) >= admission.MOST_DEATHS:
             message = f"{count} executors have died while they computed this request, {executor_id} last"
@@ -128,7 +127,7 @@ def reset_executor(state: State, executor_id: str, why: str) -> None:
         drop_executor(state, executor_id, why)
 
 
-def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
+def on_detokenizer_ready(state: State, shard: str, epoch: int) -> None:
     """A detokenizer joins, or a new incarnation of one: it gets the requests without a detokenizer, and its
     own again. One that counted as dead and still lives gets a Close for each sequence that has moved."""
     moved_epoch, moved = state.moved.pop(shard, (0, []))
@@ -145,13 +144,13 @@ def detokenizer_ready(state: State, shard: str, epoch: int) -> None:
             lifecycle.send_to_backup(state, request)
 
 
-def detokenizer_leaves(state: State, shard: str) -> None:
+def on_detokenizer_draining(state: State, shard: str) -> None:
     """A detokenizer drains: it gets no new request. Requests of a dead scheduler may continue there."""
     state.detokenizers.pop(shard, None)
     state.draining_detokenizers.add(shard)
 
 
-def detokenizer_lost(state: State, shard: str) -> None:
+def on_detokenizer_lost(state: State, shard: str) -> None:
     """A detokenizer is gone: open its sequences at another one with all their tokens, when there is one."""
     state.draining_detokenizers.discard(shard)
     epoch = state.detokenizers.pop(shard, 0)
@@ -164,7 +163,7 @@ def detokenizer_lost(state: State, shard: str) -> None:
             lifecycle.send_to_backup(state, request)
 
 
-def detokenizer_missed(state: State, source: str) -> None:
+def on_messages_lost(state: State, source: str) -> None:
     """Messages to a detokenizer were lost. Its texts may have holes, and it may lack requests: all start a
     new attempt."""
     for request in list(state.requests.values()):
@@ -200,11 +199,11 @@ def _fail_unscored(state: State, request: Request) -> None:
 def _close_again(state: State, sequences: list[Sequence]) -> None:
     """Send the Close of ended sequences again, after they were opened again."""
     for sequence in sequences:
-        if not sequence.live:
+        if not sequence.is_live:
             lifecycle.send_close(state, sequence)
 
 
-def take_over(state: State, source: str, tokenized: messages.Tokenized, trace: str) -> None:
+def on_takeover(state: State, source: str, tokenized: messages.Tokenized, trace: str) -> None:
     """Continue a request of a dead scheduler at the detokenizer `source`, or refuse it.
 
     The detokenizer has the request and every token that its client may have read
@@ -216,7 +215,7 @@ def take_over(state: State, source: str, tokenized: messages.Tokenized, trace: s
     if state.tombstones.get(key, 0) < load_shedding.received_us(state, tokenized):
         state.tombstones.pop(key, None)  # left by an earlier request with this id
     request = state.requests.get(key)
-    if request is not None and request.detached and not any(s.live for s in request.sequences):
+    if request is not None and request.detached and not any(s.is_live for s in request.sequences):
         for sequence in list(request.sequences):  # it had moved to another scheduler, and comes back
             lifecycle.forget(state, sequence)
         request = None
@@ -238,7 +237,7 @@ def take_over(state: State, source: str, tokenized: messages.Tokenized, trace: s
     if rejected is not None:
         state.send(source, rejected, trace)
         return
-    over = bool(tokenized.checkpoints) and load_shedding.kind_has_changed(state, tokenized)
+    over = bool(tokenized.checkpoints) and load_shedding.has_changed_kind(state, tokenized)
     if over:
         tokenized = _from_the_start(tokenized)
     request = _taken_request(state, source, tokenized, trace)
@@ -326,7 +325,7 @@ def _go_on(state: State, request: Request, reasons: tuple[str, ...]) -> None:
         for sequence in live:
             sequence.group = group.number
         state.waiting.add(group, state.now_us)
-        lookups.arrived(state, group)
+        lookups.on_request(state, group)
         return
     for sequence in live:
         requeue(state, sequence)

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from services.scheduler import lifecycle, overlap, preemption
-from services.scheduler.kv_tiers import hosts as tiers
+from services.scheduler.kv_tiers import hosts
 from services.scheduler.preemption import requeue, withdraw
 from services.scheduler.state.counters import StepRecord
 from services.scheduler.state.requests import MAX_IDS, Sequence, add_scores
@@ -33,7 +33,7 @@ class TokenRows(NamedTuple):
         )
 
 
-def matches_plan(executor: Executor, result: StepResult) -> bool:
+def is_as_planned(executor: Executor, result: StepResult) -> bool:
     """True for a result with as many rows as its step in flight, and for a repeated one. Any other result
     would leave its step in flight for ever, or give tokens to the wrong sequences."""
     if result.step <= executor.step - len(executor.in_flight):
@@ -50,7 +50,7 @@ def apply_result(state: State, executor: Executor, result: StepResult) -> None:
         _apply(state, executor, executor.early_results.pop(executor.in_flight[0].step))
 
 
-def grammar_ended(state: State, source: str, news: GrammarReady | GrammarFailed) -> None:
+def on_grammar_ended(state: State, source: str, news: GrammarReady | GrammarFailed) -> None:
     """A slot's grammar is compiled; or it cannot be, and its request fails."""
     if (executor := state.executors.get(source.removeprefix("executor."))) is None:
         return
@@ -174,7 +174,7 @@ def _keep_scores(result: StepResult, at: SequenceOf[int], rows: list[Sequence]) 
 
 def _end(state: State, executor: Executor, over: list[tuple[Sequence, str]]) -> None:
     for sequence, reason in over:
-        if not sequence.live:
+        if not sequence.is_live:
             continue  # another choice of its request has failed, and the request with it
         if reason in ("stop", "length"):
             lifecycle.finish(state, sequence, sequence.generated, reason)
@@ -253,4 +253,4 @@ def _fail_step(state: State, executor: Executor, flight: InFlight, result: StepR
         withdraw(state, sequence, 0)
         requeue(state, sequence)
     executor.pool.forget_cache()
-    tiers.step_failed(state, executor, result.step)
+    hosts.on_step_failed(state, executor, result.step)

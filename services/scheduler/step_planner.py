@@ -1,10 +1,10 @@
 """`plan_next` plans one step: decode rows first, then prompt chunks within the chunk budget.
 
-It also decides whether the ranks compute the step in two micro-batches (`two_stream`), and whether the step
-waits a moment for blocks that are being copied (`copies_end_soon`, `worth_waiting`): blocks of a preempted
-sequence are copied down before reuse, and a resumed sequence loads blocks. A row that misses the step for
-such a copy waits for all of it, though the copy takes a small part of a step: on a CPU 5 of 70 ms.
-With run-ahead a step may also wait, rarely, for a slot that the steps in flight free (`room_comes_soon`).
+It also decides whether the ranks compute the step in two micro-batches (`must_split`), and whether the step
+waits a moment for blocks that are being copied (`are_copies_ending`, `is_worth_waiting`): blocks of a
+preempted sequence are copied down before reuse, and a resumed sequence loads blocks. A row that misses the
+step for such a copy waits for all of it, though the copy takes a small part of a step: on a CPU 5 of 70 ms.
+With run-ahead a step may also wait, rarely, for a slot that the steps in flight free (`is_room_coming`).
 `core.decide` calls `plan_next` until it returns False.
 
 `StepColumns` builds the StepPlan column by column; `fork` gives choices their parent's prompt. Blocks come
@@ -46,7 +46,7 @@ MOVE_US = 200_000  # without room elsewhere for so long, a sequence decodes wher
 LATE_US = 1_000_000  # since admission: from then on the oldest prompt gets a part of each step
 LATE_PART = 4  # that part is a quarter of the tokens
 
-HELD_LOOPS = 64  # so a step that waits for a slot costs at most 1.6 % of the time: see room_comes_soon
+HELD_LOOPS = 64  # so a step that waits for a slot costs at most 1.6 % of the time: see is_room_coming
 OVERDUE = 2  # a copy that takes so many times its predicted time has no foreseeable end
 MOST_VECTORS = 256  # in one step: with hidden states of 8,192 numbers 8 MiB of a result's 15
 MAX_TABLE_ENTRIES = 8_192  # in one plan: 32 KiB; a longer table needs a plan without others
@@ -64,17 +64,17 @@ def plan_next(state: State, executor: Executor) -> bool:
         return False
     if executor.in_flight and executor.due_us > state.now_us:
         return False
-    if mode == "run_ahead" and room_comes_soon(state, executor):
+    if mode == "run_ahead" and is_room_coming(state, executor):
         return False
     short_rows = preemption.make_room(state, executor)
-    executor.awaits_copies = short_rows > 0 and worth_waiting(state, executor, short_rows)
-    if executor.awaits_copies or copies_end_soon(state, executor, short_rows):
+    executor.awaits_copies = short_rows > 0 and is_worth_waiting(state, executor, short_rows)
+    if executor.awaits_copies or are_copies_ending(state, executor, short_rows):
         return False
     if (
         mode == "run_ahead"
         and not short_rows
         and executor.in_flight
-        and overlap.plan_can_wait(state, executor)
+        and overlap.can_plan_later(state, executor)
     ):
         return False
     if mode != "two_batch":
@@ -88,10 +88,11 @@ def plan_next(state: State, executor: Executor) -> bool:
 
 
 def _plan_step(state: State, executor: Executor, mode: str, micro_batch: int | None) -> bool:
+    """Plan one step. False if no row is ready."""
     executor.changes += 1  # also if no row gets into the step: a row may have taken a block
     decodes, prompts = ready_rows(executor, mode == "run_ahead", micro_batch)
     if executor.role == PREFILL:
-        decodes = [s for s in decodes if not awaits_move(state, s)]
+        decodes = [s for s in decodes if not must_move(state, s)]
     if micro_batch is not None and decodes:
         decodes = balance(executor, micro_batch, decodes)
     stalled_us = state.now_us - executor.decoded_us if decodes and executor.decoded_us else 0
@@ -105,7 +106,7 @@ def _plan_step(state: State, executor: Executor, mode: str, micro_batch: int | N
         _add_chunks(state, executor, columns, prompts, share)
     if not columns.slots:
         return False
-    columns.two_stream = two_stream(state, executor, columns)
+    columns.two_stream = must_split(state, executor, columns)
     _send(state, executor, columns)
     for parent in columns.forks:
         fork(executor, parent)
@@ -134,10 +135,10 @@ def ready_rows(
     elif executor.host_fed:
         decodes = [s for s in decodes if not s.host_fed or s.computed + 1 == len(s.tokens)]
     # a sequence that waits for a parent, a load or a grammar lacks prompt tokens: it is never in `decodes`
-    return decodes, [s for s in others if s.parent is None and not s.load_job and not s.awaits_grammar]
+    return decodes, [s for s in others if s.parent is None and not s.load_job and not s.needs_grammar]
 
 
-def awaits_move(state: State, sequence: Sequence) -> bool:
+def must_move(state: State, sequence: Sequence) -> bool:
     """Whether a sequence waits for its move, after its first token on an executor that only prefills: a
     decode would bound the chunks there."""
     sampled = len(sequence.tokens) - sequence.opened_length
@@ -178,6 +179,7 @@ def _grow(state: State, executor: Executor, columns: StepColumns, short: list[Se
 
 
 def _grow_one(state: State, executor: Executor, columns: StepColumns, sequence: Sequence) -> bool:
+    """Add a block. False if none is free, or the plan has no room for the table."""
     unsent = len(sequence.table) - sequence.table_sent
     if unsent and not columns.has_table_room(unsent):
         return False  # a fork of a long prompt: a later plan carries its table
@@ -272,10 +274,10 @@ def _add_chunk(
     sequence.prefill_chunks += 1
     if not sequence.generated:
         executor.prompt_tokens += count
-        if not sequence.prefilling:
+        if not sequence.is_prefilling:
             executor.prompt_squares += max(sequence.prompt_tokens - sequence.cached_tokens, 1) ** 2
     prefix_cache.register(executor, sequence, sequence.computed)
-    if sequence.prefilling:
+    if sequence.is_prefilling:
         return
     alone = sequence.request.tokenized.n == 1
     children = [] if alone else [s for s in executor.running if s.parent is sequence]
@@ -317,7 +319,7 @@ def _send(state: State, executor: Executor, columns: StepColumns) -> None:
     flight = InFlight(executor.step, columns.sampled, state.now_us, plan, shape, predicted_us, columns.chunks)
     flight.lead_us, executor.due_us = overlap.plan_lead_us(state, executor), 0
     if not executor.in_flight:
-        executor.pace.planned(state.now_us)
+        executor.pace.on_planned(state.now_us)
     executor.in_flight.append(flight)
     state.counters.count_step(columns.mode)
     state.send(executor.source, plan)
@@ -421,7 +423,7 @@ def step_bound_us(alone_us: int, bound_us: int, waiting_us: int) -> int:
     return min(bound_us, max(EASY_PM * alone_us // 1_000, alone_us + waiting_us // EASY_STEPS))
 
 
-def two_stream(state: State, executor: Executor, columns: StepColumns) -> bool:
+def must_split(state: State, executor: Executor, columns: StepColumns) -> bool:
     """Whether to split the step into two micro-batches: one's collectives overlap the other's compute.
 
     off          never
@@ -439,7 +441,7 @@ def two_stream(state: State, executor: Executor, columns: StepColumns) -> bool:
     return mode == "two_stream" or columns.shape.tokens >= since_tokens
 
 
-def room_comes_soon(state: State, executor: Executor) -> bool:
+def is_room_coming(state: State, executor: Executor) -> bool:
     """True if the next step should wait for the steps in flight: they free the room of a preempted sequence
     for a request of a higher class, whose prompt is then in that step and not in the one after it. The device
     is idle for a loop, so this happens at most once in HELD_LOOPS of them."""
@@ -459,7 +461,7 @@ def room_comes_soon(state: State, executor: Executor) -> bool:
     return True
 
 
-def copies_end_soon(state: State, executor: Executor, short_rows: int) -> bool:
+def are_copies_ending(state: State, executor: Executor, short_rows: int) -> bool:
     """True if the next step can be planned later without idle time: a step is in flight, and a copy for which
     a sequence waits ends before that step does."""
     pace, loop_us = executor.pace, executor.cost_model.loop_us
@@ -482,7 +484,7 @@ def copies_end_soon(state: State, executor: Executor, short_rows: int) -> bool:
     return False
 
 
-def worth_waiting(state: State, executor: Executor, short_rows: int) -> bool:
+def is_worth_waiting(state: State, executor: Executor, short_rows: int) -> bool:
     """True if the step should wait, with an idle device, for copies that free blocks for some of the
     `short_rows` rows that lack one. Compares the wait with what these rows would lose: their share of a step.
     Starts the copies that it would wait for."""

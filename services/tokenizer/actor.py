@@ -115,10 +115,10 @@ class TokenizerActor(Actor):
         self._handle(schedulers(mailbox.peers, self._name))
         subscribe = mailbox.bus.subscribe
         self._arrivals = Arrivals(self._see, mailbox.clock.now_us)
-        self._tenant_queue = TenantQueue(self._take, self._over_share)
+        self._tenant_queue = TenantQueue(self._take, self._is_over_share)
         self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
         self._second.on_fault(_log_fault)
-        copies = self._arrivals.put_copy
+        copies = self._arrivals.on_copy
         aliases = AliasNames(mailbox, self._table, self._second, copies, self._model.names)
         self._aliases, forward, load = aliases, aliases.forward, aliases.load
         await aliases.start(self._replicas)
@@ -132,7 +132,7 @@ class TokenizerActor(Actor):
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
             *await self._checks.listen(),
             *[await self._second.subscribe(asked, copies) for asked in requests],
-            *[await subscribe(asked, self._arrivals.put, queue="tokenizer") for asked in requests],
+            *[await subscribe(asked, self._arrivals.on_request, queue="tokenizer") for asked in requests],
             *await aliases.listen(self._queries.roots, self._queries.is_served, edge=self._edge),
             # Last: a tokenizer that answers these must receive requests.
             *await self._queries.listen(self._awaited),
@@ -149,13 +149,13 @@ class TokenizerActor(Actor):
             log.error("%s of %s is not for a tokenizer", type(message).__name__, source)
 
     def on_restart(self, source: str) -> None:
-        self._standby.gone(source)
+        self._standby.on_gone(source)
 
     def on_stream_lost(self, source: str) -> None:
-        self._standby.gone(source)
+        self._standby.on_gone(source)
 
     def on_peer_gone(self, peer: membership.Peer) -> None:
-        self._standby.gone(peer.source)
+        self._standby.on_gone(peer.source)
         self._on_peer(peer)
 
     def on_peer(self, peer: membership.Peer) -> None:
@@ -284,10 +284,10 @@ class TokenizerActor(Actor):
                     message = dataclasses.replace(message, sent_wall_us=self._mailbox.clock.wall_us())
                 self._send(command.scheduler, message, command.trace)
             elif isinstance(command, RequestDone):
-                self._standby.done(command.key, self._mailbox.clock.now_us())
+                self._standby.on_done(command.key, self._mailbox.clock.now_us())
             else:
                 refuse(self._mailbox, self._name, command)
-                self._standby.done(command.key, self._mailbox.clock.now_us())
+                self._standby.on_done(command.key, self._mailbox.clock.now_us())
 
     def _send(self, scheduler: str, message: Tokenized | Cancel, trace: str) -> None:
         try:
@@ -299,7 +299,7 @@ class TokenizerActor(Actor):
     def _see(self, arrival: Arrival) -> None:
         """Own a request from the queue group, or keep it as a copy."""
         delivery, received_us, copied = arrival
-        if not access.answerable(self._mailbox.bus, delivery):
+        if not access.can_answer(self._mailbox.bus, delivery):
             if not copied:
                 self._unheard.warning(
                     "no answer may go to %.200r, where a request on %.200s wants it",
@@ -313,7 +313,7 @@ class TokenizerActor(Actor):
             if copied:
                 pending.unsure = delivery.headers.get(UNSURE, "")
                 self._standby.copy(pending, received_us)
-            elif not self._standby.taken_over(pending):
+            elif not self._standby.is_done_elsewhere(pending):
                 self._own(pending)
 
     def _own(self, pending: PendingRequest) -> None:
@@ -327,13 +327,13 @@ class TokenizerActor(Actor):
             trace = traces.from_headers(delivery.headers)
             self._run([Fail(delivery.reply, pending.request_id, error, trace, key=pending.key)])
 
-    def _over_share(self, tenant: str) -> bool:
-        return self._core.over_share(subjects.untoken(tenant), self._mailbox.clock.now_us())
+    def _is_over_share(self, tenant: str) -> bool:
+        return self._core.is_over_share(subjects.untoken(tenant), self._mailbox.clock.now_us())
 
     def _take(self, pending: PendingRequest) -> None:
         """Prepare the next request, in the background if it is long."""
         delivery, clock = pending.delivery, self._mailbox.clock
-        if self._others() and self._standby.doubted(pending, clock.now_us()):
+        if self._others() and self._standby.give_way(pending, clock.now_us()):
             return
         tracer, given = self._mailbox.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
@@ -353,7 +353,7 @@ class TokenizerActor(Actor):
             key=pending.key,
             attempt=pending.attempt,
             classes=self._classes.of(tenant),
-            grammars=follows_grammars(self._mailbox.peers, self._name),
+            grammars=can_follow_grammars(self._mailbox.peers, self._name),
             alias=delivery.headers.get(HEADER, ""),
             run=run_of(delivery.headers),
         )
@@ -397,7 +397,7 @@ class TokenizerActor(Actor):
         late = self._standby.overdue(self._mailbox.actor, ids, now_us)
         for pending in late:
             if pending.owners or (  # else another fleet, or a former model of an alias, may have it
-                self._queries.ours_alone(ids)
+                self._queries.are_all_ours(ids)
                 and (not pending.unsure or self._table.is_settled(pending.unsure, pending.received_us))
             ):
                 log.warning("took over a request of %s", pending.owner or "another tokenizer")
@@ -433,7 +433,7 @@ def loads(peers: membership.Peers, model: str) -> Loads:
     return Loads(peers.executors_of(model), tuple(peers.crowded(model)), peers.is_loading(model))
 
 
-def follows_grammars(peers: membership.Peers, model: str) -> bool:
+def can_follow_grammars(peers: membership.Peers, model: str) -> bool:
     """False if no ready executor of a model can follow a grammar. True while none is ready, and if one does
     not report it."""
     executors = [peers.get(f"executor.{actor}") for actor in peers.ready("executor", model)]

@@ -83,7 +83,7 @@ class AliasNames:
         self._table.ask()
         try:
             found = await self._mailbox.bus.request(subjects.ALIASES, b"", timeout_us=ASK_US)
-            self._table.take_all(found.data)
+            self._table.apply_all(found.data)
         except (NoResponders, RequestTimeout):
             pass
         except (ValueError, TypeError, LookupError):
@@ -141,10 +141,10 @@ class AliasNames:
             return
         try:
             found = await self._streams.subjects_like(subjects.ALIAS_STREAM, subjects.ALIAS_ALL)
-            self._streams.made.found(subjects.ALIAS_STREAM)
+            self._streams.made.on_found(subjects.ALIAS_STREAM)
             for subject in found:
                 if (data := await self._streams.last(subjects.ALIAS_STREAM, subject)) is not None:
-                    self._table.take_all(b"[%b]" % data)
+                    self._table.apply_all(b"[%b]" % data)
             self._stored = True
         except NothingStored:
             self._stored = True  # what comes is announced
@@ -191,7 +191,7 @@ class AliasNames:
         """Forward a request for token ids, or for the text of some, to the model with the highest weight."""
         names = subjects.names_in(delivery.subject)
         alias = self._table.get(names[1]) if names is not None else None
-        if names is not None and alias is not None and access.answerable(self._mailbox.bus, delivery):
+        if names is not None and alias is not None and access.can_answer(self._mailbox.bus, delivery):
             make = subjects.tokenize if ".tokenize." in delivery.subject else subjects.detokenize
             headers = dict(delivery.headers)
             self._second.publish(
@@ -204,7 +204,7 @@ class AliasNames:
     # ---- changes ---------------------------------------------------------------------------------
 
     def _on_set(self, delivery: Delivery) -> None:
-        if access.answerable(self._mailbox.bus, delivery):
+        if access.can_answer(self._mailbox.bus, delivery):
             self._call(self._answer(delivery))
 
     async def _answer(self, asked: Delivery) -> None:
@@ -247,7 +247,7 @@ class AliasNames:
             )
             raise Overloaded(full)
         stored = await self._publish(change)
-        self._table.take(change)
+        self._table.apply(change)
         shown = {"alias": name, "before": dict(before.targets) if before is not None else {}}
         return {**shown, "after": targets, "stored": stored}
 

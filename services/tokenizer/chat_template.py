@@ -125,7 +125,7 @@ class ChatTemplate:
         return self._render(messages, None, add_generation_prompt, wall_us, PLAIN)
 
     @property
-    def finds_form(self) -> bool:
+    def has_found_form(self) -> bool:
         """Whether the answer format is found by the template, and not configured."""
         return self._form is None
 

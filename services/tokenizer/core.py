@@ -155,7 +155,7 @@ class TokenizerCore:
         """Requests without a scheduler's answer; 0 when idle."""
         return len(self._pending)
 
-    def over_share(self, tenant: str, now_us: int) -> bool:
+    def is_over_share(self, tenant: str, now_us: int) -> bool:
         """True while a tenant has its MOST_ASKED requests at schedulers that still answer."""
         while self._counted and not (
             self._counted[0].counts and now_us - self._counted[0].pending_us < RESEND_US
@@ -172,21 +172,21 @@ class TokenizerCore:
                 return self._submit(event, now_us)
             case Accepted():
                 self._start_until_us = 0
-                pending = self._answered(event)
+                pending = self._on_answered(event)
                 return [RequestDone(pending.key)] if pending is not None and pending.key else []
             case Rejected():
-                return self._rejected(event, now_us)
+                return self._on_rejected(event, now_us)
             case Cancel():
-                return self._cancel(event, now_us)
+                return self._on_cancel(event, now_us)
             case Schedulers():
-                return self._scheduled(event, now_us)
+                return self._on_schedulers(event, now_us)
             case Loads():
                 self._loads = event
                 if event.loading:
                     self._loading_until_us = now_us + self._give_up_us
                 return []
             case Tick():
-                return self._tick(now_us, event.cut_off)
+                return self._on_tick(now_us, event.cut_off)
 
     def _submit(self, submitted: prepare.Prepared, now_us: int) -> list[Command]:
         self.requests += 1
@@ -194,7 +194,7 @@ class TokenizerCore:
         if isinstance(tokenized, HeadraceError):
             return [self._refuse(submitted, tokenized)]
         key, received_us = (tokenized.tenant, tokenized.request), submitted.received_us or now_us
-        if self.cancels.cover(*key, received_us):
+        if self.cancels.has_cancelled(*key, received_us):
             return [self._refuse(submitted, Cancelled(prepare.CANCELLED))]
         if now_us - received_us >= tokenized.timeout_us:
             return [self._refuse(submitted, DeadlineExceeded(prepare.LATE))]
@@ -216,7 +216,7 @@ class TokenizerCore:
             submitted.inbox, submitted.request, error, submitted.trace, submitted.origin, submitted.key
         )
 
-    def _answered(self, answer: Accepted | Rejected) -> _Pending | None:
+    def _on_answered(self, answer: Accepted | Rejected) -> _Pending | None:
         key = (answer.tenant, answer.request)
         pending = self._pending.get(key)
         if pending is None or pending.tokenized.attempt != answer.attempt:
@@ -241,8 +241,8 @@ class TokenizerCore:
             if not self._asked[tenant]:
                 del self._asked[tenant]
 
-    def _rejected(self, answer: Rejected, now_us: int) -> list[Command]:
-        pending = self._answered(answer)
+    def _on_rejected(self, answer: Rejected, now_us: int) -> list[Command]:
+        pending = self._on_answered(answer)
         if pending is None:
             return []
         if answer.code == Unavailable.code:
@@ -257,13 +257,13 @@ class TokenizerCore:
         error.param = _refused_field(answer.code, pending.tokenized)
         return [self._fail(pending, error)]
 
-    def _cancel(self, cancel: Cancel, now_us: int) -> list[Command]:
+    def _on_cancel(self, cancel: Cancel, now_us: int) -> list[Command]:
         """A scheduler may receive the client's Cancel before the request, so the Cancel is sent again."""
         key = (cancel.tenant, cancel.request)
         self.cancels.add(*key, now_us)
         return self._give_up(key, Cancelled(prepare.CANCELLED)) if key in self._pending else []
 
-    def _tick(self, now_us: int, cut_off: bool) -> list[Command]:
+    def _on_tick(self, now_us: int, cut_off: bool) -> list[Command]:
         """Send again, or give up. A tokenizer that is cut off or was stopped cannot judge the schedulers: its
         time limits restart, and for HEARS_US afterwards a late request may have an unread answer."""
         commands: list[Command] = []
@@ -298,7 +298,7 @@ class TokenizerCore:
     def _patient(self) -> int:
         return max(self._patient_until_us, self._start_until_us or 0)
 
-    def _scheduled(self, event: Schedulers, now_us: int) -> list[Command]:
+    def _on_schedulers(self, event: Schedulers, now_us: int) -> list[Command]:
         """Send the requests of a vanished scheduler to another one as a new attempt, or let them wait. A
         scheduler that joins others may replace a dead one before its death is detected."""
         joined = bool(self._schedulers) and not set(event.ids) <= set(self._schedulers)

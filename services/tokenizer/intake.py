@@ -25,7 +25,7 @@ from services.tokenizer.prepare import (
 )
 from shared.clock import Clock, SystemClock
 from shared.errors import Overloaded
-from shared.fair_share import Turns, finds_no_room
+from shared.fair_share import Turns, has_no_room
 from shared.messages import ATTEMPTS
 from shared.nats.interface import Delivery
 
@@ -64,7 +64,7 @@ class Arrivals:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def put(self, delivery: Delivery) -> None:
+    def on_request(self, delivery: Delivery) -> None:
         """Queue a request that this tokenizer will own. Above MAX_WAITING it is handled at once, and the
         tenant queue refuses it."""
         arrival = Arrival(delivery, self._now_us(), False)
@@ -75,7 +75,7 @@ class Arrivals:
         self._begin()
         self._see(arrival)
 
-    def put_copy(self, delivery: Delivery) -> None:
+    def on_copy(self, delivery: Delivery) -> None:
         """Queue a copy. Above MAX_COPIES the oldest one is handled at once."""
         self._copies.append(Arrival(delivery, self._now_us(), True))
         if len(self._copies) > MAX_COPIES:
@@ -121,10 +121,10 @@ class TenantQueue:
         self._empty.set()
 
     def put(self, pending: PendingRequest) -> None:
-        """Queue a request. Raises Overloaded when the queue is full for its tenant (see finds_no_room)."""
+        """Queue a request. Raises Overloaded when the queue is full for its tenant (see has_no_room)."""
         tenant = tenant_token(pending.delivery)
         own, tenants = self._waiting.of(tenant), self._waiting.tenants
-        if finds_no_room(own, 1, len(self._waiting), MAX_WAITING, tenants):
+        if has_no_room(own, 1, len(self._waiting), MAX_WAITING, tenants):
             raise Overloaded(
                 f"{len(self._waiting)} requests wait for this tokenizer, {own} of them yours: "
                 "try again later",
@@ -189,9 +189,9 @@ class BackgroundEncoder:
         return len(self._queue) + (self._working is not None)
 
     def put(self, submission: Submission) -> None:
-        """Queue a request. Raises Overloaded when the queue is full for its tenant (see finds_no_room)."""
+        """Queue a request. Raises Overloaded when the queue is full for its tenant (see has_no_room)."""
         own, size = self._bytes[submission.tenant], len(submission.body)
-        if finds_no_room(own, size, self._bytes.total(), MAX_WAITING_BYTES, len(self._bytes)):
+        if has_no_room(own, size, self._bytes.total(), MAX_WAITING_BYTES, len(self._bytes)):
             raise Overloaded(
                 f"{own} bytes of your long requests wait for this tokenizer: try again later",
                 retry_after_ms=RETRY_AFTER_MS,

@@ -26,7 +26,7 @@ import msgpack
 from pydantic import ConfigDict, Field, ValidationError
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions
-from services.tokenizer.structured_output import Tools, binds_text, grammar_of, read_tools
+from services.tokenizer.structured_output import Tools, grammar_of, has_text_grammar, read_tools
 from shared import api, errors
 from shared.answer_formats.formats import HERMES, THINKING, Format
 from shared.checkpoints import body_hash
@@ -217,7 +217,7 @@ class Cancels:
         if len(self._at_us) > MAX_CANCELS:
             del self._at_us[next(iter(self._at_us))]
 
-    def cover(self, tenant: str, request: str, received_us: int) -> bool:
+    def has_cancelled(self, tenant: str, request: str, received_us: int) -> bool:
         """True if a request received at `received_us` was cancelled afterwards."""
         return bool(received_us) and self._at_us.get((tenant, request), 0) > received_us
 
@@ -310,7 +310,7 @@ def prepared(submission: Submission, model: ServedModel, cancels: Cancels | None
     try:
         fields = read_body(submission.body)
         request = request_id_of(fields, request)
-        if cancels is not None and cancels.cover(submission.tenant, request, submission.received_us):
+        if cancels is not None and cancels.has_cancelled(submission.tenant, request, submission.received_us):
             raise errors.Cancelled(CANCELLED)
         outcome: Tokenized | errors.HeadraceError = prepare(submission, fields, model)
     except errors.HeadraceError as error:
@@ -546,10 +546,10 @@ def _answer_format(
     form = model.answer_format
     if form is None or not isinstance(request, api.ChatRequest):
         return None, False
-    if request.chat_template and model.template.finds_form:
+    if request.chat_template and model.template.has_found_form:
         form = model.template.skills(request.chat_template, with_tools=tools is not None).form
     required = tools is not None and tools.choice == "required"
-    beside = tools is not None and not required and binds_text(request)
+    beside = tools is not None and not required and has_text_grammar(request)
     if (required and form.writes is None) or (beside and (form.writes is None or form.bare)):
         return HERMES, False  # the grammar asks for calls that have one, and that no text begins like
     if form.think is None:

@@ -32,7 +32,7 @@ from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers
 from shared.aliases import Alias, Aliases
 from shared.api import EmbeddingRequest
-from shared.fair_share import finds_no_room
+from shared.fair_share import has_no_room
 from shared.messages import Heartbeat, Tokenized
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout, Subscription
@@ -141,11 +141,11 @@ class Queries:
         self._thread.shutdown(wait=False)
 
     def _on_models(self, delivery: Delivery) -> None:
-        if access.answerable(self._mailbox.bus, delivery):
+        if access.can_answer(self._mailbox.bus, delivery):
             self._mailbox.bus.publish(delivery.reply, to_json(self._models_body()))
 
     def _on_tokenize(self, name: str, delivery: Delivery) -> None:
-        if not access.answerable(self._mailbox.bus, delivery):
+        if not access.can_answer(self._mailbox.bus, delivery):
             return
         now_us, size = self._mailbox.clock.wall_us(), len(delivery.data)
         if size <= MAX_QUESTION_BYTES:
@@ -153,7 +153,7 @@ class Queries:
             return
         names = subjects.names_in(delivery.subject)
         tenant, held = "" if names is None else names[0], self._long_bytes
-        if finds_no_room(held[tenant], size, held.total(), MAX_QUESTIONS_BYTES, len(held)):
+        if has_no_room(held[tenant], size, held.total(), MAX_QUESTIONS_BYTES, len(held)):
             why = f"{held[tenant]} bytes of your long prompts wait to be counted: try again later"
             self._fail(delivery, errors.Overloaded(why, retry_after_ms=RETRY_AFTER_MS))
             return
@@ -186,7 +186,7 @@ class Queries:
 
     def _on_any_model(self, delivery: Delivery) -> None:
         names = subjects.names_in(delivery.subject)
-        if not access.answerable(self._mailbox.bus, delivery):
+        if not access.can_answer(self._mailbox.bus, delivery):
             return
         if names is None:
             param, why = subjects.wrong_name(delivery.subject, "model")
@@ -219,7 +219,7 @@ class Queries:
         try:
             while asked := self._unsure[model]:
                 self._unsure[model] = []
-                if await self._listened(subjects.tokenize(asked[0][1], model)):
+                if await self._has_listener(subjects.tokenize(asked[0][1], model)):
                     await asyncio.sleep(LOOK_EVERY_S)
                     if not self._table.is_settled(model, self._mailbox.clock.now_us()):
                         self._unsure[model] += asked  # another tokenizer may not have ended this alias yet
@@ -231,7 +231,7 @@ class Queries:
         finally:
             del self._unsure[model]
 
-    async def _listened(self, question: str) -> bool:
+    async def _has_listener(self, question: str) -> bool:
         """True if a process, busy or not, subscribes to the subject `question`."""
         try:
             await self._mailbox.bus.request(question, b"", timeout_us=LISTEN_US)
@@ -293,7 +293,7 @@ class Queries:
         late = self._mailbox.clock.now_us() >= self._awaited_until_us
         return late or self._awaited <= {*self.served()}
 
-    def ours_alone(self, ids: Sequence[str]) -> bool:
+    def are_all_ours(self, ids: Sequence[str]) -> bool:
         """True if all tokenizers of this model, in any fleet on this server, are `ids` of this fleet."""
         ready: list[tuple[str, str]] = []
         for fleet, peers in self._fleets.items():
@@ -449,7 +449,7 @@ class Checks:
         self._thread.shutdown(wait=False)
 
     def _on_check(self, delivery: Delivery) -> None:
-        if not access.answerable(self._mailbox.bus, delivery):
+        if not access.can_answer(self._mailbox.bus, delivery):
             return
         if len(self._running) >= MAX_CHECKS:
             busy = errors.Overloaded(

@@ -70,7 +70,7 @@ class Standby:
         while len(self._copies) > MAX_COPIES or self._bytes > MAX_COPY_BYTES:
             self._drop(next(iter(self._copies)))
 
-    def doubted(self, pending: PendingRequest, now_us: int) -> bool:
+    def give_way(self, pending: PendingRequest, now_us: int) -> bool:
         """Called before work on an owned request. True: this process was stopped, and another tokenizer may
         own the request by now; it becomes a copy."""
         self._notice_stop(now_us)
@@ -81,7 +81,7 @@ class Standby:
             self.copy(pending, now_us)
         return doubted
 
-    def taken_over(self, pending: PendingRequest) -> bool:
+    def is_done_elsewhere(self, pending: PendingRequest) -> bool:
         """Called for each request of the queue group; it may have waited here. A claim made SILENT_US after
         its arrival is a takeover, and the request gets the id of that claim. True: it is done."""
         claim = self._claims.get(pending.key)
@@ -100,7 +100,7 @@ class Standby:
         self._own[pending.key] = self._own.get(pending.key, 0) + 1
         self._taken[pending.key] = pending.request_id
 
-    def done(self, key: int, now_us: int) -> None:
+    def on_done(self, key: int, now_us: int) -> None:
         """An owned request is accepted by a scheduler, or refused."""
         count = self._own.pop(key, 0)
         if count > 1:
@@ -123,7 +123,7 @@ class Standby:
             self._drop(key)
             self._note_done(key, now_us)
 
-    def gone(self, source: str) -> None:
+    def on_gone(self, source: str) -> None:
         """Another tokenizer has gone: its requests have no owner now."""
         said_us = self._reported_us.pop(source, 0)
         for pending in self._copies.values():

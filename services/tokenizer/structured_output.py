@@ -108,7 +108,7 @@ def grammar_of(
     return grammar.packed(source, form.markers if form else frozenset())
 
 
-def binds_text(request: GenerateRequest) -> bool:
+def has_text_grammar(request: GenerateRequest) -> bool:
     """Whether the text of the answer follows a grammar, apart from calls."""
     return any(getattr(request, name) is not None for name in _FIELDS)
 
@@ -477,7 +477,7 @@ class _Reader:
             kept.setdefault("additionalProperties", False)
         self._check_spellings(kept, path)
         others: list[Schema] = [{"type": "null"}] if kept.pop("nullable", False) else []
-        if self._allows(kept, "number"):
+        if self._may_be(kept, "number"):
             others += _missed(kept)
             _move_whole_bounds(kept)
         if others:
@@ -510,7 +510,7 @@ class _Reader:
             raise self._refused(path, f"is not one of {', '.join(_TYPES)}")
         return kinds
 
-    def _allows(self, schema: Schema, kind: str) -> bool:
+    def _may_be(self, schema: Schema, kind: str) -> bool:
         kinds = schema.get("type", list(_TYPES))
         return kind in (kinds if isinstance(kinds, list) else [kinds])
 
@@ -555,7 +555,7 @@ class _Reader:
         return pattern
 
     def _format(self, kept: Schema, schema: Schema, value: Any, path: str) -> None:
-        if isinstance(value, str) and value in _NUMERIC_FORMATS and not self._allows(schema, "string"):
+        if isinstance(value, str) and value in _NUMERIC_FORMATS and not self._may_be(schema, "string"):
             return
         if value not in FORMATS:
             raise self._refused(path, f"is not one of {', '.join(FORMATS)}")
@@ -582,7 +582,7 @@ class _Reader:
                 raise self._refused(path, "is not over 0")
         elif schema.get(f"exclusive{name.capitalize()}") is True:
             return  # written by its companion
-        elif self._allows(schema, "integer") and not self._allows(schema, "number"):
+        elif self._may_be(schema, "integer") and not self._may_be(schema, "number"):
             name, value = _of_integers(name, value)
             if name in kept:
                 value = max(value, kept[name]) if name == "minimum" else min(value, kept[name])

@@ -97,7 +97,7 @@ def probe(render: Render, source: str, form: Format | None, *, with_tools: bool)
     return probed.turns(probed.results(skills))
 
 
-def reads(form: Format, text: str, name: str = _NAME, arguments: Mapping[str, Any] = _ARGUMENTS) -> bool:
+def can_parse(form: Format, text: str, name: str = _NAME, arguments: Mapping[str, Any] = _ARGUMENTS) -> bool:
     """Whether the parser of the format finds exactly this call in a text."""
     parser = AnswerParser(form, tools={name: _SCHEMA})
     parts = [*parser.feed(text), *parser.finish()]
@@ -139,7 +139,7 @@ class _Probe:
         ]
         return self._render(shaped, self._tools, starts)
 
-    def _shows(self, *messages: Message, also: Sequence[str] = ()) -> bool:
+    def _has_texts(self, *messages: Message, also: Sequence[str] = ()) -> bool:
         """Whether the prompt has the text of all messages."""
         text = self._text(messages)
         words = [each["content"] for each in messages if isinstance(each["content"], str)]
@@ -149,29 +149,29 @@ class _Probe:
         """How a question is shown; None if it is not."""
         for self._only_parts, self._none in product((frozenset(), frozenset(_ROLES)), (None, [])):
             self._tools = self._none
-            if self._shows(_ASKED):
+            if self._has_texts(_ASKED):
                 return replace(SHOWS_ALL, only_parts=self._only_parts, empty_tools=self._none is not None)
         return None
 
     def tools(self, skills: TemplateSkills) -> TemplateSkills:
         """Where tools are shown, and whether the system message is."""
-        shown = self._shows(_SYSTEM, _ASKED)
+        shown = self._has_texts(_SYSTEM, _ASKED)
         self._tools_at, tools = self._where_tools_are_shown(_SYSTEM if shown else None)
         skills = replace(skills, system=shown)
         if not self._with_tools:
             return skills
         self._tools = tools
-        return replace(skills, tools=self._tools_at, system=self._shows(_SYSTEM, _ASKED))
+        return replace(skills, tools=self._tools_at, system=self._has_texts(_SYSTEM, _ASKED))
 
     def _where_tools_are_shown(self, system: Message | None) -> tuple[str, list[Message] | None]:
         names = [f"{name}about" for name in (_NAME, _SECOND)]
         self._tools = PROBE_TOOLS
-        shown = self._shows(_ASKED, also=names)
+        shown = self._has_texts(_ASKED, also=names)
         self._tools = self._none
         if shown:
             return VARIABLE, PROBE_TOOLS
         functions = json.dumps([tool["function"] for tool in PROBE_TOOLS])
-        if system is not None and self._shows({**system, "tools": functions}, _ASKED, also=names):
+        if system is not None and self._has_texts({**system, "tools": functions}, _ASKED, also=names):
             return OF_SYSTEM, self._none
         return WRITTEN, self._none
 
@@ -180,12 +180,12 @@ class _Probe:
         for ids, as_text, null in product(_IDS, (False, True), (False, True)):
             skills = replace(skills, ids=ids, text_arguments=as_text, null_content=null)
             text = self._with_call(skills)
-            if text is None or not self._shown(text, _NAME, "zqvalue"):
+            if text is None or not self._is_call_shown(text, _NAME, "zqvalue"):
                 continue
             both = self._with_call(skills, content="zqbeside")
             two = self._with_call(skills, second=True)
-            beside = both is not None and self._shown(both, "zqbeside", _NAME, "zqvalue")
-            parallel = two is not None and self._shown(two, _NAME, _SECOND, "zqvalue", "zqother")
+            beside = both is not None and self._is_call_shown(both, "zqbeside", _NAME, "zqvalue")
+            parallel = two is not None and self._is_call_shown(two, _NAME, _SECOND, "zqvalue", "zqother")
             return replace(skills, text_beside_calls=beside, parallel=parallel)
         return replace(skills, calls=False, ids=ANY, text_arguments=False, null_content=False)
 
@@ -194,7 +194,7 @@ class _Probe:
         there."""
         called = self._called(skills, **more)
         text = self._text([_ASKED, called])
-        if text is not None and self._shown(text, _NAME, "zqvalue"):
+        if text is not None and self._is_call_shown(text, _NAME, "zqvalue"):
             return text
         ids = [call["id"] for call in called["tool_calls"]]
         return self._text(
@@ -210,7 +210,7 @@ class _Probe:
         Headrace writes."""
         text = self._answer(skills) if skills.calls else ""
         read = next(
-            (form for form in ([found] if fixed else _likely(found, text)) if reads(form, text)), None
+            (form for form in ([found] if fixed else _likely(found, text)) if can_parse(form, text)), None
         )
         if skills.calls and skills.tools != WRITTEN:
             return replace(skills, form=read or found, calls_are=READ if read else NOT_READ)
@@ -228,13 +228,13 @@ class _Probe:
     def results(self, skills: TemplateSkills) -> TemplateSkills:
         """Whether results of calls are shown; by a template without tools, under a role that it knows."""
         asked = [_ASKED, self._called(skills) if skills.calls else _SAID]
-        takes = self._knows if self._tools_at == WRITTEN else self._shows_after
+        takes = self._is_role if self._tools_at == WRITTEN else self._has_text_after
         for name in ({}, {"name": _NAME}):
             result = {"role": "tool", "content": "zqresult", "tool_call_id": self._id(skills), **name}
             if not takes(asked, result):
                 continue
-            after = self._shows(*asked, result, {**_ASKED, "content": "zqafter"})
-            if skills.system and not self._shows(_SYSTEM, *asked, result):
+            after = self._has_texts(*asked, result, {**_ASKED, "content": "zqafter"})
+            if skills.system and not self._has_texts(_SYSTEM, *asked, result):
                 skills = replace(skills, system=False)  # shown only beside a question, as Mistral Nemo does
             return replace(skills, named_results=bool(name), user_after_result=after)
         return replace(skills, results=False)
@@ -249,18 +249,20 @@ class _Probe:
         again = [_ASKED, {**_ASKED, "content": "zqmore"}], [*answered[:2], {**_SAID, "content": "zqmore"}]
         return replace(
             skills,
-            several_systems=skills.system and self._shows(_SYSTEM, second, _ASKED),
-            late_system=skills.system and all(self._shows(*messages) for messages in late),
-            developer=self._knows([], given, [_ASKED])
+            several_systems=skills.system and self._has_texts(_SYSTEM, second, _ASKED),
+            late_system=skills.system and all(self._has_texts(*messages) for messages in late),
+            developer=self._is_role([], given, [_ASKED])
             and all(
-                self._shows(*messages) for messages in ([*leading, given, _ASKED], [*answered[:2], given])
+                self._has_texts(*messages) for messages in ([*leading, given, _ASKED], [*answered[:2], given])
             ),
-            functions=self._knows([_ASKED, _SAID], {"role": "function", "content": "zqgiven", "name": _NAME}),
-            repeats=all(self._shows(*messages) for messages in again),
-            parts=frozenset(role for role in _ROLES if self._takes_parts(role, skills)) | skills.only_parts,
+            functions=self._is_role(
+                [_ASKED, _SAID], {"role": "function", "content": "zqgiven", "name": _NAME}
+            ),
+            repeats=all(self._has_texts(*messages) for messages in again),
+            parts=frozenset(role for role in _ROLES if self._has_parts(role, skills)) | skills.only_parts,
         )
 
-    def _takes_parts(self, role: str, skills: TemplateSkills) -> bool:
+    def _has_parts(self, role: str, skills: TemplateSkills) -> bool:
         said: dict[str, list[Message]] = {
             "system": [],
             "user": [],
@@ -271,14 +273,14 @@ class _Probe:
         more = {"tool_call_id": self._id(skills), "name": _NAME} if role == "tool" else {}
         after = [_ASKED] if role == "system" else []
         text = self._text([*said[role], {"role": role, "content": parts, **more}, *after])
-        return text is not None and "zqfirst" in text and "zqlast" in text and not _dumped(text, "text")
+        return text is not None and "zqfirst" in text and "zqlast" in text and not _is_dumped(text, "text")
 
-    def _shows_after(self, before: list[Message], message: Message, after: Sequence[Message] = ()) -> bool:
-        return self._shows(*before, message, *after)
+    def _has_text_after(self, before: list[Message], message: Message, after: Sequence[Message] = ()) -> bool:
+        return self._has_texts(*before, message, *after)
 
-    def _knows(self, before: list[Message], message: Message, after: Sequence[Message] = ()) -> bool:
+    def _is_role(self, before: list[Message], message: Message, after: Sequence[Message] = ()) -> bool:
         """Whether the message is shown, and not under its bare role as one of any other name would be."""
-        if not self._shows_after(before, message, after):
+        if not self._has_text_after(before, message, after):
             return False
         odd = self._text([*before, {**message, "role": _ODD_ROLE}, *after])
         text = self._text([*before, message, *after])
@@ -294,7 +296,7 @@ class _Probe:
         none = None if skills.null_content else ""
         return {"role": "assistant", "content": none if content is None else content, "tool_calls": calls}
 
-    def _shown(self, text: str, *words: str) -> bool:
+    def _is_call_shown(self, text: str, *words: str) -> bool:
         """Whether a call is in the prompt with these words, more often than without it (tools have names,
         too), and its arguments are neither Python nor encoded twice."""
         without = self._text([_ASKED, _SAID]) or ""
@@ -306,7 +308,7 @@ class _Probe:
         return _IDS[skills.ids][which]
 
 
-def _dumped(text: str, key: str) -> bool:
+def _is_dumped(text: str, key: str) -> bool:
     return any(f"{quote}{key}{quote}" in text for quote in "'\"")
 
 
@@ -314,7 +316,7 @@ def _likely(found: Format, text: str) -> list[Format]:
     """Formats that may read the call in `text`: first those with it as their first notation, as grammars and
     Headrace write it; `found` and formats with its reasoning before others."""
     alike = [found, *(form for form in FORMATS.values() if form.think == found.think)]
-    first = [form for form in alike if reads(replace(form, notations=form.notations[:1]), text)]
+    first = [form for form in alike if can_parse(replace(form, notations=form.notations[:1]), text)]
     exact = [form for form in first if form.writes is not None and _beginning(form.writes) in text]
     return [*exact, *first, *alike, *FORMATS.values()]
 

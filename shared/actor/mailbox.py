@@ -92,7 +92,7 @@ class Outbound:
         """The number of the next message."""
         return self.last_seq + 1
 
-    def keep(self, data: bytes, now_us: int) -> None:
+    def keep_sent(self, data: bytes, now_us: int) -> None:
         """Keep the bytes of message `next_seq`, which the caller sends now."""
         self.last_seq += 1
         self._kept.append((self.last_seq, data))
@@ -117,11 +117,11 @@ class Outbound:
         """Announce the last number again: the receiver may have been cut off."""
         self._announcements_left = ANNOUNCEMENTS if self.last_seq else 0
 
-    def unused_since(self, before_us: int) -> bool:
+    def is_unused_since(self, before_us: int) -> bool:
         """True if nothing was sent since `before_us`."""
         return self._sent_us <= before_us
 
-    def silent_since(self, before_us: int) -> bool:
+    def must_announce(self, before_us: int) -> bool:
         """True ANNOUNCEMENTS times on a stream without a message since `before_us`."""
         if not self._announcements_left or self._sent_us > before_us:
             return False
@@ -157,7 +157,7 @@ class Inbound(Generic[T]):
 
     def arrive(self, seq: int, item: T, now_us: int) -> StreamUpdate[T]:
         """Receive message number `seq`."""
-        if seq < self._next or seq in self._early or self._implausible(seq):
+        if seq < self._next or seq in self._early or self._is_implausible(seq):
             return StreamUpdate([])
         self._early[seq] = item
         if seq != self._next and len(self._early) > MAX_EARLY:
@@ -167,7 +167,7 @@ class Inbound(Generic[T]):
 
     def expect_until(self, last_seq: int, now_us: int) -> int:
         """The first number to request again, given the announced `last_seq`; 0 if none is missing."""
-        if not self._implausible(last_seq):
+        if not self._is_implausible(last_seq):
             self._end = max(self._end, last_seq)
         return self._resend_request(now_us) if self._end >= self._next else 0
 
@@ -184,14 +184,14 @@ class Inbound(Generic[T]):
     def skip_to(self, next_seq: int, *, lost: bool) -> StreamUpdate[T]:
         """Give up everything before `next_seq`. This is a loss if the caller passes `lost` or this end has
         read the stream before; a new receiver only joins at the sender's position."""
-        if next_seq <= self._next or self._implausible(next_seq):
+        if next_seq <= self._next or self._is_implausible(next_seq):
             return StreamUpdate([])
         lost = lost or not self._fresh
         self._next, self._requests = next_seq, 0
         self._early = {seq: item for seq, item in self._early.items() if seq >= next_seq}
         return StreamUpdate(self._ready(), lost=lost)
 
-    def _implausible(self, seq: int) -> bool:
+    def _is_implausible(self, seq: int) -> bool:
         """True for a number that would block the stream for good; a new receiver may join anywhere."""
         return seq - self._next > MAX_JUMP and not self._fresh
 
@@ -256,7 +256,7 @@ class Mailbox:
         stream = self._stream(to)
         envelope = Envelope(self.source, self.epoch, stream.next_seq, message, trace)
         for data in codec.encode_all(envelope):
-            stream.keep(data, self.clock.now_us())
+            stream.keep_sent(data, self.clock.now_us())
             self._publish(to, type(message).__name__, data)
 
     def upkeep(self) -> None:
@@ -267,10 +267,10 @@ class Mailbox:
             if now_us - state.last_seen_us > RETIRED_US and self.peers.get(source) is None:
                 del self._senders[source]
         for to, stream in list(self._outbound.items()):
-            if stream.unused_since(now_us - RETIRED_US) and self.peers.get(to) is None:
+            if stream.is_unused_since(now_us - RETIRED_US) and self.peers.get(to) is None:
                 self._retired_seq = max(self._retired_seq, stream.last_seq)
                 del self._outbound[to]
-            elif stream.silent_since(now_us - ANNOUNCE_END_US):
+            elif stream.must_announce(now_us - ANNOUNCE_END_US):
                 self._send_unnumbered(to, StreamAt(last_seq=stream.last_seq))
         self._upkeeps += 1
         if self._upkeeps % REANNOUNCE_HEARTBEATS == 0:
@@ -293,7 +293,7 @@ class Mailbox:
         if (stream := self._outbound.get(to)) is not None:
             stream.reannounce()
 
-    def reconnected(self) -> None:
+    def on_reconnected(self) -> None:
         """The broker connection is back; messages in both directions may be lost, announcements included.
         Announce the last number of every stream again, and request resends from every source."""
         for stream in self._outbound.values():

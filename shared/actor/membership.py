@@ -234,7 +234,7 @@ def vocabulary_number(digest: str) -> int:
     return int(digest[:12], 16)
 
 
-def starts_cold(peers: Peers, model: str) -> bool:
+def can_start_cold(peers: Peers, model: str) -> bool:
     """True if a model lacks nothing but executors, and its scheduler keeps requests until one joins."""
     return missing(peers, model) == ["executor"] and peers.max_load("scheduler", COLD_START, model) > 0
 

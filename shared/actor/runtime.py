@@ -192,7 +192,7 @@ class Runtime:
         try:
             if self.failure is None:
                 hurry = hurried or asyncio.Event()
-                if not await _drained(self.actor, drain_timeout_s, hurry):
+                if not await _drain_within(self.actor, drain_timeout_s, hurry):
                     why = "at once" if hurry.is_set() else f"within {drain_timeout_s:g} s"
                     log.warning("%s did not drain %s", self.mailbox.source, why)
         except Exception as error:  # noqa: BLE001 - reported, and the next steps must run
@@ -241,7 +241,7 @@ class Runtime:
             MetricPoint("headrace.ready", int(self.state == "ready"), "1"),
             MetricPoint("headrace.wire_errors", self.mailbox.wire_errors, "{message}", is_counter=True),
         )
-        return (*own, *process_metrics(), *(self.actor.metrics if self._started else ()))
+        return (*own, *process_metrics(), *(self.actor.metrics if self._has_started else ()))
 
     def fail(self, error: BaseException) -> None:
         """Fail the actor: the process ends with this error."""
@@ -308,7 +308,7 @@ class Runtime:
             self._guarded(self.actor.on_peer)(peer)
 
     def _on_status(self, delivery: Delivery) -> None:
-        if access.answerable(self.bus, delivery):
+        if access.can_answer(self.bus, delivery):
             about = {
                 "kind": self.mailbox.kind,
                 "id": self.mailbox.actor,
@@ -323,24 +323,24 @@ class Runtime:
             self.bus.publish(delivery.reply, to_json({**about, **self._status()}))
 
     def _on_metrics(self, delivery: Delivery) -> None:
-        if access.answerable(self.bus, delivery):
+        if access.can_answer(self.bus, delivery):
             self.bus.publish(delivery.reply, readings.pack(self.mailbox.source, self.collect_metrics()))
 
     @property
-    def _started(self) -> bool:
+    def _has_started(self) -> bool:
         """True once `start` of the actor has run up to its first await, until the actor fails."""
         return self._held_back is None and self.failure is None
 
     def _payload(self) -> HeartbeatPayload:
-        return self.actor.heartbeat_payload() if self._started else HeartbeatPayload()
+        return self.actor.heartbeat_payload() if self._has_started else HeartbeatPayload()
 
     def _status(self) -> dict[str, object]:
-        return self.actor.status() if self._started else {}
+        return self.actor.status() if self._has_started else {}
 
     def _on_fault(self, fault: BusFault) -> None:
         log.warning("%s: %s: %s", self.mailbox.source, fault.kind, fault.detail)
         if fault.kind == "reconnected":
-            self.mailbox.reconnected()
+            self.mailbox.on_reconnected()
         if fault.kind in ("disconnected", "reconnected"):
             self._guarded(self.actor.on_broker)(fault.kind == "reconnected")
         if fault.kind == "refused":
@@ -368,7 +368,7 @@ class Runtime:
             deliver()
 
 
-async def _drained(actor: Actor, limit_s: float, hurried: asyncio.Event) -> bool:
+async def _drain_within(actor: Actor, limit_s: float, hurried: asyncio.Event) -> bool:
     draining, hurry = asyncio.create_task(actor.drain()), asyncio.create_task(hurried.wait())
     done, _ = await asyncio.wait({draining, hurry}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     hurry.cancel()
@@ -532,7 +532,7 @@ async def answer_status(
 
 def _status_replier(bus: Bus, make: Callable[[], dict[str, object]]) -> Callable[[Delivery], None]:
     def reply(delivery: Delivery) -> None:
-        if access.answerable(bus, delivery):
+        if access.can_answer(bus, delivery):
             bus.publish(delivery.reply, to_json(make()))
 
     return reply

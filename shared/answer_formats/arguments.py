@@ -37,7 +37,7 @@ class Argument:
         self._schema = self._property(function, name, 0)
         self.kinds = self._kinds_of(self._schema, 0)
         # A text that may be shown before its end is known.
-        self.streams = self.kinds == _TEXT and self._allows(_NO_CHOICE)
+        self.streams = self.kinds == _TEXT and self._may_be(_NO_CHOICE)
 
     def read(self, text: str) -> str:
         """The argument as JSON."""
@@ -46,23 +46,23 @@ class Argument:
         if self.kinds != _TEXT:
             try:
                 value = json.loads(text)
-                if not isinstance(value, str) and self._allows(value):
+                if not isinstance(value, str) and self._may_be(value):
                     return dumps(value, allow_nan=False)
             except (ValueError, RecursionError):
                 pass
         readings = (text, text.strip(), unquoted(text))  # a grammar allows white space around a choice
-        return dumps(next((each for each in readings if isinstance(each, str) and self._allows(each)), text))
+        return dumps(next((each for each in readings if isinstance(each, str) and self._may_be(each)), text))
 
     def choices(self) -> list[str]:
         """The texts of a closed list of choices; empty if other texts are allowed, too."""
-        if self._allows(_NO_CHOICE):
+        if self._may_be(_NO_CHOICE):
             return []
         self._steps = 0
         found = dict.fromkeys(each for each in self._listed(self._schema, 0) if isinstance(each, str))
-        return [text for text in found if self._allows(text)]
+        return [text for text in found if self._may_be(text)]
 
     def _listed(self, schema: object, depth: int) -> Iterable[object]:
-        if not isinstance(schema, Mapping) or self._too_far(depth):
+        if not isinstance(schema, Mapping) or self._is_too_far(depth):
             return
         for values in _choices(schema):
             yield from values
@@ -72,13 +72,13 @@ class Argument:
         if "$ref" in schema:
             yield from self._listed(self._target(schema["$ref"]), depth + 1)
 
-    def _allows(self, value: object) -> bool:
+    def _may_be(self, value: object) -> bool:
         self._steps = 0
-        return self._fits(self._schema, value, 0)
+        return self._is_valid(self._schema, value, 0)
 
     def _property(self, schema: object, name: str, depth: int) -> object:
         """The schema of the argument, made of all parts that name it; True: anything."""
-        if not isinstance(schema, Mapping) or self._too_far(depth):
+        if not isinstance(schema, Mapping) or self._is_too_far(depth):
             return True
         found = [self._property(part, name, depth + 1) for part in self._parts(schema, "allOf")]
         if "$ref" in schema:
@@ -95,7 +95,7 @@ class Argument:
 
     def _kinds_of(self, schema: object, depth: int) -> frozenset[str]:
         """The types that a value may have."""
-        if not isinstance(schema, Mapping) or self._too_far(depth):
+        if not isinstance(schema, Mapping) or self._is_too_far(depth):
             return _ALL
         kinds = _ALL & _typed(schema.get("type"))
         for values in _choices(schema):
@@ -109,9 +109,9 @@ class Argument:
                 kinds &= frozenset().union(*(self._kinds_of(part, depth + 1) for part in parts))
         return kinds | _TYPES["null"] if schema.get("nullable") is True else kinds
 
-    def _fits(self, schema: object, value: object, depth: int) -> bool:
+    def _is_valid(self, schema: object, value: object, depth: int) -> bool:
         """Whether a value has a type, and is a choice, that the schema allows."""
-        if not isinstance(schema, Mapping) or self._too_far(depth):
+        if not isinstance(schema, Mapping) or self._is_too_far(depth):
             return schema is not False
         if value is None and schema.get("nullable") is True:
             return True
@@ -121,14 +121,14 @@ class Argument:
         for values in _choices(schema):
             if not any(kind == _kind_of(each) and value == each for each in values):
                 return False
-        if "$ref" in schema and not self._fits(self._target(schema["$ref"]), value, depth + 1):
+        if "$ref" in schema and not self._is_valid(self._target(schema["$ref"]), value, depth + 1):
             return False
-        if not all(self._fits(part, value, depth + 1) for part in self._parts(schema, "allOf")):
+        if not all(self._is_valid(part, value, depth + 1) for part in self._parts(schema, "allOf")):
             return False
         ways = [parts for way in ("anyOf", "oneOf") if (parts := self._parts(schema, way))]
-        return all(any(self._fits(part, value, depth + 1) for part in parts) for parts in ways)
+        return all(any(self._is_valid(part, value, depth + 1) for part in parts) for parts in ways)
 
-    def _too_far(self, depth: int) -> bool:
+    def _is_too_far(self, depth: int) -> bool:
         self._steps += 1
         return depth > MAX_DEPTH or self._steps > MOST_STEPS
 

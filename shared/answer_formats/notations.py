@@ -37,11 +37,11 @@ class JsonScanner:
             part = text[at:end]
             parts.append(part.translate(_CONTROL) if self._inside else part)
             at = end
-            if found and self._take(found[0]):
+            if found and self._read_char(found[0]):
                 return "".join(parts), at, True
         return "".join(parts), at, False
 
-    def _take(self, char: str) -> bool:
+    def _read_char(self, char: str) -> bool:
         if char == '"':
             self._inside = not self._inside
         elif char == "\\":
@@ -71,11 +71,11 @@ class PythonScanner:
             if found is None:
                 return text[start:], len(text), False
             at = found.end()
-            if self._take(found[0]):
+            if self._read_char(found[0]):
                 return text[start:at], at, True
         return text[start:], at, False
 
-    def _take(self, char: str) -> bool:
+    def _read_char(self, char: str) -> bool:
         if self._quote:
             self._escaped = char == "\\"
             self._quote = "" if char == self._quote else self._quote

@@ -124,10 +124,10 @@ class AnswerParser:
             thinking = thinking or bool((yield from reader.literal(form.think[0])))
         if form.think is not None and thinking:
             yield from reader.literal(form.think[0])  # some models open it again
-            reader.turn()
+            reader.change_kind()
             ends = (form.think[1], *(opens if form.calls_end_reasoning else ()))
             found = yield from reader.until(ends, partial(reader.put, REASONING))
-            reader.turn()
+            reader.change_kind()
             if found in opens:
                 yield from self._section(found)
         if form.bare and self._most:
@@ -179,7 +179,7 @@ class AnswerParser:
                 found = yield from reader.until(_STARTS, partial(reader.put, CONTENT))
                 continue
             recipient, channel = _RECIPIENT.search(header["head"]), _CHANNEL.search(header["head"])
-            reader.turn()
+            reader.change_kind()
             called = recipient is not None and reader.calls < self._most
             if recipient is not None and called:
                 reader.start(recipient["name"])
@@ -215,13 +215,13 @@ class AnswerParser:
                 return failed
         return ""
 
-    def _knows(self, name: str) -> bool:
+    def _is_call_name(self, name: str) -> bool:
         """Whether this is the name of a call. Without a marker any JSON may have a `name`: it is one of the
         functions."""
         return not (self._bare and self._tools) or name in self._tools
 
-    def _all(self, found: notations.Calls | None) -> bool:
-        if not all(self._knows(name) for name, _ in found or ()):
+    def _are_calls(self, found: notations.Calls | None) -> bool:
+        if not all(self._is_call_name(name) for name, _ in found or ()):
             return False
         room = self._most - self._reader.calls
         for name, arguments in (found or [])[:room]:
@@ -257,7 +257,7 @@ class AnswerParser:
         reader = self._reader
         while True:
             found = _HEAD_OF_OBJECT.match(reader.text, reader.at, reader.at + MAX_HEAD)
-            if found and not self._knows(found["name"]):
+            if found and not self._is_call_name(found["name"]):
                 wrong = False
                 break
             if found:
@@ -275,7 +275,7 @@ class AnswerParser:
         if wrong:
             return ""
         text, _ = yield from reader.collect(notations.JsonScanner().scan)
-        return None if self._all(notations.json_calls(text)) else text
+        return None if self._are_calls(notations.json_calls(text)) else text
 
     def _rest_of_object(self) -> Truth:
         """Step over further keys and the closing brace, if they are there."""
@@ -385,7 +385,7 @@ class AnswerParser:
 
     def _whole(self, scan: Scan, calls_in: Callable[[str], notations.Calls | None]) -> NoCall:
         text, _ = yield from self._reader.collect(scan)
-        return None if self._all(calls_in(text)) else text
+        return None if self._are_calls(calls_in(text)) else text
 
     def _braces(self, notation: formats.Braces) -> NoCall:
         """Everything up to a marker that stands in no text."""
@@ -399,7 +399,7 @@ class AnswerParser:
             quotes += found == notation.quote
             held.append(found)
         text = "".join(held)
-        return None if self._all(notations.braces_call(text, notation.quote)) else text + found
+        return None if self._are_calls(notations.braces_call(text, notation.quote)) else text + found
 
 
 _ERRORS = "surrogateescape"  # bytes that are no text stay what they are
@@ -435,14 +435,14 @@ def _reasoning(form: formats.Format, text: str, *, thinking: bool) -> Iterator[s
         for part in parser.feed(piece, last=not piece):
             if part.kind == REASONING:
                 yield part.text
-            elif not _channels(form):
+            elif not _has_channels(form):
                 return
 
 
 def can_reason(form: formats.Format) -> bool:
     """Whether answers of this format may have reasoning."""
-    return form.think is not None or _channels(form)
+    return form.think is not None or _has_channels(form)
 
 
-def _channels(form: formats.Format) -> bool:
+def _has_channels(form: formats.Format) -> bool:
     return isinstance(form.notations[0], formats.Channels)

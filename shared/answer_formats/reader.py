@@ -90,7 +90,7 @@ class Reader:
         self.spaces = text[len(shown) :]
         self.emit(kind, shown)
 
-    def turn(self) -> None:
+    def change_kind(self) -> None:
         """Text of another kind follows: white space around it is dropped."""
         self.spaces, self._trim = "", True
 
@@ -104,7 +104,7 @@ class Reader:
 
     def start(self, name: str) -> None:
         """A call of the function `name` begins."""
-        self.turn()
+        self.change_kind()
         self.since = None
         self.calls += 1
         self.emit(CALL, name)

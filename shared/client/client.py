@@ -171,18 +171,18 @@ class Client:
                 self._attach(place, replies, inboxes)
                 try:
                     while not place.ended:
-                        wait_s = SILENCE_S if place.answered else patience.pause_s
+                        wait_s = SILENCE_S if place.was_answered else patience.pause_s
                         if (new := await self._next(place, replies, wait_s)) is not None:
                             patience.frame_came(loop.time())
                             yield new
                     return
                 except TimeoutError:
-                    if place.answered:
-                        patience.known(loop.time())
+                    if place.was_answered:
+                        patience.on_known(loop.time())
                 except (AttachAgain, SlowReader):
-                    patience.known(loop.time())
+                    patience.on_known(loop.time())
                     await asyncio.sleep(patience.pause_s)
-                if not place.answered and patience.is_over(state, loop.time()):
+                if not place.was_answered and patience.is_over(state, loop.time()):
                     raise _lost(request_id, state)
                 if quiet:
                     yield {"type": QUIET}
@@ -209,12 +209,12 @@ class Client:
         """The next frame for the reader; None if the message has none for it. Raises the request's error,
         TimeoutError, AttachAgain, SlowReader."""
         delivery = await replies.get(wait_s)
-        if delivery.no_responders:
+        if delivery.has_no_responders:
             return None
         frame = _message(delivery, "")
         if "error" not in frame:
-            return place.take(delivery.subject, delivery.reply, frame)
-        if place.ignores(delivery.subject, delivery.reply, frame):
+            return place.accept(delivery.subject, delivery.reply, frame)
+        if place.can_ignore(delivery.subject, delivery.reply, frame):
             return None
         error = error_of(frame)
         if isinstance(error, errors.Overloaded) and "attempt" not in frame:
@@ -285,7 +285,7 @@ class Client:
             raise RequestTimeout(f"no answer on {subject} within {timeout_s:g} s") from None
         finally:
             self._waiting.pop(reply).close()
-        if delivery.no_responders:
+        if delivery.has_no_responders:
             raise NoResponders(f"no service answers on {subject}")
         return delivery
 
@@ -328,10 +328,10 @@ class Client:
                 silent_s = 0.0
                 ended = True  # an error, or the last message: nothing is left to cancel
                 message = _message(delivery, model)
-                if "error" in message and not (body["stream"] and order.outdated(message)):
+                if "error" in message and not (body["stream"] and order.is_outdated(message)):
                     raise error_of(message)
                 ended = not body["stream"]
-                if ended or order.take(message):
+                if ended or order.accept(message):
                     if ended or order.frame == 1:
                         self._served.add(replies.model)
                     ended = ended or END_HEADER in delivery.headers
@@ -386,7 +386,7 @@ class Client:
         replies = self._waiting.get(delivery.subject)
         if replies is None:
             return
-        if delivery.no_responders:
+        if delivery.has_no_responders:
             if replies.resends or self.awaited():  # its services may not be back yet
                 replies.unserved = True
                 asyncio.get_running_loop().call_later(AGAIN_S, self._send_again, delivery.subject)
@@ -404,18 +404,18 @@ class FrameOrder:
     frame: int = 0  # the next one
     gap: MissingFrame | None = None
 
-    def outdated(self, frame: Mapping[str, Any]) -> bool:
+    def is_outdated(self, frame: Mapping[str, Any]) -> bool:
         """True for a frame or an error of an earlier attempt, from a detokenizer that was replaced."""
         attempt = frame.get("attempt")
         return isinstance(attempt, int) and attempt < self.attempt
 
-    def take(self, frame: Mapping[str, Any]) -> bool:
+    def accept(self, frame: Mapping[str, Any]) -> bool:
         """True if this is the next frame; a new attempt starts at 0 again."""
         # the usual frame, on the path of every chunk
         if frame["frame"] == self.frame > 0 and frame["attempt"] == self.attempt and self.gap is None:
             self.frame += 1
             return True
-        if self.outdated(frame):
+        if self.is_outdated(frame):
             return False
         attempt, number = int(frame["attempt"]), int(frame["frame"])
         starts_over = attempt > self.attempt or (number == 0 and frame["type"] == "accepted")
@@ -439,14 +439,14 @@ async def probe(client: Client, model: str) -> str:
     `Client.stream`."""
     client = client.as_tenant(subjects.PROBE_TENANT)
     try:
-        await _begun(client, {"model": model, **PROBE, "temperature": 0})
+        await _begin_and_cancel(client, {"model": model, **PROBE, "temperature": 0})
     except errors.BadRequest as error:
         if error.message != errors.NO_TEMPLATE:
             raise
     else:
         return "messages"
     try:
-        await _begun(client, {"model": model, "prompt": "Hello", "temperature": 0})
+        await _begin_and_cancel(client, {"model": model, "prompt": "Hello", "temperature": 0})
     except errors.BadRequest as error:
         if not error.message.endswith(errors.NO_TEXT):
             raise
@@ -455,7 +455,7 @@ async def probe(client: Client, model: str) -> str:
     return "prompt"
 
 
-async def _begun(client: Client, body: Body) -> None:
+async def _begin_and_cancel(client: Client, body: Body) -> None:
     with contextlib.suppress(errors.Cancelled):
         async for frame in client.stream(body, timeout_s=PROBE_TIMEOUT_S):
             if frame["type"] == "delta":
@@ -528,7 +528,7 @@ async def gather(
 
     def on_answer(delivery: Delivery) -> None:
         nonlocal silent
-        silent = silent or delivery.no_responders
+        silent = silent or delivery.has_no_responders
         if silent or note(delivery):
             ended.set()
 
@@ -575,7 +575,7 @@ def _read(data: bytes) -> Body | None:
 
 
 def _message(delivery: Delivery, model: str) -> Body:
-    if delivery.no_responders:
+    if delivery.has_no_responders:
         raise _no_service(model)
     message = _read(delivery.data)
     if message is None:
@@ -626,7 +626,7 @@ class UnreadFrames:
         self.count += 1
         if self._failure is not None:
             return
-        if self._bytes and self._full():
+        if self._bytes and self._is_full():
             why = f"{self._bytes} bytes of the answer waited to be read"
             self._deliveries.clear()
             self._count(-self._bytes)
@@ -637,7 +637,7 @@ class UnreadFrames:
             self._count(len(delivery.data))
         self._wake()
 
-    def _full(self) -> bool:
+    def _is_full(self) -> bool:
         total = self._total
         over = total.size > MAX_TENANT_BYTES and self._bytes * total.streams >= total.size
         return self._bytes > MAX_UNREAD_BYTES or over

@@ -77,13 +77,13 @@ class Followed:
         return {"choices": had, "attempt": self.attempt}
 
     @property
-    def answered(self) -> bool:
+    def was_answered(self) -> bool:
         """True if the latest attach was answered."""
         return self.pin is not None and self.pin[0] == self.latest
 
-    def take(self, inbox: str, sender: str, frame: Body) -> Body | None:
+    def accept(self, inbox: str, sender: str, frame: Body) -> Body | None:
         """The frame as the reader gets it; None if it is not for the reader. Raises AttachAgain."""
-        if frame["type"] == "accepted" and self._accepts(inbox, int(frame["attempt"])):
+        if frame["type"] == "accepted" and self._is_expected(inbox, int(frame["attempt"])):
             self.pin, self._taken = (inbox, sender), (int(frame["attempt"]), 1)
             return self._begin(frame)
         if (inbox, sender) != self.pin:
@@ -97,13 +97,13 @@ class Followed:
         self.ended = frame["type"] == "done"
         return self._numbered(frame)
 
-    def ignores(self, inbox: str, sender: str, error: Mapping[str, Any]) -> bool:
+    def can_ignore(self, inbox: str, sender: str, error: Mapping[str, Any]) -> bool:
         """True for an error that is not of the latest attach, and does not end this reader."""
         if "attempt" not in error:  # the attach was refused
             return inbox != self.latest
         if (inbox, sender) != self.pin:
             return True
-        return not self.answered and error["error"].get("type") == Moved.type  # by the attach after it
+        return not self.was_answered and error["error"].get("type") == Moved.type  # by the attach after it
 
     def of_record(self, record: Mapping[str, Any]) -> Iterator[Body]:
         """The frames of a stored answer, from where the reader is."""
@@ -111,7 +111,7 @@ class Followed:
         texts = {int(c["index"]): text_of(c) for c in answer["choices"]}
         scored = any(choice.get("logprobs") for choice in answer["choices"])
         has = [index for index, had in self._had.items() if had.chars]
-        if has and (scored or not all(self._begins(index, texts.get(index, "")) for index in has)):
+        if has and (scored or not all(self._has_start(index, texts.get(index, "")) for index in has)):
             self._restart(0)
         usage = answer.get("usage") or {}
         about = {name: answer[name] for name in ("model", "created", "run") if name in answer}
@@ -132,9 +132,9 @@ class Followed:
 
     # ---- internals ------------------------------------------------------------------------------
 
-    def _accepts(self, inbox: str, attempt: int) -> bool:
+    def _is_expected(self, inbox: str, attempt: int) -> bool:
         """The answer to the latest attach, or a text that starts over."""
-        return attempt > self.attempt > 0 or (inbox == self.latest and not self.answered)
+        return attempt > self.attempt > 0 or (inbox == self.latest and not self.was_answered)
 
     def _begin(self, frame: Body) -> Body | None:
         """The first frame for a reader that begins, or starts over; none for one that goes on."""
@@ -165,7 +165,7 @@ class Followed:
                 raise AttachAgain
             had.add(text_of(choice))
 
-    def _begins(self, index: int, text: str) -> bool:
+    def _has_start(self, index: int, text: str) -> bool:
         had = self._had[index]
         return len(text) >= had.chars and text_hash(text[: had.chars]) == had.digest
 
@@ -198,7 +198,7 @@ class Patience:
         """A frame has come."""
         self._heard, self.sign_s, self._tries, self.pause_s = True, now_s, 0, FIRST_PAUSE_S
 
-    def known(self, now_s: float) -> None:
+    def on_known(self, now_s: float) -> None:
         """A detokenizer has the request."""
         self.sign_s, self._tries = now_s, 0
 

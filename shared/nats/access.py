@@ -7,7 +7,7 @@
 A tenant can neither send requests as another tenant nor read another's replies, and no tenant reaches a
 mailbox. A service that only answers requests may publish one message to each reply subject it receives. The
 tokenizer and the detokenizer may publish to every inbox, so they check the reply subject: it must lie below
-the inbox of the tenant in the request's subject (`answerable`). The gateway, the keeper and the operator send
+the inbox of the tenant in the request's subject (`can_answer`). The gateway, the keeper and the operator send
 requests for any tenant, and read the replies in a part of the tenant's inbox (`reply_inbox`).
 
 A nats-server URL includes the user and the certificates:
@@ -250,7 +250,7 @@ def is_keepers(inbox: str) -> bool:
     return inbox.split(".")[2:3] == [user_of("keeper")]
 
 
-def answerable(bus: Bus, asked: Delivery) -> bool:
+def can_answer(bus: Bus, asked: Delivery) -> bool:
     """True if an answer may go to the reply subject of `asked`. With the users of `headrace auth` it must lie
     below the inbox of the tenant in the subject or, for requests of services and the operator, below one of
     theirs: this service may publish where the sender of the request may not."""

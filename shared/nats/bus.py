@@ -125,7 +125,7 @@ class _Client(NatsClient):
                 pool.append(Srv(url, discovered=True, tls_name=name))
 
     @property
-    def at_discovered(self) -> bool:
+    def is_at_discovered(self) -> bool:
         """True if the last address that was tried is one that a server has advertised."""
         return self._current_server is not None and bool(self._current_server.discovered)
 
@@ -322,7 +322,7 @@ class NatsBus:
             # the connection is closing, and with it this; or the server has stopped answering
             with contextlib.suppress(nats_errors.Error):
                 if drain and self._nc.is_connected:
-                    await _drained(subscription.inner)
+                    await _drain(subscription.inner)
                 else:
                     await subscription.inner.unsubscribe()
 
@@ -340,7 +340,7 @@ class NatsBus:
             raise interface.RequestTimeout(f"no answer on {subject} within {timeout_us / 1e6:g} s") from None
         finally:
             del self._replies[token]
-        if delivery.no_responders:
+        if delivery.has_no_responders:
             raise interface.NoResponders(f"nothing listens to {subject}")
         return delivery
 
@@ -372,7 +372,7 @@ class NatsBus:
         if self._nc.is_connected:
             # cut off half-way, or the server has stopped answering: nothing is left to deliver
             with contextlib.suppress(nats_errors.Error, OSError, Unavailable):
-                await asyncio.gather(*(_drained(s.inner) for s in self._subscriptions))
+                await asyncio.gather(*(_drain(s.inner) for s in self._subscriptions))
                 await self.flush()
         self._subscriptions.clear()
         self._faults.silent = True
@@ -389,7 +389,7 @@ class NatsBus:
             answer.set_result(delivery)
 
     async def _on_error(self, error: Any) -> None:
-        await self._faults.on_error(error, configured=not self._nc.at_discovered)
+        await self._faults.on_error(error, configured=not self._nc.is_at_discovered)
 
     async def _on_disconnected(self) -> None:
         self._online.clear()
@@ -478,7 +478,7 @@ def _why_not(url: str, error: BaseException, cause: str) -> str:
     )
 
 
-async def _drained(subscription: Any) -> None:  # nats-py leaves its drain without a return type
+async def _drain(subscription: Any) -> None:  # nats-py leaves its drain without a return type
     await subscription.drain()
 
 
@@ -519,7 +519,7 @@ class Faults:
         if isinstance(error, ssl.SSLCertVerificationError) and not self.opened:
             raise Refused(text(error))  # nats-py does not try again: it waits for the end of the handshake
         if _VIOLATION in words or isinstance(error, (ssl.SSLCertVerificationError, NoTls)):
-            self._refused(text(error), configured=configured)
+            self._on_refused(text(error), configured=configured)
         elif _DENIED in words:
             self.report("refused" if _DENIED_READING in words else "permission", str(error))
         elif not self.opened and isinstance(error, _CLOSED_AT_ONCE):
@@ -530,7 +530,7 @@ class Faults:
         elif self.online:  # a failed attempt to reconnect follows "disconnected" anyway
             self.report("error", text(error))
 
-    def _refused(self, why: str, *, configured: bool) -> None:
+    def _on_refused(self, why: str, *, configured: bool) -> None:
         """The login or the certificate is wrong if the configured addresses refuse it, one of them twice.
         What a cluster advertises may be out of date, or another server's by now."""
         self.cause = why

@@ -28,7 +28,7 @@ class Delivery(NamedTuple):
     headers: Mapping[str, str] = NO_HEADERS
 
     @property
-    def no_responders(self) -> bool:
+    def has_no_responders(self) -> bool:
         """True for the server's own answer that nothing listened (`headers["Nats-Subject"]`)."""
         return not self.data and self.headers.get("Status") == NO_RESPONDERS
 

@@ -85,7 +85,7 @@ class Unwritten:
         }
 
     @contextlib.contextmanager
-    def watched(self, subject: str) -> Iterator[None]:
+    def watch(self, subject: str) -> Iterator[None]:
         """A write to `subject`: how it ends is noted."""
         kind, cleared = ".".join(subject.split(".")[:3]), self._cleared  # headrace.store.work, without names
         try:
@@ -113,15 +113,15 @@ class Made:
     _known: set[str] = field(default_factory=set)
     _removed_us: dict[str, int] = field(default_factory=dict)
 
-    def found(self, name: str) -> None:
+    def on_found(self, name: str) -> None:
         """There is a stream of this name."""
         self._known.add(name)
 
-    def has(self, name: str) -> bool:
+    def was_found(self, name: str) -> bool:
         """True if there was a stream of this name."""
         return name in self._known
 
-    def missing(self, name: str) -> None:
+    def on_missing(self, name: str) -> None:
         """There is none, and it is made now."""
         if name in self._known:
             log.error("stream %s was removed, with all that it held: it is made again", name)
@@ -150,11 +150,11 @@ class JetStream:
         try:
             await self._call(f"{_API}.STREAM.INFO.{name}", b"")
         except UnknownStream:  # made again, it would need its space on disk a second time
-            self.made.missing(name)
+            self.made.on_missing(name)
             with contextlib.suppress(Taken):  # by another service
                 await self._call(f"{_API}.STREAM.CREATE.{name}", _json({"name": name, **config}))
                 made = True
-        self.made.found(name)
+        self.made.on_found(name)
         return made
 
     async def make_consumer(self, stream: str, name: str, config: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class JetStream:
         body = {"stream_name": stream, "config": {"durable_name": name, "name": name, **config}}
         below = f".{config['filter_subject']}" if "filter_subject" in config else ""
         subject = f"{_API}.CONSUMER.CREATE.{stream}.{name}{below}"
-        with self.unwritten.watched(subject):
+        with self.unwritten.watch(subject):
             await self._call(subject, _json(body))
 
     async def delete_consumer(self, stream: str, name: str) -> None:
@@ -186,7 +186,7 @@ class JetStream:
         info = await self._call(f"{_API}.STREAM.INFO.{stream}", b"")
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
 
-    async def reads(self, stream: str) -> bool:
+    async def can_read(self, stream: str) -> bool:
         """Whether a stream, which in a cluster has a leader then, answers reads."""
         with contextlib.suppress(Unavailable, UnknownStream):
             return bool(await self.room(stream))
@@ -198,13 +198,13 @@ class JetStream:
         headers = {"Nats-Expected-Last-Subject-Sequence": "0", **_lifetime(ttl_s)}
         if only:
             headers["Nats-Expected-Last-Subject-Sequence-Subject"] = only
-        with self.unwritten.watched(subject):
+        with self.unwritten.watch(subject):
             await self._call(subject, data, headers)
 
     async def replace(self, subject: str, data: bytes, ttl_s: int = 0) -> None:
         """Store a message; a stream with one message for each subject drops the one before. Raises like
         `create`."""
-        with self.unwritten.watched(subject):
+        with self.unwritten.watch(subject):
             await self._call(subject, data, _lifetime(ttl_s))
 
     async def purge(self, stream: str, subject: str, keep: int = 0) -> int:

@@ -83,7 +83,7 @@ class ObjectStore:
                 if not left:
                     raise
 
-    async def keep(self, tenant: str, meta: Meta, ttl_s: int) -> None:
+    async def keep_file(self, tenant: str, meta: Meta, ttl_s: int) -> None:
         """Make a file of the stored chunks. Raises Taken if there is one of its id."""
         data = json.dumps(meta, separators=(",", ":")).encode()
         await self.streams.create(subjects.file_part(tenant, meta["id"], "meta"), data, ttl_s)
@@ -94,7 +94,7 @@ class ObjectStore:
         try:
             content = await send_chunks(pieces, lambda n, chunk: self.put(tenant, file, n, chunk, ttl_s))
             whole = {**meta, "bytes": content.bytes, "chunks": content.chunks, "sha256": content.sha256}
-            await self.keep(tenant, whole, ttl_s)
+            await self.keep_file(tenant, whole, ttl_s)
         except BaseException:
             with contextlib.suppress(HeadraceError):
                 await self.delete(tenant, file)

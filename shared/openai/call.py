@@ -55,7 +55,7 @@ class Call:
     keep: Body = field(default_factory=dict)  # what an answer needs later, beside the native request
 
     @property
-    def prompt_only(self) -> bool:
+    def is_prompt_only(self) -> bool:
         """The answer is the echoed prompt and no token."""
         limit = self.bodies[0].get("max_tokens")
         return self.echo and not self.stream and limit == 0 and type(limit) is int

@@ -27,12 +27,12 @@ _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 9464  # as in the specification
 def is_on(env: Mapping[str, str], signal: str = TRACES) -> bool:
     """Whether OTLP export of the signal is on."""
     wanted = _exporters(env, signal) or {"otlp"}
-    return any(env.get(name) for name in _of(ENDPOINTS, signal)) and "otlp" in wanted and not _disabled(env)
+    return any(env.get(name) for name in _of(ENDPOINTS, signal)) and "otlp" in wanted and not _is_off(env)
 
 
 def prometheus_address(env: Mapping[str, str]) -> tuple[str, int] | None:
     """The address of the metrics page, None if it is off. Raises SetupError."""
-    if "prometheus" not in _exporters(env, METRICS) or _disabled(env):
+    if "prometheus" not in _exporters(env, METRICS) or _is_off(env):
         return None
     port = env.get(PROMETHEUS_PORT) or str(_DEFAULT_PORT)
     if not port.isdecimal() or int(port) > 65_535:
@@ -59,7 +59,7 @@ def _exporters(env: Mapping[str, str], signal: str) -> set[str]:
     return {name.strip() for name in names} - {""}
 
 
-def _disabled(env: Mapping[str, str]) -> bool:
+def _is_off(env: Mapping[str, str]) -> bool:
     return env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 

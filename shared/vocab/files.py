@@ -110,13 +110,13 @@ def resolve(model: str, cache_dir: Path) -> ModelFiles:
     if named.exists() and (named.suffix == ".gguf" or named.is_dir()):
         return ModelFiles(served_name(model), _checked(named.absolute()))  # a link keeps its name
     place = place_of(model, cache_dir)
-    if not _looks_like_path(model) and place.exists():
+    if not _is_path(model) and place.exists():
         return ModelFiles(served_name(model), _checked(place))
     if named.exists() and model not in CATALOGUE:
         raise SetupError(
             f"{named} is not a model: give a file whose name ends in .gguf, or a Hugging Face folder"
         )
-    if _looks_like_path(model):
+    if _is_path(model):
         raise SetupError(f"there is no model at {named}; give a .gguf file or a Hugging Face folder")
     if not can_be_pulled(model):
         raise unknown_model(model)
@@ -129,7 +129,7 @@ def resolve(model: str, cache_dir: Path) -> ModelFiles:
 
 def can_be_pulled(model: str) -> bool:
     """Whether `headrace pull` has a source for this name: the catalogue, or a hub id like owner/name."""
-    return model in CATALOGUE or (model.count("/") == 1 and not _looks_like_path(model))
+    return model in CATALOGUE or (model.count("/") == 1 and not _is_path(model))
 
 
 def unknown_model(model: str) -> SetupError:
@@ -150,7 +150,7 @@ def size_bytes(files: ModelFiles) -> int:
 
 def served_name(model: str) -> str:
     """The model's name for clients: the last part of a path without `.gguf`, else `model` itself."""
-    if model in CATALOGUE or not _looks_like_path(model):
+    if model in CATALOGUE or not _is_path(model):
         return model
     return Path(os.path.abspath(Path(model).expanduser())).name.removesuffix(".gguf")
 
@@ -189,7 +189,7 @@ def json_object(file: Path) -> dict[str, Any]:
     return found
 
 
-def _looks_like_path(model: str) -> bool:
+def _is_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or Path(model).suffix == ".gguf"
 
 

@@ -184,7 +184,7 @@ class Vocabulary:
         return self._tables[markers]
 
     @property
-    def strips_leading_space(self) -> bool:
+    def must_strip_space(self) -> bool:
         """Whether decoding removes a space before the first word."""
         return self._parts.space_before
 
@@ -244,7 +244,7 @@ class Vocabulary:
         """The text of `ids`. Raises IndexError for an id outside the vocabulary."""
         table = self.token_bytes
         data = b"".join([table[i] for i in ids])
-        return data.removeprefix(b" " if self.strips_leading_space else b"").decode("utf-8", "replace")
+        return data.removeprefix(b" " if self.must_strip_space else b"").decode("utf-8", "replace")
 
     def token_text(self, token: int) -> str:
         """The readable form of one token: its text, or the name of a control token. An id outside the
@@ -524,7 +524,7 @@ def gguf_parts(path: Path) -> VocabularyParts:
     data["tokenizer.ggml.token_type"] = kinds
     bos = data.get("tokenizer.ggml.bos_token_id")
     bos = bos if bos in range(len(tokens)) else None  # 2**32 - 1 stands for none
-    begins = model == "llama" or skips_merges_for_whole_words(data.get("tokenizer.ggml.pre", ""))
+    begins = model == "llama" or can_skip_merges(data.get("tokenizer.ggml.pre", ""))
     add_bos = data.get("tokenizer.ggml.add_bos_token", begins)
     return VocabularyParts(
         tokens=tokens,
@@ -571,7 +571,7 @@ def _byte_level(data: dict[str, Any]) -> Callable[[Mapping[str, str]], Tokenizer
         model = BPE(
             vocab={names.get(token, token): i for i, token in enumerate(tokens)},
             merges=_without(names, (merge.split(" ", 1) for merge in merges)),
-            ignore_merges=skips_merges_for_whole_words(pre),
+            ignore_merges=can_skip_merges(pre),
         )
         tokenizer = Tokenizer(model)
         tokenizer.pre_tokenizer = pipeline
@@ -673,7 +673,7 @@ def pre_tokenizer(pre: str) -> PreTokenizer:
     return make()
 
 
-def skips_merges_for_whole_words(pre: str) -> bool:
+def can_skip_merges(pre: str) -> bool:
     """True if a word that is a token needs no merges (Llama 3)."""
     return pre in ("llama-bpe", "llama3", "llama-v3")
 

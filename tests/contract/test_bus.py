@@ -108,7 +108,7 @@ async def test_request_and_reply_with_headers(connect: Connect, fleet: str) -> N
     got = await asker.request(fleet, b"is it? ", timeout_us=5_000_000, headers={"Question": "Q 1"})
     assert got.data == b"is it? Q 1"
     assert dict(got.headers) == {"Answer": "yes: it is", "Other": "2"}
-    assert not got.no_responders
+    assert not got.has_no_responders
 
 
 async def test_requests_in_flight_get_their_own_replies(connect: Connect, fleet: str) -> None:
@@ -160,10 +160,10 @@ async def test_a_dead_reply_inbox_is_told_by_its_name(connect: Connect, fleet: s
     bus.publish(living, b"frame", reply=f"_R.{fleet}.one")
     bus.publish(dead, b"frame", reply=f"_R.{fleet}.two", headers={"Some": "header"})
     (told,) = await gone.wait_for(1)
-    assert told.no_responders
+    assert told.has_no_responders
     assert told.subject == f"_R.{fleet}.two"
     assert told.headers["Nats-Subject"] == dead
-    assert [(d.data, d.no_responders) for d in await alive.wait_for(1)] == [(b"frame", False)]
+    assert [(d.data, d.has_no_responders) for d in await alive.wait_for(1)] == [(b"frame", False)]
 
 
 async def test_an_empty_message_is_no_503(connect: Connect, fleet: str) -> None:
@@ -171,7 +171,7 @@ async def test_an_empty_message_is_no_503(connect: Connect, fleet: str) -> None:
     await bus.subscribe(fleet, inbox)
     await bus.flush()
     bus.publish(fleet, b"")
-    assert [(d.data, d.reply, dict(d.headers), d.no_responders) for d in await inbox.wait_for(1)] == [
+    assert [(d.data, d.reply, dict(d.headers), d.has_no_responders) for d in await inbox.wait_for(1)] == [
         (b"", "", {}, False)
     ]
 

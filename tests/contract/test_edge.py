@@ -463,7 +463,7 @@ async def test_tenants_have_accounts_at_either_side(
     def answer(asked: Delivery) -> None:
         if asked.data == b"left":
             tokenizer.publish(asked.reply, b"x", reply=inbox)
-        elif access.answerable(tokenizer, asked):
+        elif access.can_answer(tokenizer, asked):
             tokenizer.publish(asked.reply, asked.data)
 
     inbox = tokenizer.new_inbox()

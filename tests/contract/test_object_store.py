@@ -73,7 +73,7 @@ async def test_files_are_their_tenants_own(store: ObjectStore) -> None:
     await store.delete("*", FILE)
     assert await content_of(store) == b"mine"
     with pytest.raises(Taken):
-        await store.keep("a", {"id": FILE}, 60)
+        await store.keep_file("a", {"id": FILE}, 60)
 
 
 async def test_nothing_is_left_of_a_deleted_or_failed_file(store: ObjectStore) -> None:

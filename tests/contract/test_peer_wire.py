@@ -50,7 +50,7 @@ Start = Callable[[], Owner]
 
 @pytest.fixture(params=[FileWire, NixlWire], ids=["files", "nixl"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[FileWire | NixlWire]:
-    if request.param is NixlWire and not nixl.installed():
+    if request.param is NixlWire and not nixl.is_installed():
         pytest.skip("headrace[nixl] is not installed: 241 MB, so not part of `dev`")
     monkeypatch.setenv("UCX_TLS", "tcp,self")  # as between hosts without RDMA
     kind: type[FileWire | NixlWire] = request.param

@@ -29,7 +29,7 @@ from shared.nats import subjects
 from shared.nats.bus import NatsBus
 from shared.nats.interface import Delivery
 
-pytestmark = pytest.mark.skipif(not nixl.installed(), reason="headrace[nixl] is not installed: 241 MB")
+pytestmark = pytest.mark.skipif(not nixl.is_installed(), reason="headrace[nixl] is not installed: 241 MB")
 
 RTT_MS, MBIT = 2, 1_000  # a read takes less time than to compute the prompt, on fast machines, too
 SLOW_MBIT = 5  # a read takes 4 s, so that a busy machine cuts the link in time

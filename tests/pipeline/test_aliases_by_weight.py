@@ -386,7 +386,7 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
     both = {subjects.alias("chat"), subjects.alias("code")}
     assert await stored() == both, "a deleted one stays deleted"
     known = [each._aliases._streams.made for each in two.tokenizers()]
-    await two.until(lambda: all(made.has(subjects.ALIAS_STREAM) for made in known))
+    await two.until(lambda: all(made.was_found(subjects.ALIAS_STREAM) for made in known))
     await remove()
     async with asyncio.timeout(30):
         while True:

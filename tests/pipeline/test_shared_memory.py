@@ -28,14 +28,14 @@ class Processes:
     pipeline: Pipeline
     least_mib: int = 100
     restarts: int = 0
-    end: bool = False
+    is_ending: bool = False
     on: bool = True
     told: list[str] = field(default_factory=list)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     @property
-    def run(self) -> bool:
-        return self.end or self.on
+    def is_running(self) -> bool:
+        return self.is_ending or self.on
 
     def start(self) -> None:
         self.told.append("start")
@@ -44,12 +44,12 @@ class Processes:
 
     def stop(self) -> None:
         self.told.append("stop")
-        self.on, self.end = False, True
+        self.on, self.is_ending = False, True
         self.tasks.append(asyncio.create_task(self._finish()))
 
     async def _finish(self) -> None:
         await self.pipeline.runtimes.pop("executor-1").finish(5)
-        self.end = False
+        self.is_ending = False
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Host:
 
     async def turn(self, times: int = 1) -> None:
         for _ in range(times):
-            await self.agent.turn()
+            await self.agent.apply_rule()
 
     async def later(self, by_us: int) -> None:
         """Let time go on, and hear the heartbeats of then."""

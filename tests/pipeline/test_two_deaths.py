@@ -146,7 +146,7 @@ def test_what_is_answered_is_not_answered_again_when_both_have_gone_later(
             bus.publish(subjects.generate("public", "tiny"), data, reply=f"_INBOX.reader.{number}")
         await asyncio.sleep(0.25)
         shard: Any = fleet.runtimes[other].actor
-        while not (fault == "hang" or shard._core.backups.unsent):
+        while not (fault == "hang" or shard._core.backups.has_unsent):
             await asyncio.sleep(0.01)
         if fault == "drain":
             await leave(fleet, other)

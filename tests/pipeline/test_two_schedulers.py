@@ -140,7 +140,7 @@ async def test_an_executor_moves_in_the_middle_of_long_answers(
     await pipeline.runtimes.pop("scheduler-2").finish(30)
     await divided(pipeline, 2)
     monkeypatch.setattr(roles, "DRAIN_US", 0)
-    moved, turn = [], Division.turn
+    moved, turn = [], Division.decide
 
     def watched(self: Division, me: str, model: str, peers: Peers, running: Any, now_us: int) -> Any:
         move = turn(self, me, model, peers, running, now_us)
@@ -148,7 +148,7 @@ async def test_an_executor_moves_in_the_middle_of_long_answers(
             moved.append(running[move.executor])
         return move
 
-    monkeypatch.setattr(Division, "turn", watched)
+    monkeypatch.setattr(Division, "decide", watched)
     asking = asyncio.create_task(chats(pipeline, tokens=200))
     await pipeline.until(lambda: sum(status_of(pipeline, "running")) > CHATS // 2)
     await pipeline.add("scheduler", "scheduler-3")

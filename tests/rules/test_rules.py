@@ -23,6 +23,15 @@ SERVICES = (
 )
 TORCH = ("torch", "triton")
 
+QUESTIONS = ("is_", "has_", "can_", "are_", "may_", "must_", "needs_", "was_")
+# the first words of functions that do something, and return whether they did
+WORDS = """
+    accept add admit apply cancel close come copy drain enqueue force forward gather give grow keep
+    lower make note pin plan preempt publish pull queue read remove reserve retire start update
+    write yield
+"""
+COMMANDS = WORDS.split()
+
 
 @pytest.mark.parametrize("source", product(), ids=lambda s: s.name)
 def test_imports_go_in_the_allowed_directions(source: Source) -> None:
@@ -132,6 +141,40 @@ def test_every_function_is_annotated() -> None:
             if missing or function.returns is None:
                 bare.append(f"{source.name}:{function.name} {missing}")
     assert bare == []
+
+
+def test_a_bool_is_the_answer_to_a_question_or_of_a_command() -> None:
+    others = []
+    for source in _ours():
+        for function in source.functions:
+            name = function.name.lstrip("_")
+            asks = function.returns is not None and ast.unparse(function.returns) == "bool"
+            if asks and not name.startswith((*QUESTIONS, "on_")) and name.split("_")[0] not in COMMANDS:
+                others.append(f"{source.name}:{function.name}")
+    dunder = ("__contains__", "__eq__", "__bool__")
+    assert [name for name in others if not name.endswith(dunder)] == []
+
+
+def test_handlers_of_subjects_are_named_by_their_event() -> None:
+    others = []
+    for source in _ours():
+        functions = {function.name for function in source.functions}
+        for node in source.nodes:
+            if isinstance(node, ast.Call) and _name(node.func) == "subscribe" and len(node.args) > 1:
+                handler = node.args[1]
+                while isinstance(handler, ast.Call) and _name(handler.func) in ("guarded", "partial"):
+                    handler = handler.args[0]
+                name = _name(handler)
+                named = isinstance(handler, ast.Attribute) or name in functions
+                if named and not name.lstrip("_").startswith("on_"):
+                    others.append(f"{source.name}:{name}")
+    assert others == []
+
+
+def _ours() -> list[Source]:
+    """The product, without the folder whose machine code is built from each change of its text."""
+    rooms = [s for s in product() if s.name.split("/")[0] in PRODUCT]
+    return [s for s in rooms if not s.name.startswith("kernels/cpu_jit/")]
 
 
 def test_every_file_says_what_it_is() -> None:

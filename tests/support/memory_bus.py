@@ -200,7 +200,7 @@ class MemoryBus:
         finally:
             await subscription.cancel()
             self._mine.remove(subscription)
-        if delivery.no_responders:
+        if delivery.has_no_responders:
             raise NoResponders(f"nothing listens to {subject}")
         return delivery
 

@@ -82,7 +82,7 @@ class Attachments:
         """The answer to an attach: `accepted` and the text so far; nothing for a request that is not open
         here. `full`: too much waits to leave this process."""
         found = self._table.named(tenant, name)
-        if not found or self._reconnect.away:
+        if not found or self._reconnect.is_away:
             return []
         key, request = max(found, key=lambda each: each[1].opened.attempt)
         try:
@@ -93,15 +93,15 @@ class Attachments:
             return [Publish(inbox, error_reply(error, name, request.trace), 0, end_headers(error))]
         if start.leaves:
             if request.reader is not None and request.reader.inbox == inbox:
-                self._table.read_by(request, None)
+                self._table.set_reader(request, None)
             return []
         return (
-            self._moved(key, request, inbox, start)
+            self._move(key, request, inbox, start)
             if request.opened.stream
-            else self._copied(request, inbox, start)
+            else self._copy(request, inbox, start)
         )
 
-    def _moved(self, key: RequestKey, request: ResponseText, inbox: str, start: Start) -> list[Command]:
+    def _move(self, key: RequestKey, request: ResponseText, inbox: str, start: Start) -> list[Command]:
         has, attempt = _place(request, start)
         commands: list[Command] = []
         if request.inbox != inbox:
@@ -114,7 +114,7 @@ class Attachments:
             commands.append(Publish(inbox, rest, request.number))
         return commands
 
-    def _copied(self, request: ResponseText, inbox: str, start: Start) -> list[Command]:
+    def _copy(self, request: ResponseText, inbox: str, start: Start) -> list[Command]:
         has, attempt = _place(request, start)
         commands: list[Command] = []
         if (before := request.reader) is not None and before.inbox != inbox:
@@ -122,7 +122,7 @@ class Attachments:
             data = before.frames.error(error, request.trace)
             commands.append(Publish(before.inbox, data, before.number, end_headers(error, request.trace)))
         reader = Reader(request.opened, inbox, self._table.next_number())
-        self._table.read_by(request, reader)
+        self._table.set_reader(request, reader)
         commands.append(Publish(inbox, reader.begin(has, attempt), reader.number))
         if rest := reader.delta(request.choices):
             commands.append(Publish(inbox, rest, reader.number))
@@ -134,12 +134,12 @@ def _place(request: ResponseText, start: Start) -> tuple[dict[int, int], int]:
     probabilities is sent from its start: the token of a character is not known."""
     has = {choice: chars for choice, (chars, _) in start.choices.items() if chars}
     fits = not (has and request.opened.logprobs) and all(
-        _begins(request.text(choice), *start.choices[choice]) for choice in has
+        _has_start(request.text(choice), *start.choices[choice]) for choice in has
     )
     if fits:
         return has, start.attempt or request.attempt
     return {}, max(start.attempt, request.attempt) + 1
 
 
-def _begins(text: str, chars: int, digest: str) -> bool:
+def _has_start(text: str, chars: int, digest: str) -> bool:
     return len(text) >= chars and text_hash(text[:chars]) == digest

@@ -42,11 +42,11 @@ class Checkpoints:
         self._last: dict[int, tuple[int, int]] = {}  # tokens and time, by number of the request
 
     @property
-    def active(self) -> bool:
-        """True while `turn` may have work."""
+    def is_active(self) -> bool:
+        """True while `take_due` may have work."""
         return bool(self._table.checkpointed)
 
-    def turn(self, now_us: int) -> list[Checkpoint]:
+    def take_due(self, now_us: int) -> list[Checkpoint]:
         """The checkpoints that are due, those first that have waited longest."""
         last, self._last, due = self._last, {}, []
         for number, request in self._table.checkpointed.items():

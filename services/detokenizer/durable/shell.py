@@ -57,7 +57,7 @@ class DurableShell:
 
     def watch(self) -> None:
         """Run the timer while a request has checkpoints."""
-        if not self._timer and self._checkpoints.active:
+        if not self._timer and self._checkpoints.is_active:
             self._timer = True
             asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._turn))
 
@@ -70,7 +70,7 @@ class DurableShell:
 
     def _on_attach(self, asked: Delivery) -> None:
         bus, names = self._mailbox.bus, subjects.names_in(asked.subject)
-        if names is not None and access.answerable(bus, asked):
+        if names is not None and access.can_answer(bus, asked):
             full = bus.backlog_bytes > self._most_bytes
             commands = self._attachments.attach(*names, asked.reply, asked.data, full=full)
             self._core.frames += len(commands)
@@ -79,8 +79,8 @@ class DurableShell:
     def _turn(self) -> None:
         self._timer = False
         bus = self._mailbox.bus
-        if not self._core.reconnect.away and bus.backlog_bytes <= self._most_bytes:
-            for each in self._checkpoints.turn(self._mailbox.clock.now_us()):
+        if not self._core.reconnect.is_away and bus.backlog_bytes <= self._most_bytes:
+            for each in self._checkpoints.take_due(self._mailbox.clock.now_us()):
                 try:
                     bus.publish(each.subject, each.data, reply=self._acks)
                 except PayloadTooLarge as error:
@@ -88,7 +88,7 @@ class DurableShell:
         self.watch()
 
     def _on_ack(self, delivery: Delivery) -> None:
-        if delivery.no_responders:
+        if delivery.has_no_responders:
             self._fail("there is no stream of checkpoints")
         elif b'"error"' in delivery.data:
             self._fail(delivery.data.decode("utf-8", "replace"))

@@ -95,12 +95,12 @@ def load_gguf(
 def type_of_blocks(path: Path) -> Kind | None:
     """The type of the most weights in blocks that kernels multiply with; None if most weights of a file are
     in others. Raises SetupError on a damaged file."""
-    from services.executor.checkpoint.gguf_blocks import stays_in_blocks
+    from services.executor.checkpoint.gguf_blocks import can_stay_in_blocks
 
     tensors, sizes = GgufTensors(path), Counter[Kind]()
     for entry in tensors.entries.values():
         sizes[entry.kind] += math.prod(entry.shape)
-    found = Counter({kind: size for kind, size in sizes.items() if stays_in_blocks(kind)})
+    found = Counter({kind: size for kind, size in sizes.items() if can_stay_in_blocks(kind)})
     return found.most_common(1)[0][0] if found.total() * 2 > sizes.total() else None
 
 
@@ -184,9 +184,9 @@ class GgufTensors:
         """A tensor, `packed` a matrix in its blocks if its type allows. Raises SetupError as `read`."""
         entry = self._entry(name)
         if packed and len(entry.shape) == 2:
-            from services.executor.checkpoint.gguf_blocks import InBlocks, stays_in_blocks
+            from services.executor.checkpoint.gguf_blocks import InBlocks, can_stay_in_blocks
 
-            if stays_in_blocks(entry.kind):
+            if can_stay_in_blocks(entry.kind):
                 return InBlocks.of(self.raw(name), entry.kind, entry.shape[0], self._place(entry))
         return Dense.of(self.read(name))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.cpu_jit.block_microkernel import Format
 from kernels.cpu_jit.block_weights import FORMATS, Blocks
 from kernels.quantised import Int4Groups, pack
-from services.executor.checkpoint.int4 import ScaledInt4, products_read
+from services.executor.checkpoint.int4 import ScaledInt4, can_multiply
 from services.executor.checkpoint.stored import FAST, Cut, Dense, FileMatrix, RowsInFile, Stored, dequantize
 from services.executor.model.description import Part
 from shared.errors import SetupError
@@ -111,7 +111,7 @@ _KINDS: dict[Kind, tuple[Format, _Read]] = {
 }
 
 
-def stays_in_blocks(kind: Kind) -> bool:
+def can_stay_in_blocks(kind: Kind) -> bool:
     """Whether `blocks_of` can read a type."""
     return kind in _KINDS
 
@@ -209,7 +209,7 @@ def part_in_groups(part: Part, stored: Stored, dtype: torch.dtype, device: torch
     GPU. Raises SetupError for damaged scales."""
     if not isinstance(stored, InBlocks):
         return stored.loaded(dtype, device)
-    if not products_read(part, stored):
+    if not can_multiply(part, stored):
         return Dense.of(stored.values).loaded(dtype, device)
     ((raw, kind),) = stored.matrices
     found = _groups_of(blocks_of(raw, kind, device))

@@ -293,7 +293,7 @@ def part_in_int4(part: Part, stored: Stored, dtype: torch.dtype, device: torch.d
     its size. Raises SetupError as `InInt4.in_int4`."""
     if part.units == EXPERTS:
         return _experts_in_int4(stored, dtype, device)
-    if products_read(part, stored) and isinstance(stored, InInt4):
+    if can_multiply(part, stored) and isinstance(stored, InInt4):
         return stored.in_int4(dtype, device)
     return stored.loaded(dtype, device)
 
@@ -319,9 +319,9 @@ def _experts_in_int4(stored: Stored, dtype: torch.dtype, device: torch.device) -
     return stored.loaded(dtype, device)
 
 
-def products_read(part: Part, stored: Stored) -> bool:
+def can_multiply(part: Part, stored: Stored) -> bool:
     """Whether the product of a GPU can read a part of this size in 4 bits."""
-    return part.units in (HEADS, KV_HEADS, WIDTH) and takes(*stored.shape)
+    return part.units in (HEADS, KV_HEADS, WIDTH) and can_take(*stored.shape)
 
 
 def part_in_blocks(part: Part, stored: Stored, dtype: torch.dtype, device: torch.device) -> Stored:
@@ -342,12 +342,12 @@ def dummy_in_int4(part: Part, stored: Stored, dtype: torch.dtype, device: torch.
     plain = stored.loaded(dtype, device)
     if part.units == EXPERTS:
         return ScaledInt4(quantise_groups(plain.values.flatten(0, 1), DUMMY_GROUP), dtype, plain.shape[0])
-    if len(plain.shape) != 2 or not products_read(part, plain):
+    if len(plain.shape) != 2 or not can_multiply(part, plain):
         return plain
     return ScaledInt4(quantise_groups(plain.values, DUMMY_GROUP), dtype)
 
 
-def takes(*sizes: int) -> bool:
+def can_take(*sizes: int) -> bool:
     """Whether the product of a GPU takes matrices of these sizes."""
     return not any(size % _MULTIPLE for size in sizes)
 

@@ -23,7 +23,13 @@ from kernels.attention import FP8
 from services.executor.checkpoint.config import pooling_of, read_shapes
 from services.executor.checkpoint.gguf import load_gguf, stored_gguf, type_of_blocks
 from services.executor.checkpoint.int4 import LEAST_CAPABILITY as LEAST_FOR_INT4
-from services.executor.checkpoint.int4 import Int4Format, dummy_in_int4, part_in_blocks, part_in_int4, takes
+from services.executor.checkpoint.int4 import (
+    Int4Format,
+    can_take,
+    dummy_in_int4,
+    part_in_blocks,
+    part_in_int4,
+)
 from services.executor.checkpoint.kv_cache import (
     KvCache,
     allocate,
@@ -452,7 +458,7 @@ def _why_not_int4(options: TorchOptions, device: torch.device) -> str:
         )
     if in_blocks:
         shapes, _ = stored_gguf(options.model_path)
-        if not takes(shapes.hidden, shapes.intermediate):
+        if not can_take(shapes.hidden, shapes.intermediate):
             return (
                 f"dtype int4 has no products of {shapes.hidden} by {shapes.intermediate} columns, which are "
                 f"no multiples of 128; {instead}"
@@ -469,7 +475,7 @@ def _why_not_int4(options: TorchOptions, device: torch.device) -> str:
     if gguf:
         return ""
     shapes = read_shapes(options.model_path)
-    if shapes.experts is not None and not takes(shapes.hidden, shapes.experts.width):
+    if shapes.experts is not None and not can_take(shapes.hidden, shapes.experts.width):
         return (
             f"dtype int4 has no products of experts of {shapes.hidden} by {shapes.experts.width} columns, "
             "which are no multiples of 128; use dtype bf16, which dequantises them at load"

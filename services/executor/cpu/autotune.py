@@ -219,7 +219,7 @@ def _measured(
         for dtype, times in of_dtypes.items():
             ms[dtype][n] = [min(of) * 1e3 * _SCALE / products[dtype][2] for of in times]
     all_times = [of for of_dtypes in taken.values() for times in of_dtypes.values() for of in times]
-    return ms, believed(all_times, shares.values())
+    return ms, are_undisturbed(all_times, shares.values())
 
 
 def _time_once(made: Product, threads: int, taken: list[list[float]]) -> None:
@@ -232,7 +232,7 @@ def _time_once(made: Product, threads: int, taken: list[list[float]]) -> None:
         times.append(time.perf_counter() - began)
 
 
-def believed(all_times: Iterable[Sequence[float]], shares: Iterable[float]) -> bool:
+def are_undisturbed(all_times: Iterable[Sequence[float]], shares: Iterable[float]) -> bool:
     """Whether each shortest time was measured without interference. `shares`: for each number of threads the
     part of its possible CPU time that it got."""
     near = (sum(took <= NEAR * min(times) for took in times) for times in all_times)

@@ -50,7 +50,7 @@ from services.executor.parallel.coroutines import CommThread, ForwardPass, run_a
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import NEVER, MicroBatches, split
 from services.executor.sampling.grammar import HostRows
-from services.executor.sampling.sampler import Sampler, append_sampled, end_slots, take
+from services.executor.sampling.sampler import Sampler, append_sampled, end_slots, record_choices
 from shared.errors import EngineError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
@@ -190,12 +190,12 @@ class TorchBackend:
             output = self._sampler.with_vectors(output, pending.hidden, slots)
             return self._sampler.with_logprobs(output, logits, chosen, slots)
 
-    def take(self, pending: Pending, ids: Ints, done: Ints) -> None:
+    def record_choices(self, pending: Pending, ids: Ints, done: Ints) -> None:
         """See services.executor.group.driver.RankBackend."""
         self._computed = pending.forwarded
         if slots := list(pending.plan.sample_slots):
             last, ended = torch.from_numpy(self._slots.last_token), torch.from_numpy(self._slots.done)
-            take(last, ended, slots, ids, done)
+            record_choices(last, ended, slots, ids, done)
             append_sampled(map(self._slots.tokens, slots), ids, pending.positions)
 
     def reset(self) -> None:

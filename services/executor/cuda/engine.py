@@ -67,7 +67,7 @@ from services.executor.model.description import Shapes
 from services.executor.parallel.ranks import SOLO, Ranks
 from services.executor.parallel.step_split import CUT_TOKENS, LEAST, split, two_stream_tokens
 from services.executor.sampling.grammar import HostRows
-from services.executor.sampling.sampler import Sampler, append_sampled, end_slots, row_errors, take
+from services.executor.sampling.sampler import Sampler, append_sampled, end_slots, record_choices, row_errors
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import blocks_for
 from shared.messages import Ints, SlotOpen, StepPlan, ints
@@ -202,8 +202,8 @@ class CudaBackend:
         if not self._stage.last:
             return engine.Pending(plan=plan, forwarded=self._host_rows.forwarded())
         masked = self._host_rows.has_grammar(plan.sample_slots)
-        if self._sampling.outside(plan.sample_slots) or (masked and not self._alone):
-            logits, pools = self._runner.logits(samples), self._sampling.sampler.pools(plan.sample_slots)
+        if self._sampling.is_outside_graph(plan.sample_slots) or (masked and not self._alone):
+            logits, pools = self._runner.logits(samples), self._sampling.sampler.has_pooled(plan.sample_slots)
             hidden = self._runner.hidden(samples) if pools else None
             forwarded = self._host_rows.forwarded()
             return engine.Pending(
@@ -285,13 +285,13 @@ class CudaBackend:
             return self._sampling.sampler.with_logprobs(output, logits, answer[0].long(), slots)
 
     @torch.inference_mode()
-    def take(self, pending: engine.Pending, ids: Ints, done: Ints) -> None:
+    def record_choices(self, pending: engine.Pending, ids: Ints, done: Ints) -> None:
         """See services.executor.group.driver.RankBackend."""
         self._computed, answer, slots = pending.forwarded, pending.answer, list(pending.plan.sample_slots)
         if not self._stage.last:
             self._slots.record_sampled(slots, ids, done)
         elif answer is None:
-            take(self._slots.choices.last_tokens, self._slots.choices.done, slots, ids, done)
+            record_choices(self._slots.choices.last_tokens, self._slots.choices.done, slots, ids, done)
         elif slots:
             _check_same(pending, ids)
         known = pending.tokens or map(self._slots.tokens, slots)
@@ -357,7 +357,7 @@ class DeviceSampling:
         """Take over a slot."""
         self.close(opened.slot)
         self.sampler.open(opened)
-        changes = self.sampler.changes_logits(opened.slot) or bool(opened.processors)
+        changes = self.sampler.has_logit_changes(opened.slot) or bool(opened.processors)
         if changes or opened.logprobs or opened.pooling:
             self._outside[opened.slot] = changes
 
@@ -366,7 +366,7 @@ class DeviceSampling:
         self.sampler.close(slot)
         self._outside.pop(slot, None)
 
-    def outside(self, slots: Iterable[int]) -> bool:
+    def is_outside_graph(self, slots: Iterable[int]) -> bool:
         """Whether a step with these rows is sampled outside its graph."""
         return not self._outside.keys().isdisjoint(slots)
 
@@ -459,16 +459,16 @@ class CompileWatch:
         """Call it after the warm-up."""
         from triton import knobs
 
-        knobs.compilation.listener = self._compiled
+        knobs.compilation.listener = self._on_compiled
 
     def stop(self) -> None:
         """Call it when the engine ends. The watch of another engine stays."""
         from triton import knobs
 
-        if knobs.compilation.listener == self._compiled:
+        if knobs.compilation.listener == self._on_compiled:
             knobs.compilation.listener = None
 
-    def _compiled(self, *, src: Any, metadata: Mapping[str, Any], **more: Any) -> None:
+    def _on_compiled(self, *, src: Any, metadata: Mapping[str, Any], **more: Any) -> None:
         types = ", ".join(f"{name}: {kind}" for name, kind in src.signature.items() if kind != "constexpr")
         kernel = f"{src.name}[num_warps={metadata.get('num_warps')}]({types})"
         self.kernels.append(kernel)

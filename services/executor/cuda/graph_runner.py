@@ -94,7 +94,7 @@ class GraphRunner:
         capture then forbids that only to this thread."""
         forbids = "global" if alone else "thread_local"
         wanted = [("mixed", size) for size in reversed(self.token_buckets)]
-        wanted += [("split", size) for kind, size in wanted if self._tile_planner.splits(size)]
+        wanted += [("split", size) for kind, size in wanted if self._tile_planner.can_split(size)]
         wanted += [("decode", size) for size in reversed(self.row_buckets) if self.apart]
         wanted += [("sample", size) for size in reversed(self.row_buckets) if self._stage.last]
         for done, (kind, size) in enumerate(wanted):
@@ -129,7 +129,7 @@ class GraphRunner:
         size = next((size for size in buckets if size >= step.tokens), 0)
         layout = self._tile_planner.layout(kind, size)
         graph = self._graphs.get((kind, size)) if tiles.shape[1] <= layout.tiles or kind == "decode" else None
-        if size > _TOKEN_BUCKETS[-1] and self._tile_planner.wants_dense(step):
+        if size > _TOKEN_BUCKETS[-1] and self._tile_planner.needs_dense(step):
             graph = None
         if graph is not None:
             self._staging.stage(layout, step, tiles, updates)
@@ -210,7 +210,7 @@ class _Captured:
     timer: TimestampSegmentTimer
     graph: CUDAGraph
 
-    def holds(
+    def has_room(
         self,
         first: input_batch.ArrangedStep,
         second: input_batch.ArrangedStep,
@@ -287,7 +287,7 @@ class SplitGraphRunner:
         first, second = micro_batches
         tiles = self._tile_planner.whole_tiles(first.chunks), self._tile_planner.whole_tiles(second.chunks)
         held = (self._graphs[size] for size in sorted(self._graphs))
-        captured = next((each for each in held if each.holds(first, second, tiles)), None)
+        captured = next((each for each in held if each.has_room(first, second, tiles)), None)
         if captured is None:
             return self._launch(first, second, order, updates)
         samples = input_batch.samples_of(first, second, captured.layout.tokens, order)

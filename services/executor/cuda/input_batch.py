@@ -263,7 +263,7 @@ class TilePlanner:
     def whole_tiles(self, chunks: tuple[Chunk, ...]) -> Words:
         return tiles_of(chunks, self._tile) if chunks else NO_TILES
 
-    def splits(self, tokens: int) -> bool:
+    def can_split(self, tokens: int) -> bool:
         """Whether splits can speed up a step of so many tokens."""
         return tokens // self._tile < self._splits.entries
 
@@ -279,7 +279,7 @@ class TilePlanner:
         """The largest layout of steps of up to so many tokens."""
         return Layout(self.samples, tokens, max(tokens, self._splits.entries + 4), split=True)
 
-    def wants_dense(self, step: ArrangedStep) -> bool:
+    def needs_dense(self, step: ArrangedStep) -> bool:
         """Whether a prompt is so long that cuDNN is worth a launch of every kernel of the step."""
         return self._has_dense and any(c.start == 0 and c.count > LONG_TOKENS for c in step.chunks)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kernels.attention.decode import Tuning as DecodeTuning
-from kernels.attention.prefill import PrefillTuning, takes_tma
+from kernels.attention.prefill import PrefillTuning, can_use_tma
 from kernels.gemm.gpu import FixedTuning, MatmulTuning
 
 # Layouts of deterministic products, the largest tiles first: they fit into 99 KiB of shared memory.
@@ -186,7 +186,7 @@ def device_tuning(name: str, ranks: int = 1) -> DeviceTuning:
 def with_tma(tuning: DeviceTuning, head_dim: int, block_tokens: int) -> DeviceTuning:
     """Layouts for activations in bf16: with the prefill kernel of kernels.attention.hopper where the
     device has it and it takes these shapes."""
-    if tuning.prefill_tma is None or not takes_tma(head_dim, block_tokens):
+    if tuning.prefill_tma is None or not can_use_tma(head_dim, block_tokens):
         return tuning
     return replace(tuning, prefill=tuning.prefill_tma)
 

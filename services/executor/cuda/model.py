@@ -159,16 +159,16 @@ class CudaModel:
         inputs = RopeInputs(self._rotations, step.positions, slot_mapping, chained, dtype)
         residual = self._embedding.index_select(0, step.resolved.ids) if received is None else received
         adding = _ResidualAdd(self._ranks, sums, residual, eps, chained=chained)
-        first = rms_norm_fp8 if in_fp8(layers[0]["qkv"]) else rms_norm
+        first = rms_norm_fp8 if is_fp8(layers[0]["qkv"]) else rms_norm
         normed: Any = first(residual, layers[0]["attention_norm"], eps, chained=chained)
         for i, layer in enumerate(layers):
             attended = self._attention(i, layer, normed, inputs, step)
             part = self._product(attended, layer["out"], layer.get("out_bias"), whole=adding.whole)
-            normed = yield from adding.add(part, layer["mlp_norm"], turn=0, fp8=in_fp8(layer["gate_up"]))
+            normed = yield from adding.add(part, layer["mlp_norm"], turn=0, fp8=is_fp8(layer["gate_up"]))
             end = i + 1 == len(layers)
             norm = self._norm if end else layers[i + 1]["attention_norm"]
             part = self._mlp(layer, normed, adding, chained=chained)
-            fp8, target = not end and in_fp8(layers[i + 1]["qkv"]), out if end and self._last else None
+            fp8, target = not end and is_fp8(layers[i + 1]["qkv"]), out if end and self._last else None
             normed = yield from adding.add(part, norm, turn=1, out=target, fp8=fp8)
         if self._last:
             assert isinstance(normed, Tensor), "the head is not in fp8"
@@ -201,7 +201,7 @@ class CudaModel:
 
     def _mlp(self, layer: Mapping[str, Any], x: Any, adding: _ResidualAdd, *, chained: bool) -> Tensor:
         if "router" not in layer:
-            gate_up, fp8 = layer["gate_up"], in_fp8(layer["down"])
+            gate_up, fp8 = layer["gate_up"], is_fp8(layer["down"])
             wide = gated(self._product, self._tuning.of(len(x)), x, gate_up, chained=chained, fp8=fp8)
             return self._product(wide, layer["down"], whole=adding.whole)
         shapes = self._shapes.experts
@@ -228,7 +228,7 @@ def operand_of(stored: Stored) -> Operand:
         ) from error
 
 
-def in_fp8(weight: Operand) -> bool:
+def is_fp8(weight: Operand) -> bool:
     """Whether products of a weight take fp8 rows."""
     return isinstance(weight, Fp8Rows)
 

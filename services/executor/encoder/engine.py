@@ -35,7 +35,7 @@ class NoCopier:
 
     piece_bytes = 1 << 20
 
-    def attach(self, arena: engine.Arena, yield_device: engine.YieldDevice = engine.no_yield) -> None:
+    def attach(self, arena: engine.Arena, yield_device: engine.YieldDevice = engine.keep_device) -> None:
         return
 
     def detach(self) -> None:

@@ -140,7 +140,7 @@ class LastError:
 class RankBackend(engine.Backend, Protocol):
     """An engine that can be one rank of several."""
 
-    def take(self, pending: engine.Pending, ids: Ints, done: Ints) -> None:
+    def record_choices(self, pending: engine.Pending, ids: Ints, done: Ints) -> None:
         """In place of `sample`: record the tokens that another rank has chosen, columns as in StepResult.
         Does not wait for the device."""
 
@@ -242,7 +242,7 @@ class GroupBackend:
         assert found.step == pending.plan.step, "the last stage answers each step, in order"
         if found.output is None:
             raise EngineError(found.error)
-        self._own.take(pending, found.output.ids, found.output.done)
+        self._own.record_choices(pending, found.output.ids, found.output.done)
         return found.output
 
     def reset(self) -> None:
@@ -333,7 +333,7 @@ class Workers:
     def give_up(self, why: str) -> NoReturn:
         """Report that the group cannot continue, and never return: a failed step would end its sequences, but
         those of a dead executor continue on another one."""
-        self._gone(why)
+        self._on_gone(why)
         threading.Event().wait()
         raise AssertionError("nothing sets that event")
 
@@ -382,10 +382,10 @@ class Workers:
                 elif isinstance(done, GrammarReady | GrammarFailed):
                     self._report_grammar(done)
                 else:
-                    self._gone(f"rank {ranks[pipe]} is gone: {done.why}")
+                    self._on_gone(f"rank {ranks[pipe]} is gone: {done.why}")
                     return
 
-    def _gone(self, why: str) -> None:
+    def _on_gone(self, why: str) -> None:
         if self._over:
             return
         self._over, self.why_gone = True, why
@@ -408,7 +408,7 @@ class GroupCopier:
         self._own, self._workers = own, workers
         self.piece_bytes = size * own.piece_bytes
 
-    def attach(self, arena: engine.Arena, yield_device: engine.YieldDevice = engine.no_yield) -> None:
+    def attach(self, arena: engine.Arena, yield_device: engine.YieldDevice = engine.keep_device) -> None:
         self._workers.send(AttachArena(arena.name, arena.generation))
         try:
             self._with_all(lambda: self._own.attach(arena, yield_device))
@@ -450,7 +450,9 @@ class RankCopier:
         self._arena: engine.Arena | None = None
         self._error = ""  # of a move since the last finish; an exception would keep a view of the arena
 
-    def attach(self, name: str, generation: int, yield_device: engine.YieldDevice = engine.no_yield) -> None:
+    def attach(
+        self, name: str, generation: int, yield_device: engine.YieldDevice = engine.keep_device
+    ) -> None:
         """Map an arena. Raises ArenaError, or an error of the device's driver."""
         arena = engine.Arena(name, generation)
         try:

@@ -55,7 +55,7 @@ class Worker:
                 self._forward(command)
             case driver.SetSampled(step, ids, done):
                 if self._sampler is None:  # the last stage chose them itself
-                    self._backend.take(self._pending.pop(step), ids, done)
+                    self._backend.record_choices(self._pending.pop(step), ids, done)
             case driver.DropStep(step=step):
                 self._pending.pop(step, None)
                 self.refused = 0 if step == self.refused else self.refused

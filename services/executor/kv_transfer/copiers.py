@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.cuda import Event
 
 from services.executor.checkpoint.kv_cache import KvCache
-from services.executor.engine import Arena, ArenaError, YieldDevice, no_yield
+from services.executor.engine import Arena, ArenaError, YieldDevice, keep_device
 from shared.errors import EngineError
 
 log = logging.getLogger("headrace.executor")
@@ -45,7 +45,7 @@ class HostCopier:
         self._blocks: NDArray[np.uint8] = flat.numpy()  # [blocks + 1, bytes_per_block], the cache itself
         self._arena: NDArray[np.uint8] | None = None
 
-    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
+    def attach(self, arena: Arena, yield_device: YieldDevice = keep_device) -> None:
         self._arena = np.frombuffer(arena.view, dtype=np.uint8)
 
     def detach(self) -> None:
@@ -89,7 +89,7 @@ class CudaCopier:
         self._arena: Tensor | None = None
         self._pinned = False
 
-    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
+    def attach(self, arena: Arena, yield_device: YieldDevice = keep_device) -> None:
         view = torch.frombuffer(arena.view, dtype=torch.uint8)
         self._warm_up()
         with torch.cuda.device(self._device):

@@ -48,13 +48,13 @@ class _Job:
 class CopyCallbacks:
     """The worker calls these on its own thread."""
 
-    copied: Callable[[int, KvCopied], None]  # with the incarnation
-    idle: Callable[[], None]  # the last copy of an earlier incarnation has ended
-    unmapped: Callable[[int], None]  # no mapping of this arena generation is left
+    on_copied: Callable[[int, KvCopied], None]  # with the incarnation
+    on_idle: Callable[[], None]  # the last copy of an earlier incarnation has ended
+    on_unmapped: Callable[[int], None]  # no mapping of this arena generation is left
 
 
 class CopyWorker:
-    """Owns the copy thread. The device or host thread calls `stepped`, one other thread the rest."""
+    """Owns the copy thread. The device or host thread calls `on_stepped`, one other thread the rest."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class CopyWorker:
         self._thread.start()
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True when no copy of an earlier incarnation runs: its blocks may be reused."""
         running = self._running
         return running is None or running.epoch == self._epoch
@@ -100,12 +100,12 @@ class CopyWorker:
 
     def begin(self, epoch: int) -> None:
         """Start a new incarnation: drop the queued copies and stop the running one, without answers. Copies
-        of the new one wait for `stepped(epoch, 0)`."""
+        of the new one wait for `on_stepped(epoch, 0)`."""
         with self._changed:
             self._epoch, self._computed = epoch, -1
             self._queue.clear()
 
-    def stepped(self, epoch: int, step: int) -> None:
+    def on_stepped(self, epoch: int, step: int) -> None:
         """Report that this step and all before it have been computed."""
         with self._changed:
             if epoch == self._epoch:
@@ -114,7 +114,7 @@ class CopyWorker:
                 if self._queue:
                     self._changed.notify()
 
-    def put(self, copy: KvCopy) -> bool:
+    def queue_copy(self, copy: KvCopy) -> bool:
         """Queue a copy of this incarnation; False if MAX_QUEUED are queued. Never blocks for long."""
         with self._changed:
             if len(self._queue) >= MAX_QUEUED:
@@ -148,7 +148,7 @@ class CopyWorker:
                 job = None if remap or self._closed else self._take()
             if remap:
                 if generation := self._mapping.change(*wanted):
-                    self._callbacks.unmapped(generation)
+                    self._callbacks.on_unmapped(generation)
             elif job is not None:
                 self._finish(job, self._copy(job))
             else:
@@ -158,14 +158,14 @@ class CopyWorker:
         """See Copier.attach. Without running steps the next slice starts at once."""
         with self._changed:
             if self._computing() or self._clock.now_us() - self._stepped_us < RECENT_US:
-                self._changed.wait_for(self._unwanted, REST * took_s)
-            return not self._unwanted()
+                self._changed.wait_for(self._is_unwanted, REST * took_s)
+            return not self._is_unwanted()
 
-    def _unwanted(self) -> bool:
+    def _is_unwanted(self) -> bool:
         return self._closed or self._wanted != self._mapping.of
 
     def _has_work(self) -> bool:
-        return self._unwanted() or self._ready() is not None
+        return self._is_unwanted() or self._ready() is not None
 
     def _ready(self) -> _Job | None:
         return next((job for job in self._queue if job.copy.after_step <= self._computed), None)
@@ -182,9 +182,9 @@ class CopyWorker:
             self._running, self.since_us = None, 0
             of_now = job.epoch == self._epoch
         if not of_now:
-            self._callbacks.idle()
+            self._callbacks.on_idle()
         elif not self._closed:
-            self._callbacks.copied(job.epoch, copied)
+            self._callbacks.on_copied(job.epoch, copied)
 
     def _copy(self, job: _Job) -> KvCopied:
         began_us = self.since_us
@@ -278,6 +278,7 @@ class Mapping:
 
 
 def _close(arena: Arena) -> bool:
+    """False while a copier keeps a view of it."""
     try:
         arena.close()
     except BufferError:  # a copier keeps a view: the memory stays mapped until the process ends
@@ -329,7 +330,7 @@ class ArenaTransfers:
         heartbeat of kv_offload ──▶ on_peer ──▶ copy worker: map        ──▶ ArenaReleased of the arena before
         KvCopy                  ──▶ copy    ──▶ copy worker: pieces ... ──▶ KvCopied
 
-    All calls but `worker.stepped` are on the event loop; the worker's answers return through the loop."""
+    All calls but `worker.on_stepped` are on the event loop; the worker's answers return through the loop."""
 
     def __init__(
         self,
@@ -348,9 +349,9 @@ class ArenaTransfers:
         self._epoch = 0
         self._owner, self._since = "", 0  # the kv_offload that owns the arena, and its epoch
         callbacks = CopyCallbacks(
-            copied=on_loop(mailbox, self._on_copied),
-            idle=on_loop(mailbox, quiet),
-            unmapped=on_loop(mailbox, self._on_unmapped),
+            on_copied=on_loop(mailbox, self._on_copied),
+            on_idle=on_loop(mailbox, quiet),
+            on_unmapped=on_loop(mailbox, self._on_unmapped),
         )
         self.worker = CopyWorker(backend.copier, mailbox.clock, callbacks, computing)
         self._find_arena()
@@ -382,7 +383,7 @@ class ArenaTransfers:
     def copy(self, copy: KvCopy) -> None:
         """Queue a copy, or send its failure."""
         error = copy_error(copy, self._info)
-        if not error and not self.worker.put(copy):
+        if not error and not self.worker.queue_copy(copy):
             error = "too many copies wait"
         if error:
             log.error("the copy of job %d is refused: %s", copy.job, error)

@@ -162,7 +162,7 @@ def describe(shapes: Shapes) -> Description:
             (
                 *_attention(shapes),
                 Norm(_weight("mlp_norm", shapes.hidden), shapes.norm_eps),
-                *(_experts(shapes) if shapes.sparse(layer) else _mlp(shapes)),
+                *(_experts(shapes) if shapes.is_sparse(layer) else _mlp(shapes)),
                 Add(),
             )
             for layer in range(shapes.layers)
@@ -252,7 +252,7 @@ class Shapes:
     experts: ExpertShapes | None = field(default=None, repr=False)  # fingerprint() adds its repr
     first_layer: int = field(default=0, repr=False)  # of the whole model, on a stage of a pipeline
 
-    def sparse(self, layer: int) -> bool:
+    def is_sparse(self, layer: int) -> bool:
         """Whether one of these layers has a mixture of experts."""
         return self.experts is not None and self.first_layer + layer not in self.experts.dense_layers
 

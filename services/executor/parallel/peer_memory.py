@@ -75,7 +75,7 @@ class SymmetricBuffers:
 
     def of(self, rows: int, row_bytes: int) -> PeerBuffers | None:
         """The buffers for a sum of so many rows; None if it is too large."""
-        fits = rows <= _ROWS and rows * row_bytes <= LIMIT_BYTES and self._buffers.fits(rows, row_bytes)
+        fits = rows <= _ROWS and rows * row_bytes <= LIMIT_BYTES and self._buffers.has_room(rows, row_bytes)
         return self._buffers if fits else None
 
 
@@ -93,7 +93,7 @@ class OneShotAllReduce:
         self._group: str = distributed.group.WORLD.group_name  # type: ignore[union-attr]  # all have joined
         self._sum: Any = torch.ops.symm_mem.one_shot_all_reduce_copy_out
 
-    def fits(self, x: Tensor) -> bool:
+    def can_sum(self, x: Tensor) -> bool:
         """Whether it can sum `x` faster than NCCL."""
         size = x.numel() * x.element_size()
         return 0 < size <= self._limit_bytes and size % _ALIGNED_BYTES == 0

@@ -119,7 +119,7 @@ class DistributedRanks:
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._ordered:
             return x.copy_(self.all_gather(x).sum(0))
-        if self.one_shot is not None and self.one_shot.fits(x):
+        if self.one_shot is not None and self.one_shot.can_sum(x):
             return self.one_shot.all_reduce(x)
         torch.distributed.all_reduce(x)
         return x

@@ -151,7 +151,7 @@ def split_threshold(times: Mapping[int, tuple[float, float]]) -> int:
 def sizes(info: BackendInfo) -> list[int]:
     """The tokens of the steps to measure: powers of two times LEAST that this engine can compute."""
     doublings = range((info.max_step_tokens // LEAST).bit_length())
-    return [LEAST << times for times in doublings if _fits(info, LEAST << times)]
+    return [LEAST << times for times in doublings if _has_room(info, LEAST << times)]
 
 
 def _prompts(info: BackendInfo, tokens: int) -> list[int]:
@@ -160,7 +160,7 @@ def _prompts(info: BackendInfo, tokens: int) -> list[int]:
     return [min(each, tokens - at) for at in range(0, tokens, each)]
 
 
-def _fits(info: BackendInfo, tokens: int) -> bool:
+def _has_room(info: BackendInfo, tokens: int) -> bool:
     prompts = _prompts(info, tokens)
     blocks = sum(blocks_for(length, info.block_tokens) for length in prompts)
     return len(prompts) <= info.slots and blocks <= info.blocks

@@ -96,7 +96,7 @@ class Grammars:
         if opened.grammar:
             compilation = self._compiler.request(opened.grammar, opened.tenant)
             row = self._rows[opened.slot] = _Row(compilation, opened.prompt_tokens)
-            compilation.result.add_done_callback(lambda _: self._ended(opened, row))
+            compilation.result.add_done_callback(lambda _: self._on_ended(opened, row))
 
     def close(self, slot: int) -> None:
         """Forget a slot. Closing an unknown slot does nothing."""
@@ -108,7 +108,7 @@ class Grammars:
         """End the compilations."""
         self._compiler.close()
 
-    def _ended(self, opened: SlotOpen, row: _Row) -> None:
+    def _on_ended(self, opened: SlotOpen, row: _Row) -> None:
         if self._rows.get(opened.slot) is not row or row.compilation.result.cancelled():
             return
         slot, generation = opened.slot, opened.generation
@@ -230,7 +230,7 @@ def choose(
     if not rows:
         return sampler.choose(logits, slots, positions), 0, {}
     began_ns = time.monotonic_ns()
-    first = [row for row in rows if sampler.filters(slots[row])]
+    first = [row for row in rows if sampler.has_filters(slots[row])]
     failures: dict[int, str] = {}
     if first:
         logits = logits.clone()

@@ -103,24 +103,24 @@ class Sampler:
         self._unending.pop(slot, None)
         self._pooling.pop(slot, None)
 
-    def pools(self, slots: Iterable[int]) -> bool:
+    def has_pooled(self, slots: Iterable[int]) -> bool:
         """Whether a row of these slots gives a vector."""
         return bool(self._pooling) and not self._pooling.keys().isdisjoint(slots)
 
     def with_vectors(self, output: StepOutput, hidden: Tensor | None, slots: list[int]) -> StepOutput:
         """`output` with the vectors of the rows that pool: their leading numbers, of length 1. `hidden`: see
         Pending."""
-        if not self.pools(slots) or hidden is None:
+        if not self.has_pooled(slots) or hidden is None:
             return output
         asked = [(row, self._pooling[slot]) for row, slot in enumerate(slots) if slot in self._pooling]
         return replace(output, vectors=vectors_of(hidden, asked))
 
-    def changes_logits(self, slot: int) -> bool:
+    def has_logit_changes(self, slot: int) -> bool:
         """Whether `prepare` changes a slot's logits: penalties, bias, a least length, a filter left to it."""
         stages = self._asking((*_LOGITS, *self._left), [slot])
         return bool(stages) or slot in self._bias or slot in self._unending
 
-    def filters(self, slot: int) -> bool:
+    def has_filters(self, slot: int) -> bool:
         """Whether a slot draws with a filter: top-k, top-p, min-p."""
         return bool(self._asking(_FILTERS, [slot]))
 
@@ -373,7 +373,7 @@ def end_slots(done: Tensor | NDArray[np.bool_], slots: list[int]) -> None:
         done[slots] = 1
 
 
-def take(last_tokens: Tensor, done: Tensor, slots: list[int], ids: Ints, ended: Ints) -> None:
+def record_choices(last_tokens: Tensor, done: Tensor, slots: list[int], ids: Ints, ended: Ints) -> None:
     """Update `last_tokens` and `done`, `[slots]`, as sampling does, with columns of another rank: `ids`, and
     `ended` as in StepResult."""
     at, chosen, ends = (torch.tensor(each, device=done.device) for each in (slots, list(ids), list(ended)))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.engine import Arena, BackendInfo, Pending, StepOutput, YieldDevice, no_yield
+from services.executor.engine import Arena, BackendInfo, Pending, StepOutput, YieldDevice, keep_device
 from services.executor.sampling.logits_processors import HostRow, MakeProcessor, ProcessorPipelines, Wait
 from shared.codec import MAX_STAGES
 from shared.errors import SetupError
@@ -343,7 +343,7 @@ class SimCopier:
         self.piece_bytes = slower_mb_s * 1_000 or _FREE_PIECE_BYTES  # a millisecond of copying
         self._arena: NDArray[np.uint8] | None = None
 
-    def attach(self, arena: Arena, yield_device: YieldDevice = no_yield) -> None:
+    def attach(self, arena: Arena, yield_device: YieldDevice = keep_device) -> None:
         self._arena = np.frombuffer(arena.view, dtype=np.uint8)
 
     def detach(self) -> None:

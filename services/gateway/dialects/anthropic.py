@@ -489,11 +489,11 @@ class MessageEvents:
         self._index = -1  # of the newest block
         self._ending: Body = {}
 
-    def take(self, prompt: int, frame: Body) -> list[str]:
+    def convert(self, prompt: int, frame: Body) -> list[str]:
         """The events for a frame of the native stream. Raises EngineError."""
         if frame["type"] == "accepted":
             self._prompt_tokens = frame.get("prompt_tokens", 0)
-        chunks = self._chunks.take(prompt, frame)
+        chunks = self._chunks.convert(prompt, frame)
         return [event for chunk in chunks for event in self._events(json.loads(chunk))]
 
     def write(self, chunks: Sequence[str]) -> bytes:

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from services.gateway import openapi as doc
 from services.gateway.exchange import answer
 from services.gateway.openai_response import EVENTS, OPENAI, PING, ChunkBuilder, changed
-from services.gateway.store import COMPLETED, ENDED, Store, call_of, found, wants_events
+from services.gateway.store import COMPLETED, ENDED, Store, call_of, found, may_send_events
 from shared.client.client import Client, error_of
 from shared.errors import BadRequest
 from shared.openai.call import Body, Call, Kept
@@ -43,7 +43,7 @@ LATER = {"Retry-After": "1"}
 _PREFERS = re.compile(r"(?:^|,)\s*respond-async\s*(?:;|,|$)", re.IGNORECASE)
 
 
-def prefers_async(request: Request) -> bool:
+def is_async(request: Request) -> bool:
     """Whether the client wants its answer later (RFC 7240)."""
     return any(_PREFERS.search(value) for value in request.headers.getlist("prefer"))
 
@@ -52,7 +52,7 @@ def routes(endpoints: Endpoints) -> list[Route]:
     """The paths."""
 
     async def ask(request: Request, *, chat: bool) -> Response:
-        if not prefers_async(request):
+        if not is_async(request):
             return await endpoints.generate(request, chat=chat)
         path = request.url.path
         fields, client = await endpoints.asked(request, OPENAI, PREFIXES[path])
@@ -63,7 +63,7 @@ def routes(endpoints: Endpoints) -> list[Route]:
         store, state = await found(endpoints, request, path)
         call = call_of(state)
         echoed = await endpoints.echoed(call, store.client) if call.echo else ()
-        if wants_events(request):
+        if may_send_events(request):
             last = read_last_id(request.headers.get("last-event-id", ""))
             frames = store.frames(call.request_id, (last.attempt, max(last.numbers, default=-1)))
             return endpoints.stream(request, frames, NumberedChunks(call, echoed, last))
@@ -146,11 +146,11 @@ class NumberedChunks:
         self._waiting: dict[int, Body] = {}  # log probabilities of a choice, without text so far
         self._attempt = 0
 
-    def take(self, prompt: int, frame: Body) -> list[str]:
+    def convert(self, prompt: int, frame: Body) -> list[str]:
         """The chunks for a frame of the native stream. Raises EngineError."""
         if frame["type"] == "accepted":
             self._begin(int(frame["attempt"]))
-        chunks = [json.loads(chunk) for chunk in self._chunks.take(prompt, frame)]
+        chunks = [json.loads(chunk) for chunk in self._chunks.convert(prompt, frame)]
         return [event for chunk in chunks for event in self._numbered(chunk)]
 
     def write(self, chunks: Sequence[str]) -> bytes:

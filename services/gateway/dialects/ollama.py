@@ -280,9 +280,9 @@ class Lines:
         self._calls: dict[int, Body] = {}  # functions with the arguments so far, by index
         self._reason = ""
 
-    def take(self, prompt: int, frame: Body) -> list[str]:
+    def convert(self, prompt: int, frame: Body) -> list[str]:
         """The lines for a frame of the native stream. Raises EngineError."""
-        chunks = [json.loads(chunk) for chunk in self._chunks.take(prompt, frame)]
+        chunks = [json.loads(chunk) for chunk in self._chunks.convert(prompt, frame)]
         return [_line({**_head(chunk), **line}) for chunk in chunks if (line := self._taken(chunk))]
 
     def write(self, chunks: Sequence[str]) -> bytes:

@@ -30,7 +30,7 @@ from services.gateway import openapi as doc
 from services.gateway.errors import Gone
 from services.gateway.exchange import answer
 from services.gateway.openai_response import EVENTS, PING, Api, changed, idle_fields
-from services.gateway.store import COMPLETED, Pause, Store, call_of, found, named_id, wants_events
+from services.gateway.store import COMPLETED, Pause, Store, call_of, found, may_send_events, named_id
 from shared.client.client import Client
 from shared.errors import BadRequest, UnknownRequest
 from shared.openai.call import Call
@@ -104,7 +104,7 @@ class ResponseEvents:
         about = {name: done[name] for name in ("created", "model", "usage")}
         return {**about, "choices": [choice], "answer_format": self._format}
 
-    def take(self, prompt: int, frame: Body) -> list[str]:
+    def convert(self, prompt: int, frame: Body) -> list[str]:
         """The events for a frame of the native stream. Raises EngineError. Streams of stored responses
         have two more frames: `queued`, and `failed` with the error of a record."""
         kind = frame["type"]
@@ -152,7 +152,7 @@ class ResponseEvents:
         """A new attempt, or the first one of this stream."""
         attempt, first = int(frame["attempt"]), not self.text and self._number < 0
         if first:
-            same = self._asked.attempt == attempt or self._asked.number <= 1 + self._background  # no text yet
+            same = self._asked.attempt == attempt or self._asked.number <= 1 + self._is_async  # no text yet
             self._after = self._unproven = self._asked.number if same else -1
         elif self._number < self._unproven:
             self._before, self._after, self._unproven = "", -1, -1
@@ -204,9 +204,9 @@ class ResponseEvents:
     # ---- events ----------------------------------------------------------------------------------
 
     def _waits(self, output: Output) -> Iterator[Event]:
-        waits = response(self._call, "queued" if self._background else "in_progress")
+        waits = response(self._call, "queued" if self._is_async else "in_progress")
         yield output.event("created", response=waits)
-        if self._background:
+        if self._is_async:
             yield output.event("queued", response=waits)
 
     def _opening(self) -> Iterator[Event]:
@@ -215,7 +215,7 @@ class ResponseEvents:
         yield self._output.event("in_progress", response=response(self._call, "in_progress"))
 
     @property
-    def _background(self) -> bool:
+    def _is_async(self) -> bool:
         return bool(self._call.keep["response"].get("background"))
 
     def _written(self, events: Iterable[Event]) -> Iterator[str]:
@@ -271,7 +271,7 @@ class Responses:
             return endpoints.stream(request, frames, events)
         natives = await endpoints.natives(request, native, call)
         if kept["store"]:
-            await Store(client).keep(call, natives[0], self._pause)
+            await Store(client).keep_response(call, natives[0], self._pause)
         return answer(whole(call, natives))
 
     async def background(self, call: Call, client: Client, request: Request) -> Response:
@@ -313,7 +313,7 @@ class Responses:
             async with aclosing(frames) as each:
                 async for frame in each:
                     if frame["type"] == "done":
-                        await Store(client).keep(call, events.native(frame), self._pause)
+                        await Store(client).keep_response(call, events.native(frame), self._pause)
                     yield frame
 
         return kept()
@@ -324,7 +324,7 @@ class Responses:
             return await self._delete(request)
         store, state = await found(self._endpoints, request, PATH)
         call, after = call_of(state), _place(request)
-        streams = request.query_params.get("stream", "true" if wants_events(request) else "false")
+        streams = request.query_params.get("stream", "true" if may_send_events(request) else "false")
         if streams not in _YES_OR_NO:
             raise BadRequest("`stream`: true or false is expected", param="stream")
         if not _YES_OR_NO[streams]:

@@ -78,10 +78,10 @@ def sweep(host: str) -> list[str]:
     names = sorted(path.name for path in SHM.iterdir() if path.name.startswith(_PREFIX))
     locked = [name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)]
     found = dict.fromkeys([name for name in names if ours.fullmatch(name)] + locked)
-    return [name for name in found if _removed(name)]
+    return [name for name in found if _remove_ownerless(name)]
 
 
-def _removed(name: str) -> bool:
+def _remove_ownerless(name: str) -> bool:
     """Remove a segment of this user without an owner; True if there was one. No race: a name is never used
     twice."""
     lock = None
@@ -177,7 +177,7 @@ class FreeList:
     def __init__(self, size_bytes: int) -> None:
         self._ranges = [(0, size_bytes)]  # (offset, bytes)
 
-    def take(self, size_bytes: int) -> int | None:
+    def allocate(self, size_bytes: int) -> int | None:
         """Take a free range of that size and return its offset; None if there is none."""
         for i, (offset, room) in enumerate(self._ranges):
             if room >= size_bytes:
@@ -223,7 +223,7 @@ class Arena:
         there is no room. Raises ValueError if the key has a range already, or for a size below 1."""
         if key in self.placed or size_bytes < 1:
             raise ValueError(f"a key has one range of at least 1 byte: {key.hex()}, {size_bytes}")
-        offset = self._free.take(pages(size_bytes))
+        offset = self._free.allocate(pages(size_bytes))
         if offset is None:
             return None
         if self._segment is not None and not self._segment.reserve(offset + pages(size_bytes)):

@@ -84,7 +84,7 @@ class Folder:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._file(name))
                 return
-            with self._taken(value.nbytes):
+            with self._hold_room(value.nbytes):
                 try:
                     self._write(name, value)
                 except FileNotFoundError:  # the folder was removed
@@ -129,7 +129,7 @@ class Folder:
 
     def has(self, names: list[str]) -> list[bool]:
         self._start()
-        return [self._exists(name) for name in names]
+        return [self._has_file(name) for name in names]
 
     def close(self) -> None:
         with self._turn:
@@ -146,7 +146,7 @@ class Folder:
         """The name that LMCache's client gave it in earlier versions."""
         return f"{self._path}/{_PREFIX}0x00000000@0@{name}{_VALUE}"
 
-    def _exists(self, name: str) -> bool:
+    def _has_file(self, name: str) -> bool:
         try:
             os.stat(self._file(name))
         except OSError as error:
@@ -180,7 +180,7 @@ class Folder:
     # ---- room -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _taken(self, size_bytes: int) -> Iterator[None]:
+    def _hold_room(self, size_bytes: int) -> Iterator[None]:
         """The room of a value that is written now. Raises RefusedWrite while there is none, OSError."""
         self._largest_bytes = max(self._largest_bytes, size_bytes)
         if self._held_bytes < 0:
@@ -233,7 +233,7 @@ class Folder:
         now_s, before_s, self._partial_s = time.monotonic(), self._partial_s, dict[_File, float]()
         for part in [file for file in files if file.path.endswith(_PARTIAL)]:
             since_s = before_s.get(part, now_s)
-            if now_s - since_s > PARTIAL_S and _removed(part):
+            if now_s - since_s > PARTIAL_S and _remove(part):
                 files.remove(part)
             else:
                 self._partial_s[part] = since_s
@@ -243,7 +243,7 @@ class Folder:
         for file in files:
             if held <= limit - room:
                 break
-            if not file.small and file.path.endswith(_VALUE) and _removed(file):
+            if not file.small and file.path.endswith(_VALUE) and _remove(file):
                 held, count = held - file.held_bytes, count + 1
         if count:
             log.info("L2: %d least recently used files of %s are removed", count, self._path)
@@ -271,7 +271,8 @@ class Folder:
         return room // 2
 
 
-def _removed(file: _File) -> bool:
+def _remove(file: _File) -> bool:
+    """False if it has gone."""
     with contextlib.suppress(OSError):
         os.unlink(file.path)
         return True

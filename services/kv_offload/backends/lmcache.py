@@ -52,7 +52,7 @@ def build(parts: SplitResult, deadline_s: float) -> Callable[[], Remote] | None:
 
     def connect() -> Remote:
         load_lmcache()
-        if _only_ipv6(*address):
+        if _has_only_ipv6(*address):
             return Ipv6Redis(address, login, deadline_s)
         own = RedisQuestions(address, login)
         return LmcacheRemote(lambda: _redis_client(address, login, deadline_s), deadline_s, own)
@@ -209,7 +209,7 @@ class LmcacheRemote:
                 client.close()
 
 
-def _only_ipv6(host: str, port: int) -> bool:
+def _has_only_ipv6(host: str, port: int) -> bool:
     found = {}
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):

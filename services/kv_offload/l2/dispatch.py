@@ -43,7 +43,7 @@ def pump(state: State) -> None:
         keys = tuple(key for _, key in want.names)
         state.out.append(events.L2Has(call, fingerprint, keys, want_size=fingerprint not in l2.sizes))
     while len(l2.calls) - _running(l2, "has") < IN_FLIGHT - LOOKUPS_IN_FLIGHT:
-        if not (_next_get(state) or _next_delete(state) or _next_put(state)):
+        if not (_start_get(state) or _start_delete(state) or _start_put(state)):
             break
 
 
@@ -55,7 +55,7 @@ def end(state: State, event: events.L2Ended) -> Call | None:
         return None
     _finish(state, event.call, call, moved=event.status == "ok")
     if event.status != "failed":
-        state.l2.breaker.succeeded()
+        state.l2.breaker.on_succeeded()
         if call.kind == "has":
             took_us = state.now_us - call.began_us
             state.l2.answer_us += (took_us - state.l2.answer_us) // (4 if state.l2.answer_us else 1)
@@ -85,10 +85,10 @@ def _finish(state: State, number: int, call: Call, *, moved: bool) -> None:
     l2.deadlines.drop(number)
     if call.kind == "get":
         l2.getting.discard(call.names[0])
-        l2.get_rate.ended(moved_bytes, state.now_us)
+        l2.get_rate.on_ended(moved_bytes, state.now_us)
     if call.entry is not None:
         state.l1.set_sending(call.entry, on=False)
-        l2.put_rate.ended(moved_bytes, state.now_us)
+        l2.put_rate.on_ended(moved_bytes, state.now_us)
 
 
 def _begin(state: State, call: Call) -> int:
@@ -104,7 +104,8 @@ def _running(l2: L2, kind: str) -> int:
     return sum(call.kind == kind for call in l2.calls.values())
 
 
-def _next_get(state: State) -> bool:
+def _start_get(state: State) -> bool:
+    """Start the next get. False if none waits."""
     l2 = state.l2
     waiting = l2.urgent or l2.early
     if not waiting:
@@ -112,12 +113,13 @@ def _next_get(state: State) -> bool:
     name, _ = waiting.popitem(last=False)
     size_bytes = l2.sizes[name[0]]
     l2.getting.add(name)
-    l2.get_rate.began(state.now_us)
+    l2.get_rate.on_began(state.now_us)
     state.out.append(events.L2Get(_begin(state, Call("get", (name,), size_bytes)), name, size_bytes))
     return True
 
 
-def _next_delete(state: State) -> bool:
+def _start_delete(state: State) -> bool:
+    """Start the next delete. False if none waits."""
     if not state.l2.deletes:
         return False
     name, _ = state.l2.deletes.popitem(last=False)
@@ -125,7 +127,8 @@ def _next_delete(state: State) -> bool:
     return True
 
 
-def _next_put(state: State) -> bool:
+def _start_put(state: State) -> bool:
+    """Start the next put. False if none may begin."""
     l2 = state.l2
     most = 1 if l2.refuses else PUTS_IN_FLIGHT
     if state.urgent_stores or state.now_us < l2.puts_from_us or _running(l2, "put") >= most:
@@ -137,7 +140,7 @@ def _next_put(state: State) -> bool:
     fingerprint, size_bytes = entry.name[0], entry.range.size_bytes
     l2.puts.pop(entry.name, None)
     state.l1.set_sending(entry, on=True)
-    l2.put_rate.began(state.now_us)
+    l2.put_rate.on_began(state.now_us)
     call = _begin(state, Call("put", (entry.name,), size_bytes, entry))
     announce = fingerprint not in l2.announced
     slot = entry.range.slot

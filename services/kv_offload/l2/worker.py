@@ -255,7 +255,7 @@ class L2Job:
             case events.L2Delete(name=name):
                 remote.delete(remote_name(name))
             case events.L2Probe():
-                return events.L2Ended(call, "ok" if canary(remote) else "failed")
+                return events.L2Ended(call, "ok" if can_read_back(remote) else "failed")
         return events.L2Ended(call)
 
     def _get(self, remote: Remote, name: events.Name, value_bytes: int) -> events.L2Ended:
@@ -293,7 +293,7 @@ def value_size(remote: Remote, fingerprint: str) -> int:
     return int.from_bytes(value[HEADER_BYTES:], "little")
 
 
-def canary(remote: Remote) -> bool:
+def can_read_back(remote: Remote) -> bool:
     """Whether a put value can be read back; for a full store, whether it answers."""
     name = remote_name(CANARY)
     value = build(CANARY, 0, CANARY_PAYLOAD) + CANARY_PAYLOAD

@@ -72,7 +72,7 @@ class Book:
             self._ask(Ask(peer, list(names), self.state.now_us, lookup), lease_us=0)
         return len(asked)
 
-    def holds(self, name: events.Name) -> bool:
+    def has_value(self, name: events.Name) -> bool:
         return name in self.known
 
     def get(self, name: events.Name) -> None:
@@ -90,22 +90,22 @@ class Book:
             case events.PeersChanged(address, peers):
                 self.address = address
                 for peer in [peer for peer in self.peers if peers.get(peer) != self.peers[peer]]:
-                    self._lost(peer)
+                    self._on_lost(peer)
                 self.peers = dict(peers)
             case events.PeerSummed(lease, headers):
-                self._leased(lease, headers)
+                self._on_summed(lease, headers)
             case events.PeerReadEnded():
-                self._read_ended(event)
+                self._on_read_ended(event)
             case events.Arrived(source, epoch, message) if source.startswith("kv_offload."):
                 match message:
                     case PeerLookup():
-                        self._serve(source, epoch, message)
+                        self._on_lookup(source, epoch, message)
                     case PeerFound():
-                        self._found(source, message)
+                        self._on_found(source, message)
                     case KvRelease():
-                        jobs.release(self.state, source, epoch, message)
+                        jobs.on_release(self.state, source, epoch, message)
             case events.Restarted(source) | events.PeerLost(source):
-                self._lost(source)
+                self._on_lost(source)
                 return False
             case _:
                 return False
@@ -149,7 +149,7 @@ class Book:
         while (job := self.deadlines.pop(self.state.now_us)) is not None:
             ask = self.asks[job]
             if ask.found is None or ask.running:  # else another peer's read was slow
-                self._failed(ask.peer)
+                self._on_failed(ask.peer)
             self._end(job)
 
     # ---- as reader --------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Book:
         self.state.out.append(events.Send(ask.peer, message))
         return job, ask
 
-    def _found(self, peer: str, found: PeerFound) -> None:
+    def _on_found(self, peer: str, found: PeerFound) -> None:
         ask = self.asks.get(found.job)
         if ask is None or ask.peer != peer or ask.found is not None:
             return  # late
@@ -193,13 +193,13 @@ class Book:
         ask.found = replace(found, offsets=longs(found.offsets[i] for i in here))
         self._missing(lost)
 
-    def _read_ended(self, event: events.PeerReadEnded) -> None:
+    def _on_read_ended(self, event: events.PeerReadEnded) -> None:
         ask = self.asks.get(event.call)
         if ask is None or ask.found is None:
             return  # given up
         counters, size = self.state.counters, ask.found.value_bytes
         if not event.valid_tokens:
-            self._failed(ask.peer)
+            self._on_failed(ask.peer)
         else:
             self.resting.pop(ask.peer, None)
         for i, (name, valid) in enumerate(zip(list(ask.names), event.valid_tokens, strict=False)):
@@ -211,7 +211,7 @@ class Book:
             ask.names.remove(name)
             self.reading.discard(name)
             entry = jobs.bring_up(self.state, name, events.Fill(event.call, b"", i), size, valid)
-            jobs.value_arrived(self.state, name, entry)
+            jobs.on_value(self.state, name, entry)
         self._end(event.call)
 
     def _end(self, job: int) -> None:
@@ -219,7 +219,7 @@ class Book:
         ask = self.asks.pop(job)
         self.deadlines.drop(job)
         if ask.lookup is not None:
-            jobs.lookup_answered(self.state, ask.lookup)
+            jobs.on_lookup_answered(self.state, ask.lookup)
             return
         self.state.out.append(events.Send(ask.peer, KvRelease(jobs=ints([job]))))
         self._missing(ask.names)
@@ -230,12 +230,12 @@ class Book:
         for name in names:
             self.known.pop(name, None)
             self.reading.discard(name)
-            if state.l2.holds(name) and any(name in load.waiting for load in state.loads.values()):
+            if state.l2.has_value(name) and any(name in load.waiting for load in state.loads.values()):
                 state.l2.get(name, urgent=True)
             else:
-                jobs.value_arrived(state, name, state.l1.entries.get(name))
+                jobs.on_value(state, name, state.l1.entries.get(name))
 
-    def _failed(self, peer: str) -> None:
+    def _on_failed(self, peer: str) -> None:
         """Leave a peer alone for some time, longer each time, and forget what it holds."""
         self.state.counters.peer_failures += 1
         failures = self.resting.get(peer, (0, 0))[1] + 1
@@ -243,7 +243,7 @@ class Book:
         self.resting[peer] = self.state.now_us + wait_us, failures
         self._forget(peer)
 
-    def _lost(self, peer: str) -> None:
+    def _on_lost(self, peer: str) -> None:
         """A peer or its arena is gone, with its blocks."""
         if self.peers.pop(peer, None) is not None:
             self.resting.pop(peer, None)
@@ -256,7 +256,7 @@ class Book:
 
     # ---- as owner ---------------------------------------------------------------------------------
 
-    def _serve(self, peer: str, epoch: int, message: PeerLookup) -> None:
+    def _on_lookup(self, peer: str, epoch: int, message: PeerLookup) -> None:
         state, lease = self.state, (peer, epoch, message.job)
         names = names_of(message.fingerprint, message.keys)
         entries = [state.l1.entries[name] for name in names if name in state.l1.entries]
@@ -272,7 +272,7 @@ class Book:
             blocks = tuple((entry.name, entry.range.slot, entry.valid_tokens) for entry in entries)
             state.out.append(events.PeerSum(lease, blocks))
 
-    def _leased(self, lease: LeaseId, headers: bytes) -> None:
+    def _on_summed(self, lease: LeaseId, headers: bytes) -> None:
         """Answer with the lease, if it has not ended: the hashed blocks have not changed then."""
         held = self.state.leases.get(lease)
         if isinstance(held, ReadLease):

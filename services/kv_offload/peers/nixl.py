@@ -27,14 +27,14 @@ MOST_LATE = 4  # reads given up that have not ended, of BATCH_BYTES each; with m
 _BASE = struct.Struct("<Q")  # address of the arena in its process, before NIXL's own metadata
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Whether NIXL is installed here."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def build() -> OpenWire | None:
     """Opens the transport; None if NIXL is not installed."""
-    return NixlWire if installed() else None
+    return NixlWire if is_installed() else None
 
 
 class _Memory(NamedTuple):
@@ -67,7 +67,7 @@ class NixlWire:
     def read(
         self, address: bytes, offsets: Sequence[int], value_bytes: int, end_s: float
     ) -> list[memoryview]:
-        self._late = [late for late in self._late if not self._settled(*late)]
+        self._late = [late for late in self._late if not self._has_ended(*late)]
         if len(self._late) > MOST_LATE:
             raise RemoteError("reads from peers hang: NIXL does not end them")
         scratch, transfer = self._room(len(offsets) * value_bytes), None
@@ -117,7 +117,7 @@ class NixlWire:
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         return _Memory(memory, base, self._agent.register_memory([(base, len(memory), 0, "")], "DRAM"))
 
-    def _settled(self, address: bytes, transfer: Any, scratch: _Memory) -> bool:
+    def _has_ended(self, address: bytes, transfer: Any, scratch: _Memory) -> bool:
         """Whether a transfer that was given up has ended: its memory is not written any more, and freed."""
         try:
             state = self._agent.check_xfer_state(transfer)

@@ -85,7 +85,7 @@ class PeerThreads:
         else:
             end_s = time.monotonic() + command.limit_us / 1e6
             work = self._loop.run_in_executor(self._reader, self._read, command, end_s)
-        work.add_done_callback(self._ended)
+        work.add_done_callback(self._on_ended)
 
     async def close(self) -> None:
         """Wait for the read that runs, which has a deadline, and close the transport."""
@@ -95,7 +95,7 @@ class PeerThreads:
         for pool in (self._reader, self._summer):
             await asyncio.to_thread(pool.shutdown)
 
-    def _ended(self, work: asyncio.Future[Ended]) -> None:
+    def _on_ended(self, work: asyncio.Future[Ended]) -> None:
         if (error := work.exception()) is not None:
             self.problem = self.problem or error
         else:

@@ -112,7 +112,7 @@ async def run(target: Target, given: Path, out: Path) -> int:
     except OSError as error:
         raise SetupError(f"{error.filename} cannot be used: {error.strerror}") from None
     try:
-        await _ended(target, batch)
+        await _await_end(target, batch)
         refused = await fetch(target, batch, out)
     except (UnknownFile, UnknownRequest):  # it is gone, or has no answers
         note.unlink()
@@ -133,7 +133,7 @@ def _begun(given: Path, out: Path, note: Path) -> tuple[str, str]:
     return batch, checksum
 
 
-async def _ended(target: Target, batch: str) -> None:
+async def _await_end(target: Target, batch: str) -> None:
     """Return once a batch has ended, also after the fleet was away. Raises UnknownFile."""
     async with connected(target.nats_url) as bus:
         client, news = await Client.open(bus, target.tenant), asyncio.Event()

@@ -95,7 +95,7 @@ class Chat:
                 try:
                     end = await self._print({**body, **limit}, answer)
                 except BadRequest as error:
-                    if not limit or not _lacks_room(error):
+                    if not limit or not _is_about_room(error):
                         raise
                     limit, end = {}, await self._print(body, answer)  # what is left of the context is less
             finally:
@@ -117,7 +117,7 @@ class Chat:
         return end
 
 
-def _lacks_room(error: BadRequest) -> bool:
+def _is_about_room(error: BadRequest) -> bool:
     """True if a shorter answer would have been accepted."""
     return error.param == "max_tokens" and error.message.startswith(CONTEXT_LENGTH)
 

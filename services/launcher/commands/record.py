@@ -44,14 +44,14 @@ async def record(target: Target, out: Path, scheduler: str, seconds: float | Non
     lost."""
     async with connected(target.nats_url) as bus:
         chosen = scheduler or await only_scheduler(bus)
-        with _created(out) as file:
+        with _create(out) as file:
             await record_from(bus, chosen, Recording(file), seconds)
             print_line(f"{out} has {file.tell()} bytes of {chosen}: headrace replay {out}")
 
 
 async def record_from(bus: Bus, scheduler: str, into: Recording, seconds: float | None) -> None:
     """Record for `seconds` (None: without end) or until cancelled. Raises Unavailable, EngineError."""
-    subscription = await bus.subscribe(subjects.events(scheduler), into.take)
+    subscription = await bus.subscribe(subjects.events(scheduler), into.on_piece)
     try:
         await begin(bus, scheduler, into)
         print_line(f"recording {scheduler}" + ("" if seconds is not None else "; Ctrl-C ends it"))
@@ -100,7 +100,7 @@ class Recording:
         self.begun = asyncio.Event()
         self.broken = asyncio.Event()
 
-    def take(self, delivery: Delivery) -> None:
+    def on_piece(self, delivery: Delivery) -> None:
         """Write the next message. Messages before the first snapshot are dropped."""
         begun = self.begun.is_set()
         if self.broken.is_set() or not (begun or BEGINS_HEADER in delivery.headers):
@@ -126,7 +126,7 @@ async def only_scheduler(bus: Bus) -> str:
 
 
 @contextlib.contextmanager
-def _created(path: Path) -> Iterator[BinaryIO]:
+def _create(path: Path) -> Iterator[BinaryIO]:
     """A new file, removed again if it stays empty, so that a second try can create it."""
     try:
         file = open_private(path)
@@ -161,7 +161,7 @@ async def shadow(target: Target, scheduler: str, interval_s: float, compared: Co
 async def follow(bus: Bus, scheduler: str, interval_s: float, compared: Compared) -> None:
     """As `shadow`, until cancelled."""
     stretches = Stretches()
-    subscription = await bus.subscribe(subjects.events(scheduler), lambda piece: stretches.take(piece))
+    subscription = await bus.subscribe(subjects.events(scheduler), lambda piece: stretches.on_piece(piece))
     age = reported = 0
     try:
         while True:
@@ -195,13 +195,13 @@ class Stretches:
         self.recording = Recording(self._now)
         self.size = 0  # bytes that have come, with those that are dropped
 
-    def take(self, piece: Delivery) -> None:
+    def on_piece(self, piece: Delivery) -> None:
         """Keep the next message; the first one of a stretch drops what came before the last stretch."""
         if BEGINS_HEADER in piece.headers and not self.recording.broken.is_set():
             self._before = self._now.getvalue()
             self._now.seek(0)
             self._now.truncate()
-        self.recording.take(piece)
+        self.recording.on_piece(piece)
         self.size += len(piece.data)
 
     @property

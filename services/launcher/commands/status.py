@@ -98,7 +98,7 @@ async def top(target: Target, fleet: str, interval_s: float, count: int) -> None
                         *text,
                     ]
                 )
-                if turn == count or await _set_within(ended, interval_s - ANSWER_S):
+                if turn == count or await _is_set_within(ended, interval_s - ANSWER_S):
                     return
                 try:
                     text = lines(Fleet(fleet, url, await _answers(bus, fleet)), _width())
@@ -106,7 +106,7 @@ async def top(target: Target, fleet: str, interval_s: float, count: int) -> None
                     text = [f"{error.message}; trying again"]
 
 
-async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(max(seconds, 0)):
             await event.wait()

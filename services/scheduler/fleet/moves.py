@@ -64,13 +64,15 @@ def _copy_ahead(state: State, executor: Executor) -> None:
     for sequence in executor.running:
         if executor.down.pending_jobs >= store.MAX_JOBS:
             return
-        if sequence.prefilling and sequence.parent is None and not sequence.load_job:
+        if sequence.is_prefilling and sequence.parent is None and not sequence.load_job:
             store.keep_below(state, executor, sequence)
 
 
 def may_leave(sequence: Sequence) -> bool:
     """Whether the sequence is between two decodes, and has a token from this executor."""
-    return not sequence.prefilling and len(sequence.tokens) > sequence.opened_length and not sequence.load_job
+    return (
+        not sequence.is_prefilling and len(sequence.tokens) > sequence.opened_length and not sequence.load_job
+    )
 
 
 def has_room(state: State, executor: Executor, sequence: Sequence) -> bool:
@@ -95,7 +97,7 @@ def _await_blocks(state: State, executor: Executor, sequence: Sequence) -> None:
     able = [
         e
         for e in _others(state, executor)
-        if admission.may_join(state, e, group) and preemption.fits_alone(e, group)
+        if admission.may_join(state, e, group) and preemption.can_fit(e, group)
     ]
     if able:
         goal = max(able, key=lambda e: (e.pool.unreserved_blocks + e.pool.coming_blocks, e.source))

@@ -56,12 +56,12 @@ def review(state: State) -> None:
         executors = [e for e in state.executors.values() if e.hello.model == model and not e.draining]
         _measure(state, model, roles, executors)
         wanted = 0
-        if len(executors) > 1 and _connected(executors):
+        if len(executors) > 1 and _are_connected(executors):
             wanted = state.limits.policy.function("roles")(view_of(state, roles, executors))
         _change(state, roles, executors, max(0, min(wanted, len(executors) - 1)))
 
 
-def _connected(executors: list[Executor]) -> bool:
+def _are_connected(executors: list[Executor]) -> bool:
     """Whether all executors share the blocks of one L1."""
     first = executors[0].hello
     alike = (first.host_id, first.fingerprint)
@@ -221,7 +221,7 @@ class Division:
         self._given = False
         self._until_us = 0
 
-    def turn(
+    def decide(
         self, me: str, model: str, peers: Peers, running: Mapping[str, int], now_us: int
     ) -> Drain | Give | None:
         """What to do now; call it once a heartbeat. `running`: sequences by executor of scheduler `me`."""

@@ -50,7 +50,7 @@ def work(state: State) -> tuple[int, int]:
     return found, state.now_us - oldest_us
 
 
-def ask(state: State, event: SleepSet) -> None:
+def on_sleep_set(state: State, event: SleepSet) -> None:
     """Begin to put executors to sleep, or wake them. One that drains for its end is left alone."""
     names = event.executors or (*state.executors, *state.asleep)
     if not event.asleep:
@@ -64,17 +64,17 @@ def ask(state: State, event: SleepSet) -> None:
             executor.draining, executor.sleep_by_us = False, 0
             state.waiting.unpark(state.now_us)
             state.blocked_on = ()
-    lifecycle.executors_changed(state)
+    lifecycle.on_executors_changed(state)
 
 
-def joined(state: State, hello: ExecHello) -> None:
+def on_asleep(state: State, hello: ExecHello) -> None:
     """An executor is asleep. One that was asked to wake meanwhile wakes by its next turn."""
     known = state.asleep.get(hello.executor)
     if known is None or known.hello != hello:
         state.asleep[hello.executor] = Sleeper(hello)
 
 
-def turn(state: State) -> list[Executor]:
+def wake_and_drain(state: State) -> list[Executor]:
     """Wake executors for which requests wait, preempt what has run for too long on those that drain, and
     return those that may sleep now."""
     if state.asleep and not state.limits.shares_memory:
@@ -83,7 +83,7 @@ def turn(state: State) -> list[Executor]:
         return []
     draining = [executor for executor in state.executors.values() if executor.sleep_by_us]
     for executor in draining:
-        if state.now_us >= executor.sleep_by_us and not _would_wake_it(state, executor):
+        if state.now_us >= executor.sleep_by_us and not _must_wake_again(state, executor):
             for sequence in [s for s in executor.running if s.parent is None and not s.load_job]:
                 _preempt(state, executor, sequence)
     return [executor for executor in draining if _may_sleep(state, executor)]
@@ -96,7 +96,7 @@ def _is_needed(state: State, sleeper: Sleeper) -> bool:
     return any(group.request.tokenized.model == model for group in state.waiting)
 
 
-def _would_wake_it(state: State, executor: Executor) -> bool:
+def _must_wake_again(state: State, executor: Executor) -> bool:
     """Whether a sequence that is preempted here would wake this executor again."""
     return not state.limits.shares_memory and not load_shedding.serving(state, executor.hello.model)
 

@@ -14,7 +14,7 @@ from shared.kv_blocks import KEY_BYTES
 from shared.messages import ArenaReleased, KvCopied, KvGone
 
 
-def ready(state: State, tier: Tier) -> None:
+def on_ready(state: State, tier: Tier) -> None:
     """A kv_offload with an arena is ready. A new generation has lost the content of the old one."""
     if state.limits.policy.no_tiers:
         state.tiers.standby[tier.actor] = tier  # another policy may use it: see use_tiers
@@ -34,10 +34,10 @@ def ready(state: State, tier: Tier) -> None:
     state.tiers.by_host[tier.host_id] = tier
     for executor in state.executors.values():
         if executor.hello.host_id == tier.host_id:
-            joined(state, executor)
+            on_joined(state, executor)
 
 
-def lost(state: State, actor: str) -> None:
+def on_lost(state: State, actor: str) -> None:
     """A kv_offload is gone, with its content. Running copies end later. A standby of its host replaces it,
     even one that seemed older: a clock may have gone back."""
     state.tiers.standby.pop(actor, None)
@@ -47,7 +47,7 @@ def lost(state: State, actor: str) -> None:
     _end(state, tier)
     others = [other for other in state.tiers.standby.values() if other.host_id == tier.host_id]
     if others:
-        ready(state, max(others, key=lambda other: (other.epoch, other.actor)))
+        on_ready(state, max(others, key=lambda other: (other.epoch, other.actor)))
 
 
 def use_tiers(state: State, use: bool) -> None:
@@ -55,7 +55,7 @@ def use_tiers(state: State, use: bool) -> None:
     if use:
         latest_first = sorted(state.tiers.standby.values(), key=lambda tier: (tier.epoch, tier.actor))[::-1]
         for tier in latest_first:
-            ready(state, tier)
+            on_ready(state, tier)
     else:
         for tier in list(state.tiers.by_host.values()):
             _end(state, tier)
@@ -77,14 +77,14 @@ def _end(state: State, tier: Tier) -> None:
             executor.pool.set_tier(False)
 
 
-def joined(state: State, executor: Executor) -> None:
+def on_joined(state: State, executor: Executor) -> None:
     """An executor or a tier has joined: connect them if both are there."""
     hello = executor.hello
     if hello.bytes_per_block and hello.host_id in state.tiers.by_host:
         executor.pool.set_tier(True)
 
 
-def executor_gone(state: State, executor: Executor) -> None:
+def on_executor_gone(state: State, executor: Executor) -> None:
     """An executor is gone, with its blocks. A copy that it may still make keeps its ranges of the arena until
     kv_offload frees them: the scheduler cannot see when it ends."""
     for job in [job for job in state.tiers.jobs.values() if job.executor == executor.hello.executor]:
@@ -105,14 +105,14 @@ def on_arena_released(state: State, source: str, message: ArenaReleased) -> None
             state.send(tier.source, message)
 
 
-def step_failed(state: State, executor: Executor, step: int) -> None:
+def on_step_failed(state: State, executor: Executor, step: int) -> None:
     """Void the stores of blocks that a failed step may have written."""
     for job in state.tiers.jobs.values():
         if job.executor == executor.hello.executor and not job.up and job.after_step >= step:
             job.void = True
 
 
-def copied(state: State, source: str, message: KvCopied) -> None:
+def on_copied(state: State, source: str, message: KvCopied) -> None:
     """A copy has ended. `no_arena` and `stale_arena`: the executor has not mapped the arena yet."""
     job = state.tiers.jobs.get(message.job)
     if job is None or job.phase is not JobPhase.COPYING or source != f"executor.{job.executor}":
@@ -122,8 +122,8 @@ def copied(state: State, source: str, message: KvCopied) -> None:
         return
     if message.status in ("no_arena", "stale_arena"):
         for _ in range(MISSES):
-            lookups.missed(state, job.tier)
-    (load if job.up else store).copied(state, job, executor, message)
+            lookups.on_missed(state, job.tier)
+    (load if job.up else store).on_copied(state, job, executor, message)
 
 
 def on_evicted(state: State, source: str, message: KvGone) -> None:
@@ -136,8 +136,8 @@ def on_evicted(state: State, source: str, message: KvGone) -> None:
         if executor.hello.host_id == tier.host_id:
             pool = executor.pool
             mine = [key for key in keys if _is_preempted(state, executor, key)]
-            pool.lost_below(mine, pool.unreserved_blocks)
-            pool.lost_below(keys, 0)
+            pool.mark_lost_below(mine, pool.unreserved_blocks)
+            pool.mark_lost_below(keys, 0)
 
 
 def _is_preempted(state: State, executor: Executor, key: bytes) -> bool:
@@ -152,7 +152,7 @@ def expire(state: State) -> None:
     lookups.expire(state)
     for job in [job for job in state.tiers.jobs.values() if job.due_us <= state.now_us]:
         if job.phase is not JobPhase.COPYING:
-            lookups.missed(state, job.tier)
+            lookups.on_missed(state, job.tier)
             _expire(state, job)
 
 

@@ -130,7 +130,7 @@ def _load_us(executor: Executor, tier: Tier, blocks: int, remote: int, now_us: i
     ask_us = tier.answer_us + fetch_us + executor.up.trip_us // 2
     wait_us = max(executor.up.wait_us() - ask_us, 0)
     links = [executor.up]
-    if not executor.up.known(now_us) and executor.down.copies_seen:
+    if not executor.up.is_known(now_us) and executor.down.copies_seen:
         # Stores show the rate, too. The faster of two doubtful estimates counts, since a load corrects it.
         links = [link for link in (executor.up, executor.down) if link.copies_seen]
     copy_us = min(link.copy_us(blocks * size) for link in links)
@@ -175,7 +175,7 @@ def _send_prefetch(
     return job
 
 
-def ready(state: State, source: str, message: KvReady) -> None:
+def on_ready(state: State, source: str, message: KvReady) -> None:
     """A prefix of the job's keys is in the arena, and stays there for the lease: copy it up."""
     job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
     if tier is None:
@@ -184,7 +184,7 @@ def ready(state: State, source: str, message: KvReady) -> None:
         state.send(source, KvRelease(jobs=ints([message.job])))
         return
     executor, sequence = executor_of(state, job), _sequence(state, job)
-    tier.answered(0 if message.from_l2 else state.now_us - job.began_us)
+    tier.on_answered(0 if message.from_l2 else state.now_us - job.began_us)
     there = _usable(job, message)
     if executor is None or sequence is None or not there or message.arena_generation != tier.generation:
         finish(state, job)
@@ -224,11 +224,11 @@ def _usable(job: Job, message: KvReady) -> int:
     return count
 
 
-def copied(state: State, job: Job, executor: Executor, message: KvCopied) -> None:
+def on_copied(state: State, job: Job, executor: Executor, message: KvCopied) -> None:
     """A load has ended. If it took longer than the lease, it may have read other bytes."""
     ok = message.status == "ok" and state.now_us < job.lease_us and not job.void
     if ok:
-        if executor.up.unused(state.now_us) and FAR * (state.now_us - job.began_us) < job.predicted_us:
+        if executor.up.is_unused(state.now_us) and FAR * (state.now_us - job.began_us) < job.predicted_us:
             executor.up.forget()
         executor.up.observe(job.queued_bytes, message.took_us, state.now_us)
         executor.up.observe_trip(state.now_us - job.sent_us - message.wait_us - message.took_us)

@@ -23,7 +23,7 @@ FEW_BLOCKS = 3  # missing blocks of a prompt that are computed before an answer 
 MAX_KEYS = 1_000  # 32 of the 64 KiB of a message
 
 
-def arrived(state: State, group: SequenceGroup) -> None:
+def on_request(state: State, group: SequenceGroup) -> None:
     """Look up a new group in every tier of its model's executors. Also if the device holds all its blocks: a
     tier keeps keys that are often looked up, and copies them to the remote tier."""
     for executor, tier in _targets(state, group):
@@ -36,11 +36,11 @@ def refresh(state: State, group: SequenceGroup) -> None:
     for executor, tier in _targets(state, group):
         result = group.lookup_results.get(_target(executor, tier))
         old = result is None or _is_old(state, executor, tier, group, STALE_US // 2)
-        if old and not _covered(executor, group):
+        if old and not _is_covered(executor, group):
             _send_lookup(state, executor, tier, group)
 
 
-def pending(state: State, group: SequenceGroup) -> bool:
+def must_wait(state: State, group: SequenceGroup) -> bool:
     """True while the group should wait for an answer, or for the end of a copy of its tail.
 
     Sends a new lookup if the result is old. Waits at most MOST_WAIT_US at its turn.
@@ -48,24 +48,24 @@ def pending(state: State, group: SequenceGroup) -> bool:
     targets, head = _targets(state, group), group.sequences[0]
     if not group.lookup_since_us or state.now_us > group.lookup_since_us + STALE_US:
         group.lookup_since_us = state.now_us
-    if any(prefix_cache.tail_is_copied(executor, head) for executor, _ in targets):
+    if any(prefix_cache.is_tail_copied(executor, head) for executor, _ in targets):
         return state.now_us < group.lookup_since_us + MOST_WAIT_US
-    if all(_waited(state, executor, head, group.lookup_since_us) for executor, _ in targets):
+    if all(_has_waited(state, executor, head, group.lookup_since_us) for executor, _ in targets):
         return False
     waits = False
     for executor, tier in targets:
         result = group.lookup_results.get(_target(executor, tier))
         ask = result is None or _is_old(state, executor, tier, group, STALE_US)
         silent = (
-            result is not None and result.at_us < 0 and not _waited(state, executor, head, result.sent_us)
+            result is not None and result.at_us < 0 and not _has_waited(state, executor, head, result.sent_us)
         )
-        if not (ask or silent) or _covered(executor, group):
+        if not (ask or silent) or _is_covered(executor, group):
             continue
         waits = not ask or _send_lookup(state, executor, tier, group) is not None or waits
     return waits
 
 
-def _waited(state: State, executor: Executor, sequence: Sequence, since_us: int) -> bool:
+def _has_waited(state: State, executor: Executor, sequence: Sequence, since_us: int) -> bool:
     """True if the wait for an answer has lasted as long as the computation that it may save. After a burst of
     long prompts the answers wait in our mailbox."""
     waited_us = state.now_us - since_us
@@ -96,7 +96,7 @@ def on_found(state: State, source: str, message: KvFound) -> None:
     if lookup is None or tier is None or tier.actor != lookup.tier:
         return
     del tiers.lookups[message.job]
-    tier.answered()
+    tier.on_answered()
     group = state.waiting.groups.get(lookup.group)
     result = group.lookup_results.get(lookup.target) if group is not None else None
     if result is not None and result.job == message.job:
@@ -115,10 +115,10 @@ def expire(state: State) -> None:
         del lookups[job]
         silent[lookup.tier] = None
     for actor in silent:
-        missed(state, actor)
+        on_missed(state, actor)
 
 
-def missed(state: State, actor: str) -> None:
+def on_missed(state: State, actor: str) -> None:
     """A tier has not answered. After MISSES in a row it is not used for BACKOFF_US."""
     for tier in state.tiers.by_host.values():
         if tier.actor == actor:
@@ -180,7 +180,7 @@ def wanted_keys(executor: Executor, sequence: Sequence) -> list[bytes]:
     return keys
 
 
-def _covered(executor: Executor, group: SequenceGroup) -> bool:
+def _is_covered(executor: Executor, group: SequenceGroup) -> bool:
     """True if the device holds all blocks that a load could bring, except a few of a new prompt."""
     sequence, few = group.sequences[0], 0 if group.resumes else FEW_BLOCKS
     hits = prefix_cache.lookup(executor, sequence)

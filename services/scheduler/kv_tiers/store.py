@@ -62,22 +62,22 @@ def copy_dirty(state: State, executor: Executor) -> bool:
         return _give_up(executor, pressed)
     swaps = state.limits.policy.leaves
     room = 0 if busy else most_blocks(executor, JOB_BYTES if pressed > 0 or swaps else EAGER_BYTES)
-    if executor.down.copies_seen and not executor.down.fresh(state.now_us):
+    if executor.down.copies_seen and not executor.down.is_fresh(state.now_us):
         room = min(room, TRY_BLOCKS)
     free_before = pool.free_blocks
-    tries = pressed > 0 and not executor.down.known(state.now_us) and not executor.down.pending_jobs
+    tries = pressed > 0 and not executor.down.is_known(state.now_us) and not executor.down.pending_jobs
     chosen = choose_blocks(state, executor, max(pressed, room) if tries else pressed, room)
     if chosen and pressed <= 0 and not swaps:
         copy_us = executor.down.copy_us(len(chosen) * executor.hello.bytes_per_block)
         executor.next_eager_us = state.now_us + EAGER_SHARE * copy_us
     if chosen:
         _store(state, executor, tier, chosen, leaves=swaps)
-    elif pressed > 0 and room and not executor.down.pending_jobs and _expects_preemption(state, executor):
+    elif pressed > 0 and room and not executor.down.pending_jobs and _is_preemption_likely(state, executor):
         _store_ahead(state, executor, tier, room)
     return pool.free_blocks > free_before
 
 
-def waits(state: State) -> bool:
+def needs_ticks(state: State) -> bool:
     """True while there is no request and eager copies are possible: the actor then sends ticks."""
     idle = not state.requests and not state.draining and state.prefix_reuse_pm >= EAGER_COPY_PM
     return idle and any(executor.pool.dirty_blocks for executor in state.executors.values())
@@ -149,7 +149,7 @@ def _store(
     return job.number
 
 
-def _expects_preemption(state: State, executor: Executor) -> bool:
+def _is_preemption_likely(state: State, executor: Executor) -> bool:
     """Whether a preemption is likely soon, and the policy copies the next victim's blocks ahead."""
     may = executor.headroom_pm >= PREEMPTING_PM and state.now_us >= executor.next_ahead_us
     return may and state.limits.policy.ahead
@@ -190,7 +190,7 @@ def keep_below(state: State, executor: Executor, sequence: Sequence) -> bool:
     prefix_cache.register(executor, sequence, computed)
     full, blocks = computed // pool.block_tokens, list[int]()
     left = full - sequence.copied
-    if left * pool.block_tokens <= LEFT_TOKENS or _recomputes_sooner(executor, left, computed):
+    if left * pool.block_tokens <= LEFT_TOKENS or _is_recompute_faster(executor, left, computed):
         return True
     if executor.down.pending_jobs >= MAX_JOBS:
         return False
@@ -215,7 +215,7 @@ def _in_flight(executor: Executor, sequence: Sequence) -> int:
     return sum(plan.counts[plan.slots.index(sequence.slot)] for plan in plans if sequence.slot in plan.slots)
 
 
-def _recomputes_sooner(executor: Executor, blocks: int, computed: int) -> bool:
+def _is_recompute_faster(executor: Executor, blocks: int, computed: int) -> bool:
     """Whether a sequence of so many computed tokens is computed again before these blocks are copied down and
     up. False while the costs are not known, and where others only decode: computing there delays them."""
     size = blocks * executor.hello.bytes_per_block
@@ -228,7 +228,7 @@ def _next_victim(state: State, executor: Executor) -> Sequence | None:
     return preemption.in_order(state, executor, candidates)[0] if len(candidates) > 1 else None
 
 
-def reserved(state: State, source: str, message: messages.KvReserved) -> None:
+def on_reserved(state: State, source: str, message: messages.KvReserved) -> None:
     """The tier has reserved a range for each block, or none. Blocks that it has already are clean, blocks
     without a range are given up."""
     job, tier = state.tiers.jobs.get(message.job), state.tiers.named(source)
@@ -236,7 +236,7 @@ def reserved(state: State, source: str, message: messages.KvReserved) -> None:
         if tier is not None:
             state.send(source, messages.KvRelease(jobs=messages.ints([message.job])))
         return
-    tier.answered(state.now_us - job.began_us)
+    tier.on_answered(state.now_us - job.began_us)
     executor = executor_of(state, job)
     fits = len(message.offsets) == len(job.blocks) and message.arena_generation == tier.generation
     job.written = [int(offset >= 0) for offset in message.offsets] if fits else []
@@ -259,7 +259,7 @@ def reserved(state: State, source: str, message: messages.KvReserved) -> None:
     state.send(executor.source, copy)
 
 
-def copied(state: State, job: Job, executor: Executor, message: messages.KvCopied) -> None:
+def on_copied(state: State, job: Job, executor: Executor, message: messages.KvCopied) -> None:
     """The copy has ended. Its bytes are valid if it succeeded within the lease, and all steps that wrote its
     blocks have succeeded."""
     tier = tier_of(state, job)
@@ -277,7 +277,7 @@ def copied(state: State, job: Job, executor: Executor, message: messages.KvCopie
     state.send(tier.source, messages.KvCommit(job=job.number, written=messages.ints(job.written)))
 
 
-def stored(state: State, source: str, message: messages.KvStored) -> None:
+def on_stored(state: State, source: str, message: messages.KvStored) -> None:
     """The tier reports which blocks can be read from it now."""
     job = state.tiers.jobs.get(message.job)
     if job is not None and job.phase is JobPhase.STORING and source == f"kv_offload.{job.tier}":
@@ -367,7 +367,7 @@ def _copy_us(state: State, executor: Executor) -> int:
     """Time of a block's copy, with its share of half the wait; 0 if the rate is not known. So the link is
     measured, and no block is dropped during that copy, unless it takes longer than LONG_COPY_US."""
     link = executor.down
-    if not link.known(state.now_us):
+    if not link.is_known(state.now_us):
         mine = (job for job in state.tiers.jobs.values() if job.queued_bytes and not job.up)
         here = [job.began_us for job in mine if executor_of(state, job) is executor]
         if state.now_us - min(here, default=state.now_us) < LONG_COPY_US:

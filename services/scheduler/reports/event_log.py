@@ -137,7 +137,7 @@ async def attach(core: Scheduler, mailbox: Mailbox, event_log: str, model: str) 
     def on_asked(asked: Delivery) -> None:
         recorder.begin(mailbox.clock.now_us())
         sink.push()  # now: an idle scheduler has no later event to flush it
-        if access.answerable(mailbox.bus, asked):
+        if access.can_answer(mailbox.bus, asked):
             mailbox.bus.publish(asked.reply, b"")
 
     await mailbox.bus.subscribe(subjects.events_snapshot(mailbox.actor), on_asked)
@@ -181,9 +181,9 @@ class Recorder:
         return self._core.state
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """As the core's."""
-        return self._core.idle
+        return self._core.is_idle
 
     def handle(self, event: Event, now_us: int) -> list[Send]:
         """As the core's `handle`."""

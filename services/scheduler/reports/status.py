@@ -375,11 +375,11 @@ def trace(
     It works without OpenTelemetry. `wall_offset_us` is the wall clock minus the scheduler's monotonic
     clock."""
 
-    def wanted(key: tuple[str, str]) -> bool:
+    def is_wanted(key: tuple[str, str]) -> bool:
         return key[1] == request and tenant in ("", key[0])
 
-    live = next((r for key, r in state.requests.items() if wanted(key)), None)
-    ended = None if live is not None else state.ended.find(wanted)
+    live = next((r for key, r in state.requests.items() if is_wanted(key)), None)
+    ended = None if live is not None else state.ended.find(is_wanted)
     if live is not None:
         facts, context = request_record(live, state.now_us), live.trace
     elif ended is not None:

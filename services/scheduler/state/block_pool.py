@@ -27,7 +27,7 @@ class BlockPool:
                    ─▶ dirty    if a tier should copy it first ──begin_copy──▶ copying
                                                               ──mark_clean, fail_all──▶ cached
                    ─▶ cached   otherwise                      ──begin_copy──▶ copying
-                                                              ──lost_below──▶ dirty
+                                                              ──mark_lost_below──▶ dirty
         dirty, cached ──forget──▶ empty
 
     held     At least one sequence has it in its table; `refs` counts the tables.
@@ -311,7 +311,7 @@ class BlockPool:
             self.clean.add(block)
             self.give_up(block)
 
-    def lost_below(self, keys: Iterable[bytes], most_dirty: int) -> None:
+    def mark_lost_below(self, keys: Iterable[bytes], most_dirty: int) -> None:
         """No tier holds these keys any more. At most `most_dirty` of their cached blocks become dirty again:
         the others may be reserved."""
         for key in keys:

@@ -76,7 +76,7 @@ class CostModel:
         """Predicted time of a step of this shape; 0 before the first observation."""
         return int(self._predict(_features(shape)))
 
-    def knows(self, shape: StepShape) -> bool:
+    def can_predict(self, shape: StepShape) -> bool:
         """True if steps of this kind were seen, and the last one was not doubted."""
         return (kind := _kind(shape)) in self._kinds and kind not in self._doubted
 
@@ -316,7 +316,7 @@ class StepPace:
         """The sums since the last restart."""
         return Speed(self.steps, self.rows, self.us, self.took_us)
 
-    def planned(self, now_us: int) -> None:
+    def on_planned(self, now_us: int) -> None:
         """A step is planned with none in flight. Unless the last result led to it, the executor was idle."""
         if now_us != self.last_us:
             self.last_us = 0

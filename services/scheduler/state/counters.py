@@ -282,13 +282,15 @@ class StepLog:
         self.ring.append(record)
         now_us = record.result_us
         due = now_us >= self._next_second_us
-        if not due and not (now_us - self._last_span_us >= SPAN_EVERY_US and any(r.traced for r in chunks)):
+        if not due and not (
+            now_us - self._last_span_us >= SPAN_EVERY_US and any(r.is_traced for r in chunks)
+        ):
             return
         if due:
             self._next_second_us = now_us + SECOND_US
         links: dict[str, None] = {}
         for request in (*chunks, *others):
-            if request.traced:
+            if request.is_traced:
                 links[request.trace] = None
                 if len(links) == MAX_LINKS:
                     break

@@ -79,10 +79,10 @@ def with_traits(*names: str) -> Callable[[_Function], _Function]:
 
 def _trait(kind: str, name: str) -> property:
     @cache  # each decision reads some
-    def has(policy: str) -> bool:
+    def has_trait(policy: str) -> bool:
         return getattr(load(kind, policy), name, False)
 
-    return property(lambda policy: has(getattr(policy, kind)))
+    return property(lambda policy: has_trait(getattr(policy, kind)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def load(kind: str, name: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise SetupError(f"setting policy: {kind}={module}:{name} cannot be loaded: {error}") from error
-    if not callable(found) or not _takes(found, len(arguments)):
+    if not callable(found) or not _can_take(found, len(arguments)):
         raise SetupError(
             f"setting policy: {kind}={module}:{name} is no function of ({', '.join(arguments)}): see "
             f"{__name__.replace('.', '/')}.py"
@@ -158,7 +158,7 @@ def load(kind: str, name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]  # each kind has its own signature
 
 
-def _takes(function: Callable[..., Any], arguments: int) -> bool:
+def _can_take(function: Callable[..., Any], arguments: int) -> bool:
     """True unless its signature shows that it cannot be called with so many arguments."""
     try:
         inspect.signature(function).bind(*range(arguments))
@@ -334,7 +334,7 @@ def adaptive(view: RolesView) -> int:
         return 0
     together, slack = view.options[0], 1_000 + HYSTERESIS_PM
 
-    def pays(o: RolesOption) -> bool:
+    def is_worthwhile(o: RolesOption) -> bool:
         kept = o.prefills == view.prefills
         most, gain = (slack, 1_000) if kept else (1_000, slack)
         if not kept and 2 * o.tail_us <= together.tail_us:
@@ -345,5 +345,5 @@ def adaptive(view: RolesView) -> int:
             and o.ttft_us * 1_000 <= together.ttft_us * most
         )
 
-    able = [option.prefills for option in view.options[1:] if pays(option)]
+    able = [option.prefills for option in view.options[1:] if is_worthwhile(option)]
     return view.prefills if view.prefills in able else min(able, default=0)

@@ -69,7 +69,7 @@ class Request:
     reply: Reply = field(default_factory=Reply)  # the detokenizer's timestamps, after it has ended
 
     @property
-    def traced(self) -> bool:
+    def is_traced(self) -> bool:
         """Whether spans of it are exported."""
         return bool(self.tokenized.parent_span) and traces.is_sampled(self.trace)
 
@@ -213,12 +213,12 @@ class Sequence(StepFields):
         return len(self.tokens) - self.prompt_tokens
 
     @property
-    def fixed_length(self) -> bool:
+    def has_fixed_end(self) -> bool:
         """Only its length ends it, or a stop string or its client."""
         return not self.stop_ids
 
     @property
-    def prefilling(self) -> bool:
+    def is_prefilling(self) -> bool:
         return self.computed < self.opened_length
 
     def backlog_tokens(self, block_tokens: int) -> int:
@@ -231,7 +231,7 @@ class Sequence(StepFields):
         return max(self.opened_length - known, 0)
 
     @property
-    def awaits_grammar(self) -> bool:
+    def needs_grammar(self) -> bool:
         """All tokens but the last are computed or planned, and the next sample must wait for the grammar."""
         return self.compiles_grammar and self.computed + 1 >= self.opened_length
 
@@ -247,7 +247,7 @@ class Sequence(StepFields):
         return self.steps + max(self.computed - self.opened_length, 0)
 
     @property
-    def live(self) -> bool:
+    def is_live(self) -> bool:
         return self.phase in (Phase.WAITING, Phase.RUNNING)
 
     def leave(self) -> None:

@@ -100,7 +100,7 @@ class RowSums:
 
     def count(self, sequence: Sequence, one: int, block_tokens: int) -> None:
         """Add a row with 1, take it out with -1."""
-        if not sequence.prefilling:
+        if not sequence.is_prefilling:
             self.decodes += one
             self.decode_tokens += one * sequence.computed
         elif sequence.parent is None:
@@ -170,12 +170,12 @@ class Executor:
     decoded_us: int = 0  # when a step with decodes was last planned
     up: TransferLink = field(default_factory=TransferLink)  # from the tier below
     down: TransferLink = field(default_factory=TransferLink)
-    held_step: int = -1  # the step after this one waited for a slot, and since when: see room_comes_soon
+    held_step: int = -1  # the step after this one waited for a slot, and since when: see is_room_coming
     held_us: int = 0
     due_us: int = 0  # the next step is planned then: see overlap.py
     due_lead_us: int = 0  # so long before the predicted end
     awaited_blocks: int = 0  # kept free until a sequence starts here: one found no room, see ../admission.py
-    awaits_copies: bool = False  # the next step waits for blocks that are being copied: see worth_waiting
+    awaits_copies: bool = False  # the next step waits for blocks that are being copied: see is_worth_waiting
     judged_us: int = 0  # when its dirty blocks were last judged
     next_eager_us: int = 0  # no eager copy before
     next_ahead_us: int = 0  # no copy of a running sequence's blocks before: the tier had no room
@@ -207,7 +207,7 @@ class Executor:
     def remove(self, sequence: Sequence) -> None:
         """Run a sequence here no longer."""
         self.running.remove(sequence)
-        if not sequence.prefilling and sequence.computed + 1 < sequence.max_length:
+        if not sequence.is_prefilling and sequence.computed + 1 < sequence.max_length:
             self.pace.observe_early_end()
         self._count(sequence, -1)
 
@@ -248,7 +248,7 @@ class Executor:
     def _count(self, sequence: Sequence, one: int) -> None:
         self._add_to_sums(sequence, one)
         self.host_fed += one if sequence.host_fed else 0
-        self.fixed_lengths += one if sequence.fixed_length else 0
+        self.fixed_lengths += one if sequence.has_fixed_end else 0
         self.running_by_class[sequence.request.level] += one
         self.micro_batch_rows[sequence.micro_batch] += one
         self.of_model.count(sequence, one)

@@ -86,7 +86,7 @@ class Tier:
     def source(self) -> str:
         return f"kv_offload.{self.actor}"
 
-    def answered(self, took_us: int = 0) -> None:
+    def on_answered(self, took_us: int = 0) -> None:
         """The tier has answered; `took_us` if the answer needed no remote tier."""
         self.misses = 0
         if took_us:
@@ -211,23 +211,23 @@ class TransferLink:
         self.pending_bytes -= size_bytes
         self.pending_jobs -= 1
 
-    def fresh(self, now_us: int) -> bool:
+    def is_fresh(self, now_us: int) -> bool:
         """Whether a copy was measured lately. Else a slow link is tried again: an estimate that prevents all
         copies would never be corrected."""
         return self.copies_seen > 0 and now_us - self.seen_us <= STALE_US
 
-    def known(self, now_us: int) -> bool:
+    def is_known(self, now_us: int) -> bool:
         """Whether the last copies show the rate. A few short ones do not: most of their time may not depend
         on their bytes, and an estimate that is too slow would prevent the copies that correct it."""
-        return self.fresh(now_us) and (self.saw_long_copy or self.copies_seen >= ENOUGH_COPIES)
+        return self.is_fresh(now_us) and (self.saw_long_copy or self.copies_seen >= ENOUGH_COPIES)
 
-    def unused(self, now_us: int) -> bool:
+    def is_unused(self, now_us: int) -> bool:
         """Whether no copy was measured for RETRY_US: the machine may have been slow for a moment then."""
         return now_us - self.seen_us >= RETRY_US
 
     def may_try(self, now_us: int) -> bool:
         """Whether it is time for a load that measures the link. One that failed has measured nothing."""
-        return self.unused(now_us) and now_us - self.tried_us >= RETRY_US
+        return self.is_unused(now_us) and now_us - self.tried_us >= RETRY_US
 
     def forget(self) -> None:
         """The measured times are not true any more: the next copy replaces them."""

@@ -81,7 +81,7 @@ def check_samplers() -> None:
         alone.open(each)
         state.open(each)
         kernel.open(each)
-    assert [kernel.outside([slot]) for slot in slots] == [False, True, True, True, False]
+    assert [kernel.is_outside_graph([slot]) for slot in slots] == [False, True, True, True, False]
     places, values = (torch.from_numpy(words).to(device) for words in state.take_updates(plan(1)))
     state.words[places.long()] = values
     kept = 0

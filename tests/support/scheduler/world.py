@@ -323,7 +323,7 @@ class World:
         """Every request ends with the right answer, and nothing is left."""
         for _ in range(100):
             self.run()
-            if self.scheduler.idle:
+            if self.scheduler.is_idle:
                 break
             self.tick(200_000)
         for request in self.asked:
@@ -332,7 +332,7 @@ class World:
 
     def assert_idle(self) -> None:
         """Nothing is left: no request, no block, no slot, no promise."""
-        assert self.scheduler.idle
+        assert self.scheduler.is_idle
         assert not self.scheduler.state.waiting
         for executor in self.scheduler.state.executors.values():
             pool = executor.pool

@@ -14,8 +14,8 @@ from support.scheduler.world import World
 from services.scheduler import load_shedding, step_planner
 from services.scheduler.overlap import mode_of
 from services.scheduler.preemption import (
+    can_fit,
     decode_shape,
-    fits_alone,
     headroom_blocks,
     headroom_bound,
     rows_without_block,
@@ -105,7 +105,7 @@ def no_idle_window(world: World) -> None:
         if executor.awaits_copies:
             assert executor.pool.copying_blocks, "it waits for nothing"
             assert not executor.in_flight
-        elif executor.in_flight and step_planner.copies_end_soon(
+        elif executor.in_flight and step_planner.are_copies_ending(
             world.scheduler.state, executor, len(rows_without_block(executor))
         ):
             assert world.scheduler.state.tiers.jobs, "it waits for nothing"
@@ -130,7 +130,7 @@ def nobody_forgotten(world: World) -> None:
     for executor in executors:
         assert not executor.running, "sequences that run, and no step"
         first = state.waiting.first(executor.hello.model)
-        assert first is None or not fits_alone(executor, first), "an executor is idle while a group waits"
+        assert first is None or not can_fit(executor, first), "an executor is idle while a group waits"
 
 
 def sums(world: World) -> None:
@@ -139,12 +139,12 @@ def sums(world: World) -> None:
     state, rules = world.scheduler.state, load_shedding
     for executor in state.executors.values():
         running, found = executor.running, executor.row_sums()
-        assert not any(s.load_job for s in running if not s.prefilling)
+        assert not any(s.load_job for s in running if not s.is_prefilling)
         size = executor.hello.block_tokens
-        backlog = [tokens for s in running if s.prefilling and (tokens := s.backlog_tokens(size))]
+        backlog = [tokens for s in running if s.is_prefilling and (tokens := s.backlog_tokens(size))]
         assert (found.backlog_tokens, found.backlog_prompts) == (sum(backlog), len(backlog))
-        cached = [s.computed for s in running if not s.prefilling]
-        prompts = [s for s in running if s.prefilling and s.parent is None]
+        cached = [s.computed for s in running if not s.is_prefilling]
+        prompts = [s for s in running if s.is_prefilling and s.parent is None]
         left = [sum(s.opened_length - s.computed for s in prompts if s.level == at) for at in range(3)]
         assert (found.decodes, found.decode_tokens, found.prompt_tokens) == (len(cached), sum(cached), left)
         assert decode_shape(executor) == shape_of_rows((at, 1) for at in cached)

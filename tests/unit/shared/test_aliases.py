@@ -68,12 +68,12 @@ def test_a_resend_stays_while_it_is_remembered() -> None:
     clock = Clock()
     table = Aliases(clock)
     assert table.resolve("chat", "t", "r") is None
-    assert table.take(Alias("chat", 1, (("big", 1),)))
+    assert table.apply(Alias("chat", 1, (("big", 1),)))
     assert table.resolve("chat", "t", "r") == "big"
-    assert table.take(Alias("chat", 2, (("new", 1),)))
+    assert table.apply(Alias("chat", 2, (("new", 1),)))
     assert table.resolve("chat", "t", "r") == "big"
     assert table.resolve("chat", "t", "s") == "new"
-    assert table.take(Alias("chat", 3, ()))
+    assert table.apply(Alias("chat", 3, ()))
     assert table.resolve("chat", "t", "r") == "big"
     assert table.resolve("chat", "t", "u") is None
     clock.now_us = REMEMBERED_US
@@ -83,7 +83,7 @@ def test_a_resend_stays_while_it_is_remembered() -> None:
 def test_the_others_take_the_part_of_a_model_that_has_gone() -> None:
     clock, there = Clock(), {"big", "new", "old"}
     table = Aliases(clock)
-    table.take(Alias("chat", 1, (("big", 60), ("new", 30), ("old", 10))))
+    table.apply(Alias("chat", 1, (("big", 60), ("new", 30), ("old", 10))))
     before = {f"{n}": table.resolve("chat", "t", f"{n}") for n in range(REQUESTS)}
     table.is_there = there.__contains__
     there.remove("new")
@@ -93,7 +93,7 @@ def test_the_others_take_the_part_of_a_model_that_has_gone() -> None:
     moved = Counter(after[request] for request, model in before.items() if model == "new")
     assert moved["old"] == pytest.approx(sum(moved.values()) / 7, rel=0.3)  # of 60 + 10
     other = Aliases(clock)  # another holder, which has never seen these requests
-    other.take(Alias("chat", 1, (("big", 60), ("new", 30), ("old", 10))))
+    other.apply(Alias("chat", 1, (("big", 60), ("new", 30), ("old", 10))))
     other.is_there = there.__contains__
     assert {request: other.resolve("chat", "t", request) for request in after} == after
     there.clear()
@@ -102,10 +102,10 @@ def test_the_others_take_the_part_of_a_model_that_has_gone() -> None:
 
 def test_the_oldest_requests_are_forgotten_first() -> None:
     table = Aliases(Clock())
-    table.take(Alias("chat", 1, (("big", 1),)))
+    table.apply(Alias("chat", 1, (("big", 1),)))
     for number in range(REMEMBERED + 1):
         table.resolve("chat", "t", f"{number}")
-    table.take(Alias("chat", 2, (("new", 1),)))
+    table.apply(Alias("chat", 2, (("new", 1),)))
     assert table.resolve("chat", "t", "1") == "big"
     assert table.resolve("chat", "t", "0") == "new"
 
@@ -119,12 +119,12 @@ def test_changes_in_any_order_and_twice_make_one_table() -> None:
     for order in permutations(changes):
         table = Aliases(Clock())
         for change in (*order, *order):
-            table.take(change)
+            table.apply(change)
         tables.append((table.pack(), table.stamp, table.all()))
     assert {tuple(each[2]) for each in tables} == {(changes[3],)}
     assert {each[1] for each in tables} == {5}
     other = Aliases(Clock())
-    other.take_all(tables[0][0])
+    other.apply_all(tables[0][0])
     assert (other.all(), other.stamp) == ([changes[3]], 5)
 
 
@@ -132,10 +132,10 @@ def test_changes_in_any_order_and_twice_make_one_table() -> None:
 def test_the_holder_with_the_lower_stamp_asks_until_both_are_equal(changes: list[tuple[str, int]]) -> None:
     one, two = Aliases(Clock()), Aliases(Clock())
     for place, (name, exponent) in enumerate(changes):  # no two sums of these versions are equal
-        (one if place % 2 else two).take(Alias(name, 3**exponent, (("big", exponent + 1),)))
+        (one if place % 2 else two).apply(Alias(name, 3**exponent, (("big", exponent + 1),)))
     for low, high in ((one, two), (two, one), (one, two)):
         if low.stamp < high.stamp:
-            low.take_all(high.pack())
+            low.apply_all(high.pack())
     assert (one.all(), one.stamp) == (two.all(), two.stamp)
 
 
@@ -143,7 +143,7 @@ def test_a_later_change_has_a_higher_version_also_if_the_clock_goes_back() -> No
     table = Aliases(Clock())
     first = table.next("chat", [("big", 1)], 1_000)
     assert first == Alias("chat", 1_000, (("big", 1),))
-    table.take(first)
+    table.apply(first)
     assert table.next("chat", [], 10).version == 1_001
     assert table.next("chat", [], 2_000).version == 2_000
     assert alias_of({"name": "chat", "version": 1_000, "targets": [["big", 1]]}) == first
@@ -154,7 +154,7 @@ def test_a_name_is_settled_some_time_after_its_change() -> None:
     table = Aliases(clock)
     clock.now_us = 10 * SETTLED_US
     assert table.is_settled("chat", 0)
-    table.take(Alias("chat", 1, (("big", 1),)))
+    table.apply(Alias("chat", 1, (("big", 1),)))
     assert not table.is_settled("chat", clock.now_us)
     assert not table.is_settled("chat", clock.now_us + SETTLED_US - 1)
     assert table.is_settled("chat", clock.now_us + SETTLED_US)
@@ -163,10 +163,10 @@ def test_a_name_is_settled_some_time_after_its_change() -> None:
 def test_a_full_table_takes_changes_and_no_new_names() -> None:
     table = Aliases(Clock())
     for number in range(MAX_ALIASES):
-        assert table.take(Alias(f"a{number}", 1, (("big", 1),)))
+        assert table.apply(Alias(f"a{number}", 1, (("big", 1),)))
     assert (table.has_room("more"), table.has_room("a0")) == (False, True)
-    assert not table.take(Alias("more", 1, (("big", 1),)))
-    assert table.take(Alias("a0", 2, ()))
+    assert not table.apply(Alias("more", 1, (("big", 1),)))
+    assert table.apply(Alias("a0", 2, ()))
     assert (table.get("a0"), table.get("more"), len(table.all())) == (None, None, MAX_ALIASES - 1)
     assert table.stamp < 2**63
 

@@ -147,7 +147,7 @@ def test_gateways_do_not_share_a_socket() -> None:
 def test_a_device_may_be_several(device: str, wanted: tuple[str, int]) -> None:
     settings = load(flags={"device": device}).settings
     assert settings.device_and_ranks == wanted
-    assert settings.pipeline == ("pp" in device)
+    assert settings.is_pipeline == ("pp" in device)
 
 
 def test_stages_are_whole_ranks() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.fair_share import Turns, finds_no_room, over_share
+from shared.fair_share import Turns, has_no_room, is_over_share
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from shared.fair_share import Turns, finds_no_room, over_share
     [(11, 11, 1, True), (10, 10, 1, False), (6, 11, 2, True), (5, 11, 2, False), (1, 99, 10, False)],
 )
 def test_a_full_queue_refuses_who_has_an_equal_part(own: int, held: int, tenants: int, refused: bool) -> None:
-    assert over_share(own, held, 10, tenants) is refused
+    assert is_over_share(own, held, 10, tenants) is refused
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans())))
@@ -49,4 +49,4 @@ def test_a_tenant_of_which_nothing_waits_finds_room_up_to_twice_the_bound(
     own: int, held: int, tenants: int, refused: bool
 ) -> None:
     """Anybody may invent names."""
-    assert finds_no_room(own, 1, held, 10, tenants) is refused
+    assert has_no_room(own, 1, held, 10, tenants) is refused

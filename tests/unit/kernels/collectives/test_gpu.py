@@ -125,13 +125,13 @@ def test_boxes_hold_what_fits_and_can_be_stored_at_once() -> None:
     from kernels.collectives.gpu import PeerBuffers
 
     boxes = PeerBuffers(torch.zeros(4, dtype=torch.int64), 0, 4, 4096)
-    assert boxes.fits(14, 128)  # and 16 rows of parts
-    assert not boxes.fits(16, 144)
-    assert not boxes.fits(2, 24)
+    assert boxes.has_room(14, 128)  # and 16 rows of parts
+    assert not boxes.has_room(16, 144)
+    assert not boxes.has_room(2, 24)
     short = PeerBuffers(torch.zeros(4, dtype=torch.int64), 0, 4, 4096, one_hop_bytes=1536)
-    assert short.fits(8, 128)
-    assert not short.fits(12, 128)  # the parts of four ranks
-    assert short.fits(14, 128)
+    assert short.has_room(8, 128)
+    assert not short.has_room(12, 128)  # the parts of four ranks
+    assert short.has_room(14, 128)
 
 
 def _logits(ranks: DistributedRanks) -> list[Tensor]:

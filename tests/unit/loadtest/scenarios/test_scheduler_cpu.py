@@ -38,8 +38,8 @@ def slow_ttft_us(state: State, tokenized: Tokenized, level: int, limit_us: int =
     groups, tokens = state.waiting.ahead(tokenized.model, (tokenized.tenant, level))
     ahead, speed = tokens + len(tokenized.tokens), 0
     for e in executors:
-        cached, chunk = [s.computed for s in e.running if not s.prefilling], load_shedding.CHUNK_TOKENS
-        prompts = [s for s in e.running if s.prefilling and s.parent is None and s.level <= level]
+        cached, chunk = [s.computed for s in e.running if not s.is_prefilling], load_shedding.CHUNK_TOKENS
+        prompts = [s for s in e.running if s.is_prefilling and s.parent is None and s.level <= level]
         ahead += sum(s.opened_length - s.computed for s in prompts)
         rows, kv_tokens = len(cached), sum(cached)
         shape = StepShape(rows + 1, rows + chunk, kv_tokens + chunk, kv_tokens + chunk * chunk // 2)

@@ -66,7 +66,7 @@ def test_max_tokens_ends_without_a_wasted_row() -> None:
 def test_choices_have_a_record_each() -> None:
     world = run(2, request(1, output=3, n=3))
     assert [(record.tokens, record.reason) for record in world.readers.records] == [(3, "stop")] * 3
-    assert world.scheduler.idle
+    assert world.scheduler.is_idle
 
 
 def test_a_client_of_a_closed_loop_sends_the_next_when_the_last_has_ended() -> None:

@@ -63,8 +63,8 @@ async def read_by_nobody(fleet: Fleet, runtime: Runtime) -> None:
 async def without_scheduler(fleet: Fleet, runtime: Runtime) -> None:
     """Its first turn is a part of the news; the second one comes by the timer."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Failover, "active", True)
-        patched.setattr(Failover, "turn", lambda *args: [])
+        patched.setattr(Failover, "is_active", True)
+        patched.setattr(Failover, "advance", lambda *args: [])
         runtime.actor._after_loss([])  # type: ignore[attr-defined]  # as when one has gone
 
 
@@ -85,10 +85,10 @@ async def closed(fleet: Fleet, runtime: Runtime) -> None:
     ("where", "broken", "cause"),
     [
         (DetokenizerCore, "flush", flushed),
-        (DetokenizerCore, "client_gone", read_by_nobody),
-        (DetokenizerCore, "reconnect_turn", back_at_the_broker),
-        (Failover, "cancelled", cancelled),
-        (Failover, "turn", without_scheduler),
+        (DetokenizerCore, "on_client_gone", read_by_nobody),
+        (DetokenizerCore, "advance_reconnect", back_at_the_broker),
+        (Failover, "on_cancelled", cancelled),
+        (Failover, "advance", without_scheduler),
         ("services.detokenizer.actor", "stamped", closed),
     ],
 )

@@ -16,53 +16,53 @@ def plain(number: int, inbox: str = "_INBOX.client.7") -> ResponseText:
 
 def test_a_sibling_of_the_inbox_is_asked_never_the_inbox() -> None:
     presence, request = ClientLiveness(), plain(5)
-    assert presence.turn([request]) == [Probe("_INBOX.client.headrace-probe", "f5")]
-    assert presence.turn([request]) == [Probe("_INBOX.client.headrace-probe", "p5")]
+    assert presence.next_probes([request]) == [Probe("_INBOX.client.headrace-probe", "f5")]
+    assert presence.next_probes([request]) == [Probe("_INBOX.client.headrace-probe", "p5")]
 
 
 def test_a_client_that_was_there_and_is_absent_for_three_turns_has_gone() -> None:
     presence, request = ClientLiveness(), plain(5)
-    presence.turn([request])
+    presence.next_probes([request])
     told = []
     for _ in range(ABSENT_TURNS):
-        presence.turn([request])
+        presence.next_probes([request])
         told.append(presence.no_responder("p5"))
     assert told == [None, None, 5]
 
 
 def test_a_client_that_comes_back_is_counted_anew() -> None:
     presence, request = ClientLiveness(), plain(5)
-    presence.turn([request])
+    presence.next_probes([request])
     for absent in (True, True, False, True, True):
-        presence.turn([request])
+        presence.next_probes([request])
         assert not absent or presence.no_responder("p5") is None
 
 
 def test_a_client_with_one_exact_inbox_is_asked_once_and_never_believed_gone() -> None:
     presence, request = ClientLiveness(), plain(5)
-    presence.turn([request])
+    presence.next_probes([request])
     assert presence.no_responder("f5") is None
-    assert presence.turn([request]) == []
+    assert presence.next_probes([request]) == []
     assert [presence.no_responder("p5") for _ in range(5)] == [None] * 5
 
 
 @pytest.mark.parametrize("inbox", ["my.answers.7", "_INBOX.alone", "_INBOX.a.b.c.d", "x"])
 def test_a_subject_of_another_form_is_left_alone(inbox: str) -> None:
-    assert ClientLiveness().turn([plain(1, inbox)]) == []
+    assert ClientLiveness().next_probes([plain(1, inbox)]) == []
 
 
 def test_an_ended_request_is_forgotten_and_nonsense_is_nobody() -> None:
     presence = ClientLiveness()
-    presence.turn([plain(5), plain(6)])
-    presence.turn([plain(6)])
+    presence.next_probes([plain(5), plain(6)])
+    presence.next_probes([plain(6)])
     for _ in range(ABSENT_TURNS + 1):
         assert [presence.no_responder(name) for name in ("p5", "f5", "", "p", "px", "q6", "p-6")] == [
             None
         ] * 7
-    assert presence.turn([plain(5)]) == [Probe("_INBOX.client.headrace-probe", "f5")]
+    assert presence.next_probes([plain(5)]) == [Probe("_INBOX.client.headrace-probe", "f5")]
 
 
 def test_a_user_with_an_inbox_of_its_own_is_asked_in_it() -> None:
     for own in ("acme.client", "acme.headrace-gateway.client"):
         inbox, probe = f"_INBOX.{own}.7", Probe(f"_INBOX.{own}.headrace-probe", "f5")
-        assert ClientLiveness().turn([plain(5, inbox)]) == [probe]
+        assert ClientLiveness().next_probes([plain(5, inbox)]) == [probe]

@@ -24,7 +24,7 @@ def asked(request: str = "r", **more: object) -> Tokenized:
 @pytest.fixture
 def copies() -> Backups:
     copies = Backups()
-    copies.keep(S, asked(), "trace", 10)
+    copies.on_backup(S, asked(), "trace", 10)
     return copies
 
 
@@ -34,15 +34,15 @@ def test_a_copy_is_ours_when_both_have_gone(copies: Backups, order: tuple[str, s
     """Dead, or started again without what they knew."""
     first, second = order
     lives = {S, D} if void else {second}
-    assert copies.gone(first, lives.__contains__, 20, void=void) == []
-    (copy,) = copies.gone(second, set().__contains__ if not void else lives.__contains__, 20, void=void)
+    assert copies.on_gone(first, lives.__contains__, 20, void=void) == []
+    (copy,) = copies.on_gone(second, set().__contains__ if not void else lives.__contains__, 20, void=void)
     assert (copy.tokenized.request, copy.trace, len(copies)) == ("r", "trace", 0)
 
 
 def test_one_that_is_back_has_lost_nothing(copies: Backups) -> None:
-    assert copies.gone(S, {D}.__contains__, 20, void=False) == []
-    assert copies.gone(D, {S}.__contains__, 20, void=False) == []
-    assert copies.gone("scheduler.other", set().__contains__, 20, void=True) == []
+    assert copies.on_gone(S, {D}.__contains__, 20, void=False) == []
+    assert copies.on_gone(D, {S}.__contains__, 20, void=False) == []
+    assert copies.on_gone("scheduler.other", set().__contains__, 20, void=True) == []
     assert len(copies) == 1
 
 
@@ -51,10 +51,10 @@ def test_what_is_answered_opened_here_or_late_is_forgotten(copies: Backups) -> N
     assert len(copies) == 1, "an earlier request with its id, and another one"
     copies.on_claims(Claims(done=longs([key_of(asked())])), 10)
     assert len(copies) == 0
-    copies.keep(S, asked("o"), "", 10)
-    copies.opened(opened_of(asked("o"), 0))
+    copies.on_backup(S, asked("o"), "", 10)
+    copies.on_opened(opened_of(asked("o"), 0))
     assert len(copies) == 0
-    copies.keep(S, asked("late"), "", 10)
+    copies.on_backup(S, asked("late"), "", 10)
     copies.expire(1_010, BOTH)
     assert len(copies) == 1
     copies.expire(1_011, BOTH)
@@ -62,15 +62,15 @@ def test_what_is_answered_opened_here_or_late_is_forgotten(copies: Backups) -> N
 
 
 def test_what_ends_here_is_told_once(copies: Backups) -> None:
-    assert not copies.unsent
-    copies.answered(opened_of(asked("q"), 0), 10)
-    assert copies.unsent
+    assert not copies.has_unsent
+    copies.on_answered(opened_of(asked("q"), 0), 10)
+    assert copies.has_unsent
     assert copies.report() == Claims(done=longs([key_of(asked("q"))]))
-    assert not copies.unsent
+    assert not copies.has_unsent
 
 
 def test_who_comes_is_told_what_was_answered_within_the_last_minute(copies: Backups) -> None:
-    copies.answered(opened_of(asked("q"), 0), 10)
+    copies.on_answered(opened_of(asked("q"), 0), 10)
     copies.on_claims(Claims(done=longs([key_of(asked())])), 20)
     copies.report()
     assert copies.known == Claims(done=longs([key_of(asked("q")), key_of(asked())]))
@@ -88,10 +88,10 @@ def test_what_is_known_to_be_answered_is_bounded(copies: Backups, monkeypatch: p
 
 def test_a_copy_that_comes_behind_the_answer_is_not_kept(copies: Backups) -> None:
     copies.on_claims(Claims(done=longs([key_of(asked("q"))])), 10)
-    copies.keep(S, asked("q"), "", 10)
+    copies.on_backup(S, asked("q"), "", 10)
     assert len(copies) == 1
-    copies.opened(opened_of(asked("q"), 0))
-    copies.keep(S, asked("q"), "", 10)
+    copies.on_opened(opened_of(asked("q"), 0))
+    copies.on_backup(S, asked("q"), "", 10)
     assert len(copies) == 2, "it was asked once more since"
 
 
@@ -101,10 +101,10 @@ def test_a_copy_of_which_one_has_gone_is_kept_until_the_other_has_found_another(
     copies: Backups, gone: str, left: str, void: bool
 ) -> None:
     """Who has a new one says so, and whom nobody speaks of any more was answered before."""
-    copies.keep(S, asked(timeout_us=DAY_US), "", 10)
-    copies.keep(S, asked("renewed", timeout_us=DAY_US), "", 10)
-    assert copies.gone(gone, {left}.__contains__, 100, void=void) == []
-    copies.keep("scheduler.other", asked("renewed", shard="other", timeout_us=DAY_US), "", 200)
+    copies.on_backup(S, asked(timeout_us=DAY_US), "", 10)
+    copies.on_backup(S, asked("renewed", timeout_us=DAY_US), "", 10)
+    assert copies.on_gone(gone, {left}.__contains__, 100, void=void) == []
+    copies.on_backup("scheduler.other", asked("renewed", shard="other", timeout_us=DAY_US), "", 200)
     copies.expire(100 + ONE_LOST_US, {left}.__contains__)
     assert len(copies) == 2
     copies.expire(101 + ONE_LOST_US, {left}.__contains__)
@@ -113,19 +113,19 @@ def test_a_copy_of_which_one_has_gone_is_kept_until_the_other_has_found_another(
 
 @pytest.mark.parametrize("void", [False, True])
 def test_one_that_was_only_silent_goes_on_and_its_copies_stay(copies: Backups, void: bool) -> None:
-    copies.keep(S, asked(timeout_us=DAY_US), "", 10)
-    copies.gone(S, {D}.__contains__, 100, void=void)
+    copies.on_backup(S, asked(timeout_us=DAY_US), "", 10)
+    copies.on_gone(S, {D}.__contains__, 100, void=void)
     copies.expire(200, BOTH)
     copies.expire(DAY_US, BOTH)
     assert len(copies) == (not void)
 
 
 def test_a_cancel_is_remembered(copies: Backups) -> None:
-    copies.keep(S, asked("q"), "", 10)
+    copies.on_backup(S, asked("q"), "", 10)
     copies.on_claims(Claims(done=longs([key_of(asked("q"))])), 10)
-    copies.cancelled("t", "q")
-    copies.cancelled("t", "r")
-    (copy,) = copies.gone(S, set().__contains__, 20, void=False)
+    copies.on_cancelled("t", "q")
+    copies.on_cancelled("t", "r")
+    (copy,) = copies.on_gone(S, set().__contains__, 20, void=False)
     assert copy.cancelled
 
 

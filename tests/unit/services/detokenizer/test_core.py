@@ -136,7 +136,7 @@ def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
     assert [dict(c.headers) for c in published[:3]] == [{}, {}, {}]
     assert published[3].headers == {"Headrace-End": "1", "traceparent": TRACE}
     assert told(out) == [Ended(seq=7, index=5, reason="length")]
-    assert core.idle
+    assert core.is_idle
     assert core.load() == {
         "sequences": 0,
         "requests": 0,
@@ -254,7 +254,7 @@ def test_a_reopened_stream_starts_over_as_a_new_attempt(core: DetokenizerCore) -
     assert run(core, opened(9, attempt=2)) == []  # a duplicate
     assert run(core, tokens(2, "x")) == []  # tokens of the earlier attempt
     assert frames(run(core, close(4, seq=9)))[-1]["type"] == "done"
-    assert core.idle
+    assert core.is_idle
 
 
 def test_an_error_close_ends_all_choices_at_once(core: DetokenizerCore) -> None:
@@ -277,7 +277,7 @@ def test_an_error_close_ends_all_choices_at_once(core: DetokenizerCore) -> None:
     other = run(core, close(0, "error", seq=8, code=408, message="not done"))
     assert frames(other) == []
     assert told(other) == [Ended(seq=8, index=0, reason="error")]
-    assert core.idle
+    assert core.is_idle
 
 
 def test_a_plain_request_fails_with_the_same_body(core: DetokenizerCore) -> None:
@@ -294,21 +294,21 @@ def test_lost_tokens_are_a_typed_error(core: DetokenizerCore, lost: Message) -> 
     assert "r1" in out[0].detail
     assert told(out)[0] == Detached(seqs=ints([7]))
     assert frames(out)[-1]["error"]["code"] == 500
-    assert core.idle
+    assert core.is_idle
     assert told(run(core, close(9)))[-1] == Ended(seq=7, index=9, reason="stop")
 
 
 def test_a_client_that_has_gone_is_reported(core: DetokenizerCore) -> None:
     out = run(core, opened(7, choices=2), opened(8, choice=1, choices=2))
     number = next(c.number for c in out if isinstance(c, Publish))
-    assert core.client_gone(number) == [SendTo(SCHEDULER, Detached(seqs=ints([7, 8])))]
-    assert core.client_gone(99) == []
+    assert core.on_client_gone(number) == [SendTo(SCHEDULER, Detached(seqs=ints([7, 8])))]
+    assert core.on_client_gone(99) == []
 
 
 def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(core: DetokenizerCore) -> None:
     run(core, opened())
     core.handle("scheduler.b", opened(request="r2", inbox="in2"))
-    out = core.failover.lost(SCHEDULER, "the scheduler has gone")
+    out = core.failover.on_lost(SCHEDULER, "the scheduler has gone")
     (frame,) = frames(out)
     assert (frame["error"]["code"], frame["error"]["message"]) == (
         503,
@@ -319,7 +319,7 @@ def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(cor
 
 def test_a_lost_part_of_a_stream_is_told_though_nothing_is_open(core: DetokenizerCore) -> None:
     """The Open of a request may be among it: only the scheduler knows of that one."""
-    assert core.stream_lost(SCHEDULER) == [SendTo(SCHEDULER, Detached(seqs=ints()))]
+    assert core.on_stream_lost(SCHEDULER) == [SendTo(SCHEDULER, Detached(seqs=ints()))]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -328,7 +328,7 @@ def test_a_lost_part_of_a_stream_costs_no_answer(core: DetokenizerCore, stream: 
     seen = run(
         core, opened(stream=stream), tokens(0, "ab"), opened(9, stream=stream, request="r2", inbox="b")
     )
-    assert told(core.stream_lost(SCHEDULER)) == [Detached(seqs=ints())]
+    assert told(core.on_stream_lost(SCHEDULER)) == [Detached(seqs=ints())]
     assert run(core, tokens(4, "e"), close(5), close(0, "moved", seq=9)) == []
     assert core.load()["requests"] == 1, "one was moved elsewhere meanwhile"
     out = run(core, opened(stream=stream, attempt=2, tokens=ints(3 + b for b in b"abcde")), close(5))
@@ -342,13 +342,13 @@ def test_a_lost_part_of_a_stream_costs_no_answer(core: DetokenizerCore, stream: 
     else:
         assert [frame["choices"][0]["message"]["content"] for frame in frames(out)] == ["abcde"]
     assert told(out) == [Ended(seq=7, index=5, reason="stop")]
-    assert core.idle
+    assert core.is_idle
 
 
 def test_what_is_not_opened_again_is_asked_for_again(core: DetokenizerCore) -> None:
     """The word about the loss may be lost itself."""
     run(core, opened())
-    core.stream_lost(SCHEDULER)
+    core.on_stream_lost(SCHEDULER)
     assert core.upkeep() == []
     assert told(core.upkeep()) == [Detached(seqs=ints())]
     assert core.upkeep() == []
@@ -361,9 +361,9 @@ def test_a_request_with_a_hole_goes_on_elsewhere_when_its_scheduler_dies(core: D
         request="r1", attempt=1, tenant="t", model="tiny", inbox="in", stream=True, tokens=ints([9])
     )
     run(core, opened(), tokens(0, "ab"), asked)
-    core.stream_lost(SCHEDULER)
-    core.failover.lost(SCHEDULER, "gone")
-    (resumed,) = told(core.failover.turn(["b"], 0))
+    core.on_stream_lost(SCHEDULER)
+    core.failover.on_lost(SCHEDULER, "gone")
+    (resumed,) = told(core.failover.advance(["b"], 0))
     assert isinstance(resumed, Tokenized)
     assert list(resumed.generated) == [2]
     out = core.handle("scheduler.b", opened(70))
@@ -377,14 +377,14 @@ def test_a_request_that_is_never_opened_again_is_taken_over(core: DetokenizerCor
     asked = Tokenized(request="r2", attempt=1, tenant="t", model="tiny", inbox="in", tokens=ints([9]))
     run(core, opened(7), opened(8, request="r2"), opened(9, request="r3"), tokens(0, "a"), tokens(0, "a", 8))
     run(core, asked)
-    core.stream_lost(SCHEDULER)
+    core.on_stream_lost(SCHEDULER)
     run(core, opened(7, attempt=2))
     out = [core.upkeep(1_000_000 * heartbeat) for heartbeat in range(20)]
     said = [message for commands in out for message in told(commands)]
     assert said == [Detached(seqs=ints())] * (MOST_ASKED - 1) + [Detached(seqs=ints([9]))]
     (error,) = [frame for commands in out for frame in frames(commands)]
     assert (error["type"], error["request_id"], error["error"]["code"]) == ("error", "r3", 503)
-    (resumed,) = told(core.failover.turn(["a"], 0))
+    (resumed,) = told(core.failover.advance(["a"], 0))
     assert isinstance(resumed, Tokenized)
     assert (resumed.request, list(resumed.generated)) == ("r2", [1])
     run(core, opened(70, request="r2", attempt=1), tokens(1, "b", 70))
@@ -395,7 +395,7 @@ def test_a_request_that_is_never_opened_again_is_taken_over(core: DetokenizerCor
 def test_a_scheduler_that_is_silent_is_not_asked_to_open_again(core: DetokenizerCore) -> None:
     """Another one will go on with its requests."""
     run(core, opened())
-    core.stream_lost(SCHEDULER)
+    core.on_stream_lost(SCHEDULER)
     assert [core.upkeep(heartbeat, {"scheduler.b"}.__contains__) for heartbeat in range(20)] == [[]] * 20
     assert len(core.streams) == 1
 
@@ -486,7 +486,7 @@ def test_any_order_of_events_gives_whole_texts(
             at = sent[seq] if what == "tokens" else max(0, sent[seq] - 2)
             out += core.handle(SCHEDULER, tokens(at, answers[seq][at : sent[seq] + 1], seq))
             sent[seq] = min(sent[seq] + 1, len(answers[seq]))
-    assert core.idle
+    assert core.is_idle
     for seq in range(3):
         got = [json.loads(c.data) for c in out if isinstance(c, Publish) and c.inbox == f"in{seq}"]
         assert [frame["frame"] for frame in got] == list(range(len(got)))
@@ -501,7 +501,7 @@ def test_any_order_of_events_gives_whole_texts(
 def test_a_request_that_moved_to_another_shard_is_dropped_without_a_word(core: DetokenizerCore) -> None:
     run(core, opened(7, choices=2), opened(8, choice=1, choices=2), tokens(0, "A"))
     assert run(core, close(0, "moved"), close(0, "moved", seq=8)) == []
-    assert core.idle
+    assert core.is_idle
     assert core.flush() == []
 
 
@@ -530,8 +530,8 @@ def test_a_vector_comes_after_its_scheduler_was_replaced(core: DetokenizerCore) 
         request="r1", attempt=1, tenant="t", model="tiny", inbox="in", format=EMBEDDING, pooling=-1
     )
     run(core, opened(stream=False, format=EMBEDDING), kept)
-    core.lost(SCHEDULER, "it is gone", lambda source: False, void=True)
-    (again,) = [c.message for c in core.failover.turn(["b"], 1) if isinstance(c, SendTo)]
+    core.on_lost(SCHEDULER, "it is gone", lambda source: False, void=True)
+    (again,) = [c.message for c in core.failover.advance(["b"], 1) if isinstance(c, SendTo)]
     assert isinstance(again, Tokenized)
     assert (again.pooling, again.format, list(again.generated)) == (-1, EMBEDDING, [0])
     out = core.handle("scheduler.b", opened(1, stream=False, format=EMBEDDING), TRACE)

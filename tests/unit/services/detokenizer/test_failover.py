@@ -134,15 +134,15 @@ def text(found: list[dict[str, Any]], choice: int = 0) -> str:
 
 def test_a_stream_goes_on_at_another_scheduler_behind_its_last_token(core: DetokenizerCore) -> None:
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "abc"), now_us=51_000))
-    assert core.failover.lost(A, "the scheduler has gone") == []
-    out = core.failover.turn(["b"], 4_001_000)
+    assert core.failover.on_lost(A, "the scheduler has gone") == []
+    out = core.failover.advance(["b"], 4_001_000)
     assert [(c.scheduler, c.trace) for c in out if isinstance(c, SendTo)] == [(B, "trace")]
     asked = resumed(out)
     assert asked == dataclasses.replace(
         ASKED, tokens=ints([11, 12, 13, *ids("abc")]), generated=ints([3]), reasons=("",), age_us=4_000_000,
         first_us=50_000,
     )  # fmt: skip
-    assert core.failover.turn(["b"], 4_251_000) == []  # it has been asked
+    assert core.failover.advance(["b"], 4_251_000) == []  # it has been asked
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
     assert frames(out) == []  # a reader sees none of it
     assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]  # should it live after all
@@ -155,8 +155,8 @@ def test_a_stream_goes_on_at_another_scheduler_behind_its_last_token(core: Detok
         "abcde",
         [{"index": 0, "tokens": 5, "finish_reason": "length"}],
     )
-    assert (core.idle, len(core.failover)) == (True, 0)
-    assert core.failover.turn(["b"], 5_000_000) == []
+    assert (core.is_idle, len(core.failover)) == (True, 0)
+    assert core.failover.advance(["b"], 5_000_000) == []
 
 
 def test_choices_that_are_over_stay_so(core: DetokenizerCore) -> None:
@@ -169,8 +169,8 @@ def test_choices_that_are_over_stay_so(core: DetokenizerCore) -> None:
             Close(seq=5, final=2, reason="length"),
         )
     )  # fmt: skip
-    core.failover.lost(A, "gone")
-    again = resumed(core.failover.turn(["b"], 0))
+    core.failover.on_lost(A, "gone")
+    again = resumed(core.failover.advance(["b"], 0))
     assert (list(again.generated), again.reasons) == ([2, 5, 1, 0], ("length", "stop", "", ""))
     assert list(again.tokens) == [11, 12, 13, *ids("abxyendq")]
     out = give(core, B, *opens(again, 90), Close(seq=90, final=2, reason="length"))
@@ -180,72 +180,72 @@ def test_choices_that_are_over_stay_so(core: DetokenizerCore) -> None:
     assert [text(seen, choice) for choice in range(4)] == ["ab", "xy", "qr", "s"]
     assert [c["finish_reason"] for c in seen[-1]["choices"]] == ["length", "stop", "length", "length"]
     assert [m.seq for _, m in told(out) if isinstance(m, Ended)] == [90, 91, 92, 93]
-    assert core.idle
+    assert core.is_idle
 
 
 def test_a_scheduler_that_was_only_stopped_has_lost_nothing(core: DetokenizerCore) -> None:
     begin(core)
-    core.failover.lost(A, "gone")
-    assert core.failover.turn([], 0) == []
+    core.failover.on_lost(A, "gone")
+    assert core.failover.advance([], 0) == []
     assert len(core.failover) == 1
-    assert core.failover.turn(["a", "b"], 0) == []
+    assert core.failover.advance(["a", "b"], 0) == []
     assert len(core.failover) == 0
     out = give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
     assert text(frames(out)) == "abc"
-    assert core.idle
+    assert core.is_idle
 
 
 def test_a_new_incarnation_under_the_same_name_is_asked(core: DetokenizerCore) -> None:
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
-    core.failover.lost(A, "restarted", void=True)
-    (ask,) = core.failover.turn(["a"], 0)
+    core.failover.on_lost(A, "restarted", void=True)
+    (ask,) = core.failover.advance(["a"], 0)
     assert isinstance(ask, SendTo)
     assert ask.scheduler == A
     out = give(core, A, *opens(resumed([ask]), 700))
     assert told(out) == []  # nobody there knows the old number
     out = give(core, A, tokens(700, 2, "c"), Close(seq=700, final=3, reason="length"))
     assert text(frames(out)) == "c"
-    assert core.idle
+    assert core.is_idle
 
 
 def test_who_cannot_serve_yet_is_asked_again_and_others_before(core: DetokenizerCore) -> None:
     begin(core)
-    core.failover.lost(A, "the scheduler has gone")
+    core.failover.on_lost(A, "the scheduler has gone")
     first = rendezvous("r1", ["b", "c"])
     other = "c" if first == "b" else "b"
     refused = Rejected(tenant="t", request="r1", attempt=1, code=503, message="no executor is ready")
     for ready, expected in ((["b", "c"], first), (["b", "c"], other), ([other], other), ([], None)):
-        out = told(core.failover.turn(ready, 0))
+        out = told(core.failover.advance(ready, 0))
         assert [to for to, _ in out] == ([f"scheduler.{expected}"] if expected else [])
         assert give(core, f"scheduler.{expected}", refused) == []
     for _ in range(WAIT_TURNS - 5):
-        assert core.failover.turn([], 0) == []
-    out = core.failover.turn([], 0)
+        assert core.failover.advance([], 0) == []
+    out = core.failover.advance([], 0)
     (frame,) = frames(out)
     assert (frame["error"]["code"], frame["error"]["retryable"]) == (503, True)
     assert frame["error"]["message"] == "the scheduler has gone, and no executor is ready; send it again"
     assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
-    assert core.idle
+    assert core.is_idle
 
 
 def test_silence_ends_with_a_cancel_and_a_503(core: DetokenizerCore) -> None:
     begin(core)
-    core.failover.lost(A, "gone")
-    core.failover.turn(["b"], 0)
+    core.failover.on_lost(A, "gone")
+    core.failover.advance(["b"], 0)
     out: list[Command] = []
     for _ in range(WAIT_TURNS):
-        out += core.failover.turn(["b"], 0)
+        out += core.failover.advance(["b"], 0)
     assert told(out) == CANCELLED
     assert frames(out)[0]["error"]["code"] == 503
 
 
 def test_the_scheduler_that_was_asked_dies_too(core: DetokenizerCore) -> None:
     begin(core)
-    core.failover.lost(A, "gone")
-    core.failover.turn(["b"], 0)
-    core.failover.lost(B, "gone")
-    (ask,) = core.failover.turn(["c"], 0)
+    core.failover.on_lost(A, "gone")
+    core.failover.advance(["b"], 0)
+    core.failover.on_lost(B, "gone")
+    (ask,) = core.failover.advance(["c"], 0)
     assert isinstance(ask, SendTo)
     assert ask.scheduler == "scheduler.c"
 
@@ -253,49 +253,49 @@ def test_the_scheduler_that_was_asked_dies_too(core: DetokenizerCore) -> None:
 def test_so_does_the_next_one_after_it_has_taken_over(core: DetokenizerCore) -> None:
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
-    core.failover.lost(A, "gone")
-    asked = resumed(core.failover.turn(["b"], 0))
+    core.failover.on_lost(A, "gone")
+    asked = resumed(core.failover.advance(["b"], 0))
     give(core, B, *opens(asked, 90), tokens(90, 2, "c"))
-    core.failover.lost(B, "gone")
-    again = resumed(core.failover.turn(["c"], 0))
+    core.failover.on_lost(B, "gone")
+    again = resumed(core.failover.advance(["c"], 0))
     assert (list(again.generated), list(again.tokens)) == ([3], [11, 12, 13, *ids("abc")])
 
 
 @pytest.mark.parametrize("code", [400, 409, 499])
 def test_a_refusal_for_good_is_the_clients_answer(core: DetokenizerCore, code: int) -> None:
     begin(core)
-    core.failover.lost(A, "gone")
-    core.failover.turn(["b"], 0)
+    core.failover.on_lost(A, "gone")
+    core.failover.advance(["b"], 0)
     out = give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=code, message="never"))
     assert frames(out)[0]["error"]["message"] == "never"
     assert frames(out)[0]["error"]["code"] == code
-    assert core.idle
+    assert core.is_idle
     assert len(core.failover) == 0
 
 
 def test_what_another_detokenizer_has_is_forgotten_without_a_word(core: DetokenizerCore) -> None:
     begin(core)
-    core.failover.lost(A, "gone")
-    core.failover.turn(["b"], 0)
+    core.failover.on_lost(A, "gone")
+    core.failover.advance(["b"], 0)
     out = give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=MOVED, message=""))
     assert (frames(out), told(out)) == ([], [(A, Detached(seqs=ints([5]), moved=True))])
-    assert core.idle
+    assert core.is_idle
 
 
 def test_answers_that_were_not_asked_for_mean_nothing(core: DetokenizerCore) -> None:
     begin(core)
     refused = Rejected(tenant="t", request="r1", attempt=1, code=400, message="never")
     assert give(core, B, refused, Accepted(tenant="t", request="other", attempt=1)) == []
-    core.failover.lost(A, "gone")
-    core.failover.turn(["b"], 0)
+    core.failover.on_lost(A, "gone")
+    core.failover.advance(["b"], 0)
     assert give(core, "scheduler.c", refused) == []
-    assert not core.idle
+    assert not core.is_idle
 
 
 def test_a_tokenizer_that_has_asked_anew_begins_a_new_attempt(core: DetokenizerCore) -> None:
     """It had not heard that the dead one accepted the request."""
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "ab")))
-    core.failover.lost(A, "gone")
+    core.failover.on_lost(A, "gone")
     out = give(core, B, *opens(ASKED, 90, attempt=2), tokens(90, 0, "abc"))
     assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
     fresh = frames(out)
@@ -309,19 +309,19 @@ def test_a_tokenizer_that_has_asked_anew_begins_a_new_attempt(core: DetokenizerC
 def test_a_cancel_that_nobody_else_could_hear(core: DetokenizerCore, before: bool) -> None:
     """It came while the scheduler was dead, before that was noticed or after."""
     begin(core)
-    core.failover.cancelled("t", "another")
+    core.failover.on_cancelled("t", "another")
     if before:
-        core.failover.cancelled("t", "r1")
-        out = core.failover.lost(A, "gone")
+        core.failover.on_cancelled("t", "r1")
+        out = core.failover.on_lost(A, "gone")
     else:
-        core.failover.lost(A, "gone")
-        core.failover.turn(["b"], 0)
-        core.failover.cancelled("t", "r1")
-        out = core.failover.turn(["b"], 0)
+        core.failover.on_lost(A, "gone")
+        core.failover.advance(["b"], 0)
+        core.failover.on_cancelled("t", "r1")
+        out = core.failover.advance(["b"], 0)
     assert frames(out)[0]["error"]["code"] == 499
     expected = [(A, Detached(seqs=ints([5])))] if before else CANCELLED
     assert told(out) == expected
-    assert core.idle
+    assert core.is_idle
 
 
 @pytest.mark.parametrize("finish_detached", [True, False])
@@ -330,31 +330,31 @@ def test_a_reader_that_has_gone_needs_no_other_scheduler(
 ) -> None:
     out = begin(core, dataclasses.replace(ASKED, finish_detached=finish_detached))
     number = next(c.number for c in out if isinstance(c, Publish))
-    core.client_gone(number)
-    core.failover.lost(A, "gone")
+    core.on_client_gone(number)
+    core.failover.on_lost(A, "gone")
     assert len(core.failover) == (1 if finish_detached else 0)
-    assert core.idle is not finish_detached
+    assert core.is_idle is not finish_detached
 
 
 def test_an_answer_of_the_one_thought_dead_is_the_only_one(core: DetokenizerCore) -> None:
     """It comes back after another was asked, and is quicker."""
     begin(core)
-    core.failover.lost(A, "gone")
-    asked = resumed(core.failover.turn(["b"], 0))
+    core.failover.on_lost(A, "gone")
+    asked = resumed(core.failover.advance(["b"], 0))
     out = give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
     assert frames(out)[-1]["type"] == "done"
     assert give(core, B, *opens(asked, 90), tokens(90, 0, "ab")) == []
-    assert told(core.failover.turn(["a", "b"], 0)) == [(B, Cancel(tenant="t", request="r1"))]
+    assert told(core.failover.advance(["a", "b"], 0)) == [(B, Cancel(tenant="t", request="r1"))]
     assert give(core, B, Close(seq=90, final=2, reason="error", code=499)) == [
         SendTo(B, Ended(seq=90, index=2, reason="error"))
     ]
-    assert core.idle
+    assert core.is_idle
 
 
 def test_text_that_waits_to_be_sent_is_not_lost_on_the_way(core: DetokenizerCore) -> None:
     begin(core)
-    core.failover.lost(A, "gone")
-    asked = resumed(core.failover.turn(["b"], 0))
+    core.failover.on_lost(A, "gone")
+    asked = resumed(core.failover.advance(["b"], 0))
     core.handle(A, tokens(5, 0, "ab"), "", 0)  # late, and no flush
     core.handle(B, opens(asked, 90)[0], "", 0)
     assert text(frames(core.flush(0))) == "ab"
@@ -375,8 +375,8 @@ def test_one_whose_options_leave_no_room_is_refused_rather_than_fatal() -> None:
 def test_a_plain_request_that_goes_on_has_one_reply(core: DetokenizerCore) -> None:
     begin(core, dataclasses.replace(ASKED, stream=False))
     give(core, A, tokens(5, 0, "ab"))
-    core.failover.lost(A, "gone")
-    asked = resumed(core.failover.turn(["b"], 0))
+    core.failover.on_lost(A, "gone")
+    asked = resumed(core.failover.advance(["b"], 0))
     out = give(core, B, *opens(asked, 90), tokens(90, 2, "c"), Close(seq=90, final=3, reason="length"))
     (reply,) = frames(out)
     assert reply["choices"][0]["message"]["content"] == "abc"
@@ -386,54 +386,54 @@ def test_one_that_was_given_up_and_has_only_been_slow_gets_no_reader(core: Detok
     """B is asked and does not answer; C goes on; B comes back and reads what it was asked."""
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
-    core.failover.lost(A, "gone")
-    asked = resumed(core.failover.turn(["b"], 0))
-    core.failover.lost(B, "gone")
-    again = resumed(core.failover.turn(["c"], 0))
+    core.failover.on_lost(A, "gone")
+    asked = resumed(core.failover.advance(["b"], 0))
+    core.failover.on_lost(B, "gone")
+    again = resumed(core.failover.advance(["c"], 0))
     give(core, "scheduler.c", *opens(again, 70), tokens(70, 2, "c"))
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90), tokens(90, 2, "c"))
     assert (frames(out), told(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
     out = give(core, "scheduler.c", tokens(70, 3, "d"), Close(seq=70, final=4, reason="length"))
     assert text(frames(out)) == "d"
-    assert core.idle
+    assert core.is_idle
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_nothing_follows_the_last_word_to_a_client(core: DetokenizerCore, late: bool) -> None:
     """B was asked, and opens the request after its client has been told."""
     begin(core)
-    core.failover.lost(A, "gone")
-    asked = resumed(core.failover.turn(["b"], 0))
-    core.failover.cancelled("t", "r1")
-    assert frames(core.failover.turn(["b"], 0))[0]["error"]["code"] == 499
-    assert (len(core.failover), core.failover.active) == (0, True)
+    core.failover.on_lost(A, "gone")
+    asked = resumed(core.failover.advance(["b"], 0))
+    core.failover.on_cancelled("t", "r1")
+    assert frames(core.failover.advance(["b"], 0))[0]["error"]["code"] == 499
+    assert (len(core.failover), core.failover.is_active) == (0, True)
     if late:
         for _ in range(WAIT_TURNS - 1):
-            assert core.failover.turn(["b"], 0) == []
+            assert core.failover.advance(["b"], 0) == []
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
     out += give(core, B, Close(seq=90, final=0, reason="error", code=499))
     assert (frames(out), told(out)) == ([], [(B, Ended(seq=90, index=0, reason="error"))])
     again = dataclasses.replace(asked, inbox="another")  # the id is used once more
     assert [f["type"] for f in frames(give(core, B, *opens(again, 95)))] == ["accepted"]
-    core.failover.turn(["b"], 0)
-    assert core.failover.active is not late
+    core.failover.advance(["b"], 0)
+    assert core.failover.is_active is not late
 
 
 def test_a_refusal_after_the_last_word_ends_the_wait(core: DetokenizerCore) -> None:
     begin(core)
-    core.failover.lost(A, "gone")
-    core.failover.turn(["b"], 0)
-    core.failover.cancelled("t", "r1")
-    core.failover.turn(["b"], 0)
+    core.failover.on_lost(A, "gone")
+    core.failover.advance(["b"], 0)
+    core.failover.on_cancelled("t", "r1")
+    core.failover.advance(["b"], 0)
     assert give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=503, message="not yet")) == []
-    assert not core.failover.active
+    assert not core.failover.is_active
 
 
 def test_an_id_used_again_right_after_its_answer(core: DetokenizerCore) -> None:
     """Its first request was taken for an orphan, and then answered after all."""
     begin(core)
-    core.failover.lost(A, "gone")
-    core.failover.turn([], 0)
+    core.failover.on_lost(A, "gone")
+    core.failover.advance([], 0)
     give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
     again = dataclasses.replace(ASKED, inbox="in2")
     out = give(core, A, *opens(again, 6), again, tokens(6, 0, "x"), Close(seq=6, final=1, reason="length"))
@@ -443,7 +443,7 @@ def test_an_id_used_again_right_after_its_answer(core: DetokenizerCore) -> None:
 def test_one_that_is_moved_away_and_opened_here_again(core: DetokenizerCore) -> None:
     """This shard had been stopped, and the scheduler after it; both are back."""
     begin(core)
-    core.failover.lost(A, "gone")
+    core.failover.on_lost(A, "gone")
     out = give(core, A, Close(seq=5, final=0, reason="moved"), *opens(ASKED, 5, attempt=2), ASKED)
     out += give(core, A, tokens(5, 0, "x"), Close(seq=5, final=1, reason="length"))
     assert [f["type"] for f in frames(out)] == ["accepted", "delta", "done"]
@@ -451,10 +451,10 @@ def test_one_that_is_moved_away_and_opened_here_again(core: DetokenizerCore) -> 
 
 def test_of_two_with_one_id_and_no_scheduler_one_is_told_at_once(core: DetokenizerCore) -> None:
     begin(core)
-    core.failover.lost(A, "gone")
+    core.failover.on_lost(A, "gone")
     again = dataclasses.replace(ASKED, inbox="in2")
     give(core, B, *opens(again, 90), again)
-    out = core.failover.lost(B, "gone")
+    out = core.failover.on_lost(B, "gone")
     assert [(c.inbox, json.loads(c.data)["error"]["code"]) for c in out if isinstance(c, Publish)] == [
         ("in2", 503)
     ]
@@ -465,8 +465,8 @@ def test_a_stop_string_found_on_the_way_is_told_to_the_new_scheduler(core: Detok
     """Late tokens of the dead one complete it, after the request for the rest has left."""
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
-    core.failover.lost(A, "gone")
-    asked = resumed(core.failover.turn(["b"], 0))
+    core.failover.on_lost(A, "gone")
+    asked = resumed(core.failover.advance(["b"], 0))
     assert told(give(core, A, tokens(5, 2, "end"))) == [(A, StopFound(seq=5, index=5))]
     assert told(give(core, B, *opens(asked, 90)))[1:] == []
     assert told(give(core, B, tokens(90, 2, "en"))) == []  # it would not know that index
@@ -481,8 +481,8 @@ def test_the_age_counts_from_the_first_scheduler(core: DetokenizerCore) -> None:
     """It was opened here 49 s after that, when its first detokenizer had died."""
     kept = dataclasses.replace(ASKED, age_us=49_000_000, first_us=200_000)
     give(core, A, *opens(ASKED, 5, attempt=2), kept, tokens(5, 0, "ab"), now_us=50_000_000)
-    core.failover.lost(A, "gone")
-    asked = resumed(core.failover.turn(["b"], 54_000_000))
+    core.failover.on_lost(A, "gone")
+    asked = resumed(core.failover.advance(["b"], 54_000_000))
     assert (asked.age_us, asked.first_us) == (53_000_000, 200_000)
 
 
@@ -491,8 +491,8 @@ def test_the_age_is_not_of_the_wall_clock(core: DetokenizerCore, step_us: int) -
     """It is set by an hour between the opening and the first text."""
     give(core, A, *opens(ASKED, 5), ASKED, now_us=1_000)
     give(core, A, tokens(5, 0, "ab"), now_us=51_000, step_us=step_us)
-    core.failover.lost(A, "gone")
-    asked = resumed(core.failover.turn(["b"], 4_001_000))
+    core.failover.on_lost(A, "gone")
+    asked = resumed(core.failover.advance(["b"], 4_001_000))
     assert (asked.age_us, asked.first_us, asked.timeout_us) == (4_000_000, 50_000, ASKED.timeout_us)
 
 
@@ -500,36 +500,36 @@ def test_a_request_that_schedulers_die_of_is_not_handed_on_for_ever(core: Detoke
     begin(core)
     last = A
     for death in range(MOST_DEATHS):
-        core.failover.lost(last, "the scheduler has gone")
-        asked, last = resumed(core.failover.turn([f"s{death}"], 0)), f"scheduler.s{death}"
+        core.failover.on_lost(last, "the scheduler has gone")
+        asked, last = resumed(core.failover.advance([f"s{death}"], 0)), f"scheduler.s{death}"
         give(core, last, *opens(asked, 1_000 * (death + 1)))
-    (frame,) = frames(core.failover.lost(last, "the scheduler has gone"))
+    (frame,) = frames(core.failover.on_lost(last, "the scheduler has gone"))
     assert frame["error"]["message"] == "the scheduler has gone, the 4th with this request; send it again"
-    assert core.idle
+    assert core.is_idle
 
 
 def test_a_scheduler_may_be_stopped_any_number_of_times(core: DetokenizerCore) -> None:
     begin(core)
     for _ in range(2 * MOST_DEATHS):
-        assert core.failover.lost(A, "gone") == []
-        assert core.failover.turn(["a"], 0) == []
-    assert not core.failover.active
+        assert core.failover.on_lost(A, "gone") == []
+        assert core.failover.advance(["a"], 0) == []
+    assert not core.failover.is_active
 
 
 def test_an_id_used_again_after_its_request_was_given_up_is_an_orphan_of_its_own(
     core: DetokenizerCore,
 ) -> None:
     begin(core)
-    core.failover.lost(A, "gone")
-    core.failover.turn(["b"], 0)
-    core.failover.cancelled("t", "r1")
-    core.failover.turn(["b"], 0)  # B may still answer for the first one
+    core.failover.on_lost(A, "gone")
+    core.failover.advance(["b"], 0)
+    core.failover.on_cancelled("t", "r1")
+    core.failover.advance(["b"], 0)  # B may still answer for the first one
     again = dataclasses.replace(ASKED, inbox="in2")
     give(core, A, *opens(again, 6), again, tokens(6, 0, "x"))
     late = Rejected(tenant="t", request="r1", attempt=1, code=400, message="of the first one")
     assert give(core, B, late) == []
-    assert core.failover.lost(A, "gone") == []
-    asked = resumed(core.failover.turn(["c"], 0))
+    assert core.failover.on_lost(A, "gone") == []
+    asked = resumed(core.failover.advance(["c"], 0))
     assert (asked.inbox, list(asked.generated)) == ("in2", [1])
 
 
@@ -538,18 +538,18 @@ def test_of_an_adopted_request_its_scheduler_is_told_by_name(core: DetokenizerCo
     """Its sequences are not known here, and a word without them would mean that messages were lost."""
     core.handle(A, dataclasses.replace(ASKED, shard="d2"), "", 1, 1)
     if how == "cancelled before":
-        core.backups.cancelled("t", "r1")
-    out = core.lost(A, "gone", lambda source: False) + core.lost(
+        core.backups.on_cancelled("t", "r1")
+    out = core.on_lost(A, "gone", lambda source: False) + core.on_lost(
         "detokenizer.d2", "gone", lambda source: False
     )
     if how == "its reader leaves":
-        out += core.client_gone(1)
+        out += core.on_client_gone(1)
     for _ in range(WAIT_TURNS):
-        out += core.failover.turn([], 2)
+        out += core.failover.advance([], 2)
     assert {(to, str(message)) for to, message in told(out)} == {
         (A, str(Cancel(tenant="t", request="r1", code=MOVED)))
     }
-    assert core.idle
+    assert core.is_idle
 
 
 @pytest.mark.parametrize("attempt", [1, 1 + ATTEMPTS], ids=["sent again", "taken over by another tokenizer"])
@@ -559,11 +559,11 @@ def test_a_request_that_two_schedulers_got_runs_at_the_first_one(core: Detokeniz
     give(core, A, tokens(5, 0, "ab"))
     out = give(core, B, *opens(ASKED, 90, attempt), tokens(90, 0, "ab"))
     assert (frames(out), told(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
-    core.failover.lost(A, "gone")
-    give(core, B, *opens(resumed(core.failover.turn(["b"], 0)), 91))
+    core.failover.on_lost(A, "gone")
+    give(core, B, *opens(resumed(core.failover.advance(["b"], 0)), 91))
     out = give(core, B, tokens(91, 2, "c"), Close(seq=91, final=3, reason="length"))
     assert text(frames(out)) == "c"
-    assert core.idle
+    assert core.is_idle
 
 
 def test_another_attempt_of_the_same_tokenizer_has_a_reason(core: DetokenizerCore) -> None:
@@ -590,7 +590,7 @@ def test_an_id_in_use_at_another_scheduler_is_409(core: DetokenizerCore) -> None
     assert frames(out)[0]["error"]["code"] == 409
     out = give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
     assert text(frames(out)) == "abc"
-    assert core.idle
+    assert core.is_idle
 
 
 def test_a_request_goes_where_the_tokenizer_would_send_the_next_turn_of_its_chat(
@@ -599,6 +599,6 @@ def test_a_request_goes_where_the_tokenizer_would_send_the_next_turn_of_its_chat
     names = [f"s{i}" for i in range(9)]
     asked = dataclasses.replace(ASKED, routing_key="a chat")
     begin(core, asked)
-    core.failover.lost(A, "gone")
-    ((to, _),) = told(core.failover.turn(names, 0))
+    core.failover.on_lost(A, "gone")
+    ((to, _),) = told(core.failover.advance(names, 0))
     assert to == f"scheduler.{rendezvous('a chat', names)}" != f"scheduler.{rendezvous('r1', names)}"

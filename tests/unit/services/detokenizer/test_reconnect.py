@@ -65,17 +65,17 @@ class Line:
         self.carry(self.core.flush())
 
     def turn(self) -> None:
-        self.carry(self.core.reconnect_turn())
+        self.carry(self.core.advance_reconnect())
 
     def close(self) -> None:
         self.say(Close(seq=7, final=self.sent, reason="length"))
 
     def cut(self) -> None:
-        self.core.reconnect.broker_lost()
+        self.core.reconnect.on_broker_lost()
 
     def mend(self) -> None:
         self.loses = False
-        self.core.reconnect.broker_back(self.core.streams)
+        self.core.reconnect.on_broker_back(self.core.streams)
 
     def carry(self, commands: list[Command]) -> None:
         absent = []
@@ -88,7 +88,7 @@ class Line:
                 else:
                     absent.append(command.number)
         for number in absent:  # the server's 503 comes later
-            self.carry(self.core.client_gone(number))
+            self.carry(self.core.on_client_gone(number))
 
     def read(self, frame: dict[str, Any]) -> None:
         if self.ends:
@@ -96,7 +96,7 @@ class Line:
         if not self.stream:
             self.ends.append(frame)
             return
-        assert self.order.take(frame), self.order.gap
+        assert self.order.accept(frame), self.order.gap
         if frame["type"] == "accepted":
             self.text, self.scores = "", []
         elif frame["type"] == "delta":
@@ -133,7 +133,7 @@ def test_a_stream_is_begun_again_with_all_its_text(letters: Vocabulary) -> None:
     at.close()
     assert (at.text, at.ends[0]["type"], at.order.attempt) == ("river mill wheel lock", "done", 2)
     at.turn()
-    assert at.core.idle
+    assert at.core.is_idle
     assert at.core.load()["frames"] == 7  # accepted, two deltas; accepted, two deltas, done: none twice
 
 
@@ -156,7 +156,7 @@ def test_a_reader_that_comes_back_late_gets_everything(letters: Vocabulary, late
         at.turn()
     assert (at.text, len(at.ends)) == ("abc", 1)
     assert at.scores == [-97, -98, -99]
-    assert at.core.idle
+    assert at.core.is_idle
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -195,9 +195,9 @@ def test_an_answer_that_ends_before_its_reader_is_back_waits_for_it(letters: Voc
     at.listens = True
     at.turn()
     assert at.ends[0]["choices"][0]["message"]["content"] == "late"
-    assert not at.core.idle, "one turn without a 503 makes sure"
+    assert not at.core.is_idle, "one turn without a 503 makes sure"
     at.turn()
-    assert at.core.idle
+    assert at.core.is_idle
 
 
 def test_what_ended_long_before_is_forgotten(letters: Vocabulary) -> None:
@@ -225,7 +225,7 @@ def test_a_reader_that_stays_away_has_gone(letters: Vocabulary) -> None:
     assert at.told == []
     at.turn()
     assert at.told == [Detached(seqs=ints([7]))]
-    assert not at.core.reconnect.active
+    assert not at.core.reconnect.is_active
 
 
 def test_a_failure_is_told_again_as_well(letters: Vocabulary) -> None:
@@ -234,7 +234,7 @@ def test_a_failure_is_told_again_as_well(letters: Vocabulary) -> None:
     at.tokens("part")
     at.flush()
     at.loses = True
-    at.carry(at.core.failover.lost(SCHEDULER, "the scheduler has gone"))
+    at.carry(at.core.failover.on_lost(SCHEDULER, "the scheduler has gone"))
     at.cut()
     at.mend()
     at.turn()
@@ -309,7 +309,7 @@ def test_any_order_of_events_gives_the_text_once(
         at.turn()
     (end,) = at.ends
     assert (at.text if stream else end["choices"][0]["message"]["content"]) == sent
-    assert at.core.idle
+    assert at.core.is_idle
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -341,7 +341,7 @@ def test_a_broker_that_dies_again_loses_no_end(letters: Vocabulary, stream: bool
         at.turn()
     (end,) = at.ends
     assert at.text == "done" if stream else end["choices"][0]["message"]["content"] == "done"
-    assert at.core.idle
+    assert at.core.is_idle
 
 
 def test_the_end_itself_is_seen_to_arrive(letters: Vocabulary) -> None:
@@ -360,7 +360,7 @@ def test_the_end_itself_is_seen_to_arrive(letters: Vocabulary) -> None:
     for _ in range(4):
         at.turn()
     assert (at.text, len(at.ends)) == ("done", 1)
-    assert at.core.idle
+    assert at.core.is_idle
 
 
 def test_another_detokenizer_continues_after_any_number_of_new_attempts(letters: Vocabulary) -> None:
@@ -388,7 +388,7 @@ def test_a_503_that_comes_before_the_news_of_the_return_is_no_departure(letters:
     at.tokens("ab")
     at.cut()
     (request,) = at.core.streams
-    assert at.core.client_gone(request.number) == []
+    assert at.core.on_client_gone(request.number) == []
     at.mend()
     at.turn()
     at.turn()
@@ -402,8 +402,8 @@ def test_what_has_moved_is_not_replayed(letters: Vocabulary) -> None:
     at.cut()
     at.mend()
     at.say(Close(seq=7, final=0, reason="moved"))
-    assert at.core.reconnect_turn() == []
-    assert at.core.idle
+    assert at.core.advance_reconnect() == []
+    assert at.core.is_idle
 
 
 def test_a_detokenizer_with_an_end_to_repeat_is_not_idle(letters: Vocabulary) -> None:
@@ -411,8 +411,8 @@ def test_a_detokenizer_with_an_end_to_repeat_is_not_idle(letters: Vocabulary) ->
     at.open()
     at.cut()
     at.close()
-    assert not at.core.idle
+    assert not at.core.is_idle
     at.mend()
     for _ in range(3):
         at.turn()
-    assert (len(at.ends), at.core.idle) == (1, True)
+    assert (len(at.ends), at.core.is_idle) == (1, True)

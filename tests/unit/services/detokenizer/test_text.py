@@ -183,7 +183,7 @@ def test_a_stop_string_counts_in_the_content_alone(
         stream = stream_of(letters, (stop,), include, answer_format=form, most_calls=calls)
         for piece in pieces:
             if stream.stop_index is None:
-                stream.take(stream.taken, piece)
+                stream.add_tokens(stream.taken, piece)
         tokens = stream.close(len(ids), "length")
         assert stream.drain().text == expected
         assert (stream.reason, stream.stop) == (("length", "") if shown is None else ("stop", stop))
@@ -223,7 +223,7 @@ def test_stop_strings_in_answers_against_the_content_of_the_whole(
     shown = ""
     for piece in pieces_of(ids, [cut * 9 for cut in cuts]):
         if stream.stop_index is None:
-            stream.take(stream.taken, array("i", piece))
+            stream.add_tokens(stream.taken, array("i", piece))
             shown += stream.drain().text
     stream.close(len(ids), "length")
     shown += stream.drain().text
@@ -246,7 +246,7 @@ def test_reasoning_is_not_held_back(letters: Vocabulary) -> None:
     stream = stream_of(letters, ("STOP",), answer_format="qwen3/thinking")
     shown = []
     for byte in b"a ST</think>b STO":
-        stream.take(stream.taken, array("i", [3 + byte]))
+        stream.add_tokens(stream.taken, array("i", [3 + byte]))
         shown.append(stream.drain().text)
     assert shown == [*"a ST", *[""] * 7, "</think>", "b", " ", "", "", ""]
 
@@ -255,7 +255,7 @@ def test_a_stop_string_in_content_begins_after_the_least_tokens(letters: Vocabul
     text = "a</think>STOP bSTOP"
     for least, shown in ((9, "a</think>"), (10, "a</think>STOP b"), (16, text)):
         stream = stream_of(letters, ("STOP",), min_tokens=least, answer_format="qwen3/thinking")
-        stream.take(0, array("i", [3 + byte for byte in text.encode()]))
+        stream.add_tokens(0, array("i", [3 + byte for byte in text.encode()]))
         stream.close(len(text), "length")
         assert stream.drain().text == shown
 
@@ -263,9 +263,9 @@ def test_a_stop_string_in_content_begins_after_the_least_tokens(letters: Vocabul
 def test_stop_index_is_the_token_that_completes_it(letters: Vocabulary) -> None:
     stream = stream_of(letters, stop=("STOP",))
     ids = array("i", [3 + byte for byte in b"a STOP b"])
-    assert stream.take(0, ids)
+    assert stream.add_tokens(0, ids)
     assert (stream.stop_index, stream.taken) == (6, 6)
-    assert not stream.take(8, ids)  # behind a stop string: dropped
+    assert not stream.add_tokens(8, ids)  # behind a stop string: dropped
     delta = stream.drain()
     assert (delta.first, delta.count, delta.text) == (0, 6, "a ")
     assert stream.close(8, "length") == 6
@@ -275,7 +275,7 @@ def test_stop_index_is_the_token_that_completes_it(letters: Vocabulary) -> None:
 @pytest.mark.parametrize(("least", "stops_at"), [(0, 4), (2, 4), (3, 8), (6, 8), (7, None)])
 def test_a_stop_string_begins_after_min_tokens(letters: Vocabulary, least: int, stops_at: int | None) -> None:
     stream = stream_of(letters, stop=("XY",), min_tokens=least)
-    stream.take(0, array("i", [3 + byte for byte in b"a XY.bXYc"]))
+    stream.add_tokens(0, array("i", [3 + byte for byte in b"a XY.bXYc"]))
     assert stream.stop_index == stops_at
     stream.close(9, "length")
     assert stream.drain().text == {4: "a ", 8: "a XY.b", None: "a XY.bXYc"}[stops_at]
@@ -288,7 +288,7 @@ def test_the_space_of_the_first_word(tmp_path: Path, shape: str) -> None:
     vocabulary = load_vocabulary(ModelFiles("m", path))
     opened = Open(seq=1, request="r", attempt=1, tenant="t", model="m", inbox="i", format=shape)
     stream = SequenceStream(opened, vocabulary)
-    stream.take(0, array("i", [259, 260]))
+    stream.add_tokens(0, array("i", [259, 260]))
     assert stream.drain().text == (" and so" if shape == "completion" else "and so")
 
 
@@ -303,7 +303,7 @@ def test_a_stop_token_has_no_text_unless_asked_for(
         ids = [3 + byte for byte in b"ab!"]
         at = 0
         for piece in pieces_of(ids, cuts):
-            stream.take(at, array("i", piece))
+            stream.add_tokens(at, array("i", piece))
             at += len(piece)
         assert stream.close(3, "stop") == 3
         assert stream.drain().text == ("ab!" if include else "ab")
@@ -313,7 +313,7 @@ def test_a_stop_token_has_no_text_unless_asked_for(
 
 def test_an_earlier_close_wins_over_the_stop_string(letters: Vocabulary) -> None:
     stream = stream_of(letters, stop=("b",), include_stop=True)
-    assert stream.take(0, array("i", [3 + byte for byte in b"aab"]))
+    assert stream.add_tokens(0, array("i", [3 + byte for byte in b"aab"]))
     assert stream.drain().text == "aab"
     assert stream.close(2, "length") == 2
     assert stream.reason == "length"
@@ -327,8 +327,8 @@ def test_duplicates_change_nothing(
     at = 0
     for piece in pieces_of(ids, cuts):
         first = max(0, at - back)
-        stream.take(first, array("i", ids[first : at + len(piece)]))
-        stream.take(first, array("i", ids[first:at]))
+        stream.add_tokens(first, array("i", ids[first : at + len(piece)]))
+        stream.add_tokens(first, array("i", ids[first:at]))
         at += len(piece)
     assert stream.close(len(ids), "stop") == len(ids)
     delta = stream.drain()
@@ -338,18 +338,18 @@ def test_duplicates_change_nothing(
 
 def test_gaps_are_errors(letters: Vocabulary) -> None:
     stream = stream_of(letters)
-    stream.take(0, array("i", [70]))
+    stream.add_tokens(0, array("i", [70]))
     with pytest.raises(TokenGap, match="tokens 1 to 2 of the answer were lost"):
-        stream.take(3, array("i", [70]))
+        stream.add_tokens(3, array("i", [70]))
     with pytest.raises(TokenGap, match="tokens 1 to 4"):
         stream.close(5, "stop")
 
 
 def test_text_held_back_comes_out_at_the_end(letters: Vocabulary) -> None:
     stream = stream_of(letters, stop=("ST\ufffd",))
-    stream.take(0, array("i", [3 + byte for byte in b"xS"]))
+    stream.add_tokens(0, array("i", [3 + byte for byte in b"xS"]))
     assert stream.drain().text == "x"
-    stream.take(2, array("i", [3 + 0xE6]))
-    assert not stream.waiting
+    stream.add_tokens(2, array("i", [3 + 0xE6]))
+    assert not stream.has_text
     assert stream.close(3, "length") == 3
     assert stream.drain().text == "S\ufffd"

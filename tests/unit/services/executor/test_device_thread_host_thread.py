@@ -181,9 +181,9 @@ def test_a_pipeline_keeps_as_many_steps_as_it_has_stages() -> None:
 
     for step in range(3):
         lane.put((step,), 100 + step, lambda step=step: finish(step))  # type: ignore[misc]  # a default
-    assert (lane.busy, lane.since_us) == (True, 100)
+    assert (lane.is_busy, lane.since_us) == (True, 100)
     lane.wait_for((3, 4))
     release.set()
     lane.wait_for((2,))
     lane.close()
-    assert (order, lane.busy, lane.since_us) == ([0, 1, 2], False, 0)
+    assert (order, lane.is_busy, lane.since_us) == ([0, 1, 2], False, 0)

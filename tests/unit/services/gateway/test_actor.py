@@ -89,7 +89,7 @@ async def test_a_request_waits_for_the_first_tokenizer_of_a_fleet_that_starts(
     if other:
         await others.start()
         await broker.settle()
-    await bus.subscribe("_INBOX.>", lambda reply: unheard.set() if reply.no_responders else None)
+    await bus.subscribe("_INBOX.>", lambda reply: unheard.set() if reply.has_no_responders else None)
     async with httpx.AsyncClient(base_url=str(gateway.status()["url"]), timeout=60) as http:
         asked = asyncio.create_task(http.post("/v1/completions", json={"model": "m", "prompt": "x"}))
         await unheard.wait()

@@ -59,7 +59,7 @@ def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: 
 
 
 def taken(maker: ChunkBuilder, *frames: dict[str, Any], prompt: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(made) for frame in frames for made in maker.take(prompt, frame)]
+    return [json.loads(made) for frame in frames for made in maker.convert(prompt, frame)]
 
 
 def test_a_chat_stream() -> None:

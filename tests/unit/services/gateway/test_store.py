@@ -98,7 +98,7 @@ async def test_errors_of_a_submit(answer: HeadraceError, error: type[HeadraceErr
 async def test_a_stored_request_is_no_stream_and_has_what_its_answer_needs() -> None:
     keeper: Any = Keeper({"id": ID, "status": "queued"})
     await Store(keeper).submit(CALL)
-    await Store(keeper).keep(CALL, {"choices": []}, Pause())
+    await Store(keeper).keep_response(CALL, {"choices": []}, Pause())
     (_, sent), (subject, kept) = keeper.asked
     assert "stream" not in sent
     assert sent["keep"] == {}
@@ -108,7 +108,7 @@ async def test_a_stored_request_is_no_stream_and_has_what_its_answer_needs() -> 
 
 @pytest.mark.parametrize("error", [NoResponders("x"), Unavailable("x"), EngineError("x")])
 async def test_a_response_that_cannot_be_kept_is_answered(error: HeadraceError) -> None:
-    await store(error).keep(CALL, {}, Pause())
+    await store(error).keep_response(CALL, {}, Pause())
 
 
 async def test_a_store_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +123,10 @@ async def test_a_store_that_does_not_answer_is_not_waited_for_again(monkeypatch:
     keeper: Any = Keeper()
     monkeypatch.setattr(keeper, "request", silent)
     for _ in range(3):
-        await Store(keeper).keep(CALL, {}, pause)
+        await Store(keeper).keep_response(CALL, {}, pause)
     assert len(asked) == 1
     pause.until_s = 0.0
-    await Store(keeper).keep(CALL, {}, pause)
+    await Store(keeper).keep_response(CALL, {}, pause)
     assert len(asked) == 2
 
 

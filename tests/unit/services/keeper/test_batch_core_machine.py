@@ -212,7 +212,7 @@ class Batch(RuleBasedStateMachine):
     @rule()
     def connection_is_cut(self) -> None:
         for core in self.cores:
-            core.reconnected(self.now_us)
+            core.on_reconnected(self.now_us)
 
     @precondition(lambda self: self.count > 3)
     @rule()

@@ -95,7 +95,7 @@ class Keepers(RuleBasedStateMachine):
                 case Ask(asked, found, run):
                     assert (asked.tenant, asked.id) in self.waiting
                     assert found in (b"", checkpoint((asked.tenant, asked.id)))
-                    assert not found or asked.checkpoints
+                    assert not found or asked.has_checkpoints
                     assert bool(run) != bool(found), "what goes on is no new run"
                     self.asked.append(asked)
                 case Announce(key, status):
@@ -222,7 +222,7 @@ def flown(core: KeeperCore, key: Key = KEYS[0], times: int = 1, now_us: int = 0)
 def test_an_answer_is_stored_announced_and_acked_in_this_order() -> None:
     core, key = KeeperCore(), KEYS[0]
     flown(core)
-    assert core.runs(key)
+    assert core.is_running(key)
     (store,) = core.handle(Answered(key, {"text": "x"}), 1, 5_000_000)
     assert isinstance(store, Store)
     assert (store.record["status"], store.record["answer"], store.record["ended_at"]) == (
@@ -231,7 +231,7 @@ def test_an_answer_is_stored_announced_and_acked_in_this_order() -> None:
         5,
     )
     assert core.handle(Stored(key, True), 2, 2) == [Announce(key, COMPLETED), Ack("ack")]
-    assert (len(core), core.stored, core.runs(key)) == (0, 1, False)
+    assert (len(core), core.stored, core.is_running(key)) == (0, 1, False)
 
 
 def test_a_second_answer_changes_nothing() -> None:
@@ -257,7 +257,7 @@ def test_after_a_cut_of_the_connection_requests_are_soon_asked_again() -> None:
     core = KeeperCore()
     flown(core)
     core.handle(Tick(), 0, 0)
-    core.reconnected(5)
+    core.on_reconnected(5)
     assert core.handle(Tick(), 5, 0) == []
     assert core.handle(Tick(), 5 + RETRY_US, 0) == [Ask(work(KEYS[0]), run=2)]
 

@@ -22,7 +22,7 @@ async def test_a_look_does_not_forget_what_is_stored_meanwhile() -> None:
     found = on(streams)
 
     async def consumers(_: str) -> list[dict[str, object]]:
-        found.stored("a")
+        found.on_stored("a")
         return []
 
     streams.consumers = consumers
@@ -62,7 +62,7 @@ async def test_requests_that_a_pull_has_not_brought_are_pulled_without_another_l
     monkeypatch.setattr(queues, "Puller", Pulls)
     monkeypatch.setattr(queues, "LOOK_S", 3_600.0)
     for _ in range(2):
-        found.stored("a")
+        found.on_stored("a")
     running = asyncio.create_task(found.run())
     await asyncio.wait_for(both.wait(), 60)
     running.cancel()

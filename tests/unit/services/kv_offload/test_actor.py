@@ -494,7 +494,7 @@ async def test_an_l2_that_is_down_at_the_start_is_used_once_it_is_up(house: Hous
         assert await house.look_up(60 + number) == [0]
     await house.until(lambda: kv._core.state.l2.breaker.open)
     house.l2.failing = False
-    await house.until(lambda: kv._core.state.l2.usable)
+    await house.until(lambda: kv._core.state.l2.is_usable)
     await house.store(1)
     await house.copied(1)
 

@@ -451,7 +451,7 @@ def test_without_an_l2_there_is_none() -> None:
     w.prefetch(2, 1)
     assert tiers(w.look_up(1, 2)) == [[1, 0]]
     assert w.calls == {}
-    assert not w.state.l2.usable
+    assert not w.state.l2.is_usable
 
 
 def test_a_queue_drops_its_oldest() -> None:

@@ -17,33 +17,33 @@ from services.kv_offload.state import (
 
 def opened(now_us: int = 0) -> Breaker:
     breaker = Breaker()
-    assert [breaker.failed(now_us) for _ in range(3)] == [False, False, True]
+    assert [breaker.on_failed(now_us) for _ in range(3)] == [False, False, True]
     return breaker
 
 
 def test_three_failures_in_a_row_open_it_and_a_success_between_does_not() -> None:
     breaker = Breaker()
     for _ in range(5):
-        breaker.failed(0)
-        breaker.failed(0)
-        breaker.succeeded()
+        breaker.on_failed(0)
+        breaker.on_failed(0)
+        breaker.on_succeeded()
     assert (breaker.open, breaker.opened, breaker.next_us()) == (False, 0, None)
     for _ in range(3):
-        breaker.failed(10)
+        breaker.on_failed(10)
     assert (breaker.open, breaker.opened, breaker.next_us()) == (True, 1, 10 + PROBE_US)
-    assert not breaker.failed(20), "it is open already"
+    assert not breaker.on_failed(20), "it is open already"
 
 
 def test_a_canary_that_works_closes_it() -> None:
     breaker = opened()
     breaker.probing(7, PROBE_US)
-    assert not breaker.probed(8, ok=True, now_us=PROBE_US), "of another call"
-    assert breaker.probed(7, ok=True, now_us=PROBE_US + PROMPT_US)
+    assert not breaker.on_probed(8, ok=True, now_us=PROBE_US), "of another call"
+    assert breaker.on_probed(7, ok=True, now_us=PROBE_US + PROMPT_US)
     assert (breaker.open, breaker.next_us()) == (False, None)
-    breaker.failed(0)
-    breaker.failed(0)
+    breaker.on_failed(0)
+    breaker.on_failed(0)
     assert not breaker.open, "it counts anew"
-    assert not breaker.probed(7, ok=True, now_us=0)
+    assert not breaker.on_probed(7, ok=True, now_us=0)
 
 
 def test_a_canary_that_fails_is_repeated_once_a_second() -> None:
@@ -55,7 +55,7 @@ def test_a_canary_that_fails_is_repeated_once_a_second() -> None:
         starts.append(now_us)
         breaker.probing(call, now_us)
         now_us += 300_000
-        assert not breaker.probed(call, ok=False, now_us=now_us)
+        assert not breaker.on_probed(call, ok=False, now_us=now_us)
     assert starts == [PROBE_US * (i + 1) for i in range(4)]
 
 
@@ -66,33 +66,33 @@ def test_few_canaries_hang_at_a_time_and_one_that_wakes_up_sends_the_next_at_onc
         breaker.probing(call, PROBE_US * (call + 1))
     assert breaker.next_us() == PROBE_US * HANGING_PROBES + PATIENCE_US
     late_us = 20 * PROBE_US
-    assert not breaker.probed(0, ok=True, now_us=late_us), "it says that L2 is back, not that it is well"
+    assert not breaker.on_probed(0, ok=True, now_us=late_us), "it says that L2 is back, not that it is well"
     assert breaker.next_us() == late_us
     breaker.probing(99, late_us)
-    assert breaker.probed(99, ok=True, now_us=late_us + 1_000)
+    assert breaker.on_probed(99, ok=True, now_us=late_us + 1_000)
 
 
 def test_a_rate_is_bytes_over_the_time_in_which_anything_ran() -> None:
     rate = Rate()
-    rate.began(0)
-    rate.began(WINDOW_US // 2)  # both at once: the time counts once
-    rate.ended(1_000, WINDOW_US)
-    rate.ended(1_000, WINDOW_US)
+    rate.on_began(0)
+    rate.on_began(WINDOW_US // 2)  # both at once: the time counts once
+    rate.on_ended(1_000, WINDOW_US)
+    rate.on_ended(1_000, WINDOW_US)
     first = rate.bytes_per_s
     assert first == 1_000 * 1_000_000 // WINDOW_US
-    rate.began(100 * WINDOW_US)  # idle in between
-    rate.ended(1_000, 101 * WINDOW_US)
+    rate.on_began(100 * WINDOW_US)  # idle in between
+    rate.on_ended(1_000, 101 * WINDOW_US)
     second = 2_000 * 1_000_000 // WINDOW_US  # what came after the first sample, over its time
     assert rate.bytes_per_s == first + (second - first) // 4
 
 
 def test_failed_transfers_teach_no_rate_of_their_own() -> None:
     rate = Rate()
-    rate.began(0)
-    rate.ended(0, 10 * WINDOW_US)
+    rate.on_began(0)
+    rate.on_ended(0, 10 * WINDOW_US)
     assert rate.bytes_per_s == 0
-    rate.began(10 * WINDOW_US)
-    rate.ended(1_000_000, 20 * WINDOW_US)
+    rate.on_began(10 * WINDOW_US)
+    rate.on_ended(1_000_000, 20 * WINDOW_US)
     assert rate.bytes_per_s == 1_000_000 * 1_000_000 // (20 * WINDOW_US), "the time that failed counts"
 
 

@@ -83,7 +83,7 @@ def test_a_beat_is_read_as_it_was_noted(tmp_path: Path) -> None:
     file = HeartbeatFile(path, 0.5)
     first = read(path)
     assert first is not None
-    assert (first.pid, first.state, first.interval_s, first.late) == (os.getpid(), "starting", 0.5, False)
+    assert (first.pid, first.state, first.interval_s, first.is_late) == (os.getpid(), "starting", 0.5, False)
     file.note("ready", "executor.e", 5)
     second = read(path)
     assert second is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.launcher import host_agent
-from services.launcher.host_agent import checked_fleet, fleet_answers
+from services.launcher.host_agent import checked_fleet, is_fleet_answering
 from shared.actor.membership import MIXED, Peers
 from shared.config import Settings
 from shared.errors import SetupError
@@ -39,7 +39,7 @@ def refusal(peers: Peers, settings: Settings = HERE, *models: str) -> str:
 
 def test_it_joins_and_waits_for_the_welcome_of_its_own_executors() -> None:
     peers = fleet(SCHEDULER, EXECUTOR)
-    assert fleet_answers(peers, ["m"])
+    assert is_fleet_answering(peers, ["m"])
     joined = checked_fleet(peers, HERE, ["m"], URL)
     assert joined.digests == {"m": "aa"}
     mine = replace(EXECUTOR, actor="mine", host_id="here", scheduler="")
@@ -54,8 +54,8 @@ def test_it_joins_and_waits_for_the_welcome_of_its_own_executors() -> None:
 
 
 def test_it_waits_for_the_executors_that_the_scheduler_has() -> None:
-    assert not fleet_answers(fleet(SCHEDULER), ["m"]), "their blocks are not known"
-    assert fleet_answers(fleet(replace(SCHEDULER, model_digest="")), ["m"]), "it has none"
+    assert not is_fleet_answering(fleet(SCHEDULER), ["m"]), "their blocks are not known"
+    assert is_fleet_answering(fleet(replace(SCHEDULER, model_digest="")), ["m"]), "it has none"
 
 
 def test_a_fleet_that_accepts_all_executors_names_no_digest() -> None:
@@ -64,13 +64,13 @@ def test_a_fleet_that_accepts_all_executors_names_no_digest() -> None:
 
 
 def test_without_a_fleet_there_is_nothing_to_join() -> None:
-    assert not fleet_answers(fleet(), ["m"])
+    assert not is_fleet_answering(fleet(), ["m"])
     assert refusal(fleet()).startswith(f"no service of fleet 'default' answers at {URL} within 3 s")
 
 
 def test_the_models_of_the_fleet_are_named() -> None:
     peers = fleet(SCHEDULER, replace(SCHEDULER, actor="s2", model="n"))
-    assert not fleet_answers(peers, ["m", "x"])
+    assert not is_fleet_answering(peers, ["m", "x"])
     assert refusal(peers, HERE, "m", "x").startswith("fleet 'default' serves m, n, not x: ")
     assert "has no scheduler yet, not m" in refusal(fleet(TIER))
 

@@ -29,43 +29,43 @@ def now(name: str, state: str, work: int = 0, waits_us: int = 0, need_mib: int =
 
 def test_one_that_fits_wakes_at_once() -> None:
     rule = MemoryRule(12_000)
-    assert rule.turn([now("a", LOADED, 900), now("b", ASLEEP)], 0) is None
-    assert rule.turn([now("a", LOADED, 900), now("b", ASLEEP, 1)], 0) == Wake("b")
-    assert rule.turn([now("a", LOADED, 900), now("b", UNLOADED, 1)], 0) == Wake("b")
+    assert rule.decide([now("a", LOADED, 900), now("b", ASLEEP)], 0) is None
+    assert rule.decide([now("a", LOADED, 900), now("b", ASLEEP, 1)], 0) == Wake("b")
+    assert rule.decide([now("a", LOADED, 900), now("b", UNLOADED, 1)], 0) == Wake("b")
 
 
 def test_it_replaces_one_with_less_work_after_its_least_time_awake() -> None:
     rule = MemoryRule(8_000)
-    assert rule.turn([now("a", LOADED, 5), now("b", ASLEEP, 6)], 0) is None
-    assert rule.turn([now("a", LOADED, 5), now("b", ASLEEP, 6)], LEAST_AWAKE_US - 1) is None
-    assert rule.turn([now("a", LOADED, 6), now("b", ASLEEP, 6)], LEAST_AWAKE_US) is None
-    assert rule.turn([now("a", LOADED, 5), now("b", ASLEEP, 6)], LEAST_AWAKE_US) == Sleep("a")
-    assert rule.turn([now("a", CHANGING, 5), now("b", ASLEEP, 6)], LEAST_AWAKE_US) is None
-    assert rule.turn([now("a", ASLEEP, 50), now("b", ASLEEP, 6)], LEAST_AWAKE_US) == Wake("b"), "its turn"
+    assert rule.decide([now("a", LOADED, 5), now("b", ASLEEP, 6)], 0) is None
+    assert rule.decide([now("a", LOADED, 5), now("b", ASLEEP, 6)], LEAST_AWAKE_US - 1) is None
+    assert rule.decide([now("a", LOADED, 6), now("b", ASLEEP, 6)], LEAST_AWAKE_US) is None
+    assert rule.decide([now("a", LOADED, 5), now("b", ASLEEP, 6)], LEAST_AWAKE_US) == Sleep("a")
+    assert rule.decide([now("a", CHANGING, 5), now("b", ASLEEP, 6)], LEAST_AWAKE_US) is None
+    assert rule.decide([now("a", ASLEEP, 50), now("b", ASLEEP, 6)], LEAST_AWAKE_US) == Wake("b"), "its turn"
 
 
 def test_a_long_wait_beats_any_work() -> None:
     rule = MemoryRule(8_000)
-    rule.turn([now("a", LOADED, 10**9)], 0)
+    rule.decide([now("a", LOADED, 10**9)], 0)
     before = [now("a", LOADED, 10**9), now("b", ASLEEP, 1, MOST_WAIT_US - 1)]
-    assert rule.turn(before, 10**9) is None
-    assert rule.turn([before[0], now("b", ASLEEP, 1, MOST_WAIT_US)], 10**9) == Sleep("a")
+    assert rule.decide(before, 10**9) is None
+    assert rule.decide([before[0], now("b", ASLEEP, 1, MOST_WAIT_US)], 10**9) == Sleep("a")
 
 
 def test_only_as_many_sleep_as_must() -> None:
     rule = MemoryRule(10_000)
     awake = [now("a", LOADED, 3, need_mib=4_000), now("b", LOADED, 1, need_mib=4_000)]
-    rule.turn(awake, 0)
-    assert rule.turn([*awake, now("c", ASLEEP, 9, need_mib=6_000)], LEAST_AWAKE_US) == Sleep("b")
+    rule.decide(awake, 0)
+    assert rule.decide([*awake, now("c", ASLEEP, 9, need_mib=6_000)], LEAST_AWAKE_US) == Sleep("b")
     second = [awake[0], now("b", ASLEEP, 1, need_mib=4_000), now("c", ASLEEP, 9, need_mib=6_000)]
-    assert rule.turn(second, LEAST_AWAKE_US) == Wake("c")
+    assert rule.decide(second, LEAST_AWAKE_US) == Wake("c")
 
 
 def test_none_sleeps_if_that_frees_too_little() -> None:
     rule = MemoryRule(10_000)
     awake = [now("a", LOADED, 30, need_mib=8_000), now("b", LOADED, 1, need_mib=1_000)]
-    rule.turn(awake, 0)
-    assert rule.turn([*awake, now("c", ASLEEP, 9, need_mib=6_000)], LEAST_AWAKE_US) is None
+    rule.decide(awake, 0)
+    assert rule.decide([*awake, now("c", ASLEEP, 9, need_mib=6_000)], LEAST_AWAKE_US) is None
 
 
 def test_one_that_can_never_fit_is_refused_with_its_need() -> None:
@@ -74,21 +74,21 @@ def test_one_that_can_never_fit_is_refused_with_its_need() -> None:
         "big needs 14.2 GiB awake, and the models here share 8.0 (awake_gib)"
     )
     assert rule.why_not("small", 8_192) == ""
-    rule.turn([now("a", LOADED)], 0)
-    assert rule.turn([now("a", LOADED), now("big", UNLOADED, 9, 10**9, 14_541)], 10**9) is None
+    rule.decide([now("a", LOADED)], 0)
+    assert rule.decide([now("a", LOADED), now("big", UNLOADED, 9, 10**9, 14_541)], 10**9) is None
 
 
 def test_too_many_awake_at_the_start() -> None:
     rule = MemoryRule(8_000)
-    assert rule.turn([now("a", LOADED, 1), now("b", LOADED)], 0) == Sleep("b")
-    assert MemoryRule(8_000).turn([now("a", LOADED, need_mib=9_000)], 0) is None, "it is alone"
+    assert rule.decide([now("a", LOADED, 1), now("b", LOADED)], 0) == Sleep("b")
+    assert MemoryRule(8_000).decide([now("a", LOADED, need_mib=9_000)], 0) is None, "it is alone"
 
 
 def test_a_swap_whose_model_has_no_requests_any_more_is_dropped() -> None:
     rule = MemoryRule(8_000)
-    rule.turn([now("a", LOADED)], 0)
-    assert rule.turn([now("a", LOADED), now("b", ASLEEP, 6)], LEAST_AWAKE_US) == Sleep("a")
-    assert rule.turn([now("a", ASLEEP, 2), now("b", ASLEEP)], LEAST_AWAKE_US) == Wake("a")
+    rule.decide([now("a", LOADED)], 0)
+    assert rule.decide([now("a", LOADED), now("b", ASLEEP, 6)], LEAST_AWAKE_US) == Sleep("a")
+    assert rule.decide([now("a", ASLEEP, 2), now("b", ASLEEP)], LEAST_AWAKE_US) == Wake("a")
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Host:
             for name, waiting in self.queue.items()
         ]
         assert sum(model.need_mib for model in models if model.state in (LOADED, CHANGING)) <= 8_000
-        match self.rule.turn(models, self.now_s * SECOND):
+        match self.rule.decide(models, self.now_s * SECOND):
             case Sleep(name):
                 self.slept.append((self.now_s, name))
                 self.states[name], self.done_s[name] = CHANGING, (self.now_s + 4, ASLEEP)

@@ -404,19 +404,19 @@ async def test_executors_of_a_model_end_and_start_again() -> None:
     second.stop()
     supervisor.start()
     await lines.wait_for("a", "up")
-    assert (first.run, first.end, first.left_out) == (True, False, False)
-    assert (second.run, second.end, second.left_out) == (False, False, True)
+    assert (first.is_running, first.is_ending, first.is_left_out) == (True, False, False)
+    assert (second.is_running, second.is_ending, second.is_left_out) == (False, False, True)
     first.stop()
-    assert first.end
+    assert first.is_ending
     await lines.wait_for("a", "bye")
     second.start()
     await lines.wait_for("b", "up")
-    assert not second.left_out
+    assert not second.is_left_out
     async with asyncio.timeout(60):
-        while not first.left_out:
+        while not first.is_left_out:
             await asyncio.sleep(0.01)
     lines.got.clear()
     first.start()
     await lines.wait_for("a", "up")
-    assert (first.run, first.restarts) == (True, 0)
+    assert (first.is_running, first.restarts) == (True, 0)
     await supervisor.kill()

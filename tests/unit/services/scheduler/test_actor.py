@@ -202,7 +202,7 @@ async def test_a_cancel_that_fails_fails_the_actor(house: House, monkeypatch: py
     def broken(*args: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("services.scheduler.lifecycle.cancel", broken)
+    monkeypatch.setattr("services.scheduler.lifecycle.on_cancel", broken)
     house.fleet.outside.publish(subjects.cancel("t", "one"), b"")
     async with asyncio.timeout(60):
         assert str(await house.runtime.failed()) == "broken"

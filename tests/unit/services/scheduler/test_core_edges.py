@@ -215,7 +215,7 @@ def test_only_the_owner_of_a_sequence_can_end_it() -> None:
     other = {"d1": "d2", "d2": "d1"}[owner]
     ended = Ended(seq=world.readers_of("a")[0].opened.seq, index=3, reason="length")
     world.handle(Arrived(f"detokenizer.{other}", ended))
-    assert not world.scheduler.idle
+    assert not world.scheduler.is_idle
     world.handle(Arrived(f"detokenizer.{owner}", ended))
     world.assert_idle()
 

@@ -327,7 +327,7 @@ class Machine(RuleBasedStateMachine):
             if world.side.tier is not None:
                 world.side.tier.thaw(world.now_us)
             world.run()
-            while not world.scheduler.idle and world.scheduler.state.tiers.jobs:
+            while not world.scheduler.is_idle and world.scheduler.state.tiers.jobs:
                 world.tick(20_000)
                 world.run()
             world.assert_idle()

@@ -205,8 +205,8 @@ class Gaps:
         self.took_us: list[int] = []
 
     @property
-    def idle(self) -> bool:
-        return self._core.idle
+    def is_idle(self) -> bool:
+        return self._core.is_idle
 
     def handle(self, event: Event, now_us: int) -> list[Send]:
         if isinstance(event, Arrived) and isinstance(event.message, StepResult):

@@ -346,9 +346,9 @@ def test_what_goes_on_elsewhere_is_not_finished_here_for_nobody() -> None:
     world.handle(Arrived("tokenizer.t1", of))
     (sequence,) = world.scheduler.state.requests["public", "r"].sequences
     world.handle(Arrived("detokenizer.d1", Detached(seqs=ints([sequence.seq]))))
-    assert sequence.live
+    assert sequence.is_live
     world.handle(Arrived("detokenizer.d1", Detached(seqs=ints([sequence.seq]), moved=True)))
-    assert not sequence.live
+    assert not sequence.is_live
     world.run()
     world.assert_idle()
 

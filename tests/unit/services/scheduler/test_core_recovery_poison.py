@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduler.world import World, any_limits
 
-from services.scheduler.admission import MAX_UNPROVEN, MOST_DEATHS, PROVEN_TOKENS, on_trial
+from services.scheduler.admission import MAX_UNPROVEN, MOST_DEATHS, PROVEN_TOKENS, is_on_trial
 from services.scheduler.recovery import MAX_ACQUITTALS
 from services.scheduler.state.requests import DrainRequested, PeerDraining, PeerLost, PeerReady, StreamLost
 from services.scheduler.state.state import Limits
@@ -91,7 +91,7 @@ def test_a_suspect_is_tried_alone_among_suspects_and_beside_few_others() -> None
 
     def look(world: World) -> None:
         for executor in world.scheduler.state.executors.values():
-            tried = {id(s.request): s.request for s in executor.running if on_trial(s.request)}
+            tried = {id(s.request): s.request for s in executor.running if is_on_trial(s.request)}
             most["trials"] = max(most["trials"], len(tried))
             if tried:
                 others = [s for s in executor.running if id(s.request) not in tried]

@@ -65,7 +65,7 @@ def test_a_tier_that_is_of_no_use_costs_no_request_and_no_token(switch: str) -> 
     world = crowded(tier)
     for _ in range(200):
         world.run()
-        if world.scheduler.idle:
+        if world.scheduler.is_idle:
             break
         world.tick(200_000)
     for request in world.asked:

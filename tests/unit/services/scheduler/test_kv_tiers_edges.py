@@ -56,10 +56,10 @@ def test_what_the_last_request_leaves_is_stored_once_it_is_quiet() -> None:
     world.ask("second", PROMPT[::-1], 2)
     world.run()
     assert not world.tier.l1, "the next turn may come at once"
-    assert store.waits(world.scheduler.state)
+    assert store.needs_ticks(world.scheduler.state)
     world.tick(store.IDLE_US)
     world.run()
-    assert not store.waits(world.scheduler.state)
+    assert not store.needs_ticks(world.scheduler.state)
     assert len(world.tier.l1) == 10
     assert only(world).pool.dirty_blocks == 0
 
@@ -317,7 +317,7 @@ def test_a_step_that_fails_voids_what_is_copied_after_it() -> None:
     world.ask("a", PROMPT, 8)
     world.ask("b", PROMPT[::-1], 8)
     for _ in range(20):
-        if len(only(world).running) == 2 and all(not s.prefilling for s in only(world).running):
+        if len(only(world).running) == 2 and all(not s.is_prefilling for s in only(world).running):
             break
         assert world.deliver_tier() or world.deliver("e1")
     executor, state = only(world), world.scheduler.state

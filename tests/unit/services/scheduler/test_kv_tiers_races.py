@@ -55,7 +55,7 @@ def stored(limits: Limits | None = None) -> World:
 def paused(world: World) -> None:
     """The one that runs waits again, and the device has nothing of it."""
     executor, state = only(world), world.scheduler.state
-    while executor.running[0].prefilling:
+    while executor.running[0].is_prefilling:
         assert world.deliver()
     state.now_us = world.now_us
     preemption.preempt(state, executor, executor.running[0], "for a test", [executor.running[0]])
@@ -73,7 +73,7 @@ def test_a_scheduler_that_drains_begins_no_store_that_nobody_needs() -> None:
     world.run()
     assert only(world).pool.dirty_blocks == 5
     assert "KvReserve" not in world.tier.counts
-    assert world.scheduler.idle
+    assert world.scheduler.is_idle
 
 
 def test_what_came_from_an_old_arena_is_not_in_the_new_one() -> None:
@@ -191,7 +191,7 @@ def test_a_copy_whose_step_has_not_come_back_is_not_believed() -> None:
     world = fresh()
     world.ask("a", PROMPT, 8)
     world.ask("b", PROMPT[::-1], 8)
-    while not (len(only(world).running) == 2 and not any(s.prefilling for s in only(world).running)):
+    while not (len(only(world).running) == 2 and not any(s.is_prefilling for s in only(world).running)):
         assert world.deliver_tier() or world.deliver("e1")
     executor, state = only(world), world.scheduler.state
     state.now_us = world.now_us
@@ -318,7 +318,7 @@ def test_a_tier_without_room_is_not_asked_over_and_over_for_those_who_run() -> N
     world = fresh(blocks=24)
     world.ask("a", PROMPT, 20)
     world.ask("b", PROMPT[::-1], 20)
-    while not (len(only(world).running) == 2 and not any(s.prefilling for s in only(world).running)):
+    while not (len(only(world).running) == 2 and not any(s.is_prefilling for s in only(world).running)):
         assert world.deliver_tier() or world.deliver("e1")
     executor = only(world)
     executor.headroom_pm = 1_000

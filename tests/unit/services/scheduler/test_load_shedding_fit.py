@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.scheduler.world import World
 
 from services.scheduler.load_shedding import with_possible_max_tokens
-from services.scheduler.preemption import fits_alone
+from services.scheduler.preemption import can_fit
 from services.scheduler.state.requests import Arrived, PeerDraining
 from services.scheduler.state.waiting_queue import SequenceGroup
 from shared.messages import Tokenized, ints
@@ -108,7 +108,7 @@ def test_what_is_fitted_fits_and_a_token_more_does_not(
     group = SequenceGroup(sequences[0].request, sequences, 1)
     for sequence in sequences:
         sequence.tokens = sequence.tokens[:prompt]
-    assert fits_alone(executor, group)
+    assert can_fit(executor, group)
     for sequence in sequences:
         sequence.max_length += 1
-    assert not fits_alone(executor, group)
+    assert not can_fit(executor, group)

@@ -221,8 +221,8 @@ def test_time_without_work_is_nobodys_slowness() -> None:
     pace = StepPace(mode="run_ahead")
     pace.note(1, 1, 1_000, 10_000, busy=True)
     pace.note(2, 1, 1_000, 11_000, busy=True)
-    pace.planned(10_011_000)
+    pace.on_planned(10_011_000)
     pace.note(3, 1, 1_000, 10_012_500, busy=True)
-    pace.planned(10_012_500)  # by the result itself, as in single
+    pace.on_planned(10_012_500)  # by the result itself, as in single
     pace.note(4, 1, 1_000, 10_014_500, busy=True)
     assert (pace.steps, pace.us, pace.took_us) == (2, 3_000, 2_000)

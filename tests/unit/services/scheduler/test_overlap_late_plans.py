@@ -78,7 +78,7 @@ def test_short_steps_are_planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_device_is_as_busy_as_with_plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = StepModel(weights_us=STEP_US, token_ns=0)
     late = beside_a_batch(model).engines["e0"].totals
-    monkeypatch.setattr(overlap, "plan_can_wait", lambda state, executor: False)
+    monkeypatch.setattr(overlap, "can_plan_later", lambda state, executor: False)
     at_once = beside_a_batch(model)
     assert steps_waited(at_once) > 2.4
     assert late.steps >= at_once.engines["e0"].totals.steps - 1

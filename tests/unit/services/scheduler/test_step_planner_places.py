@@ -9,7 +9,7 @@ from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
 
 from services.scheduler.state.state import Executor, Limits
-from services.scheduler.step_planner import OVERDUE, copies_end_soon
+from services.scheduler.step_planner import OVERDUE, are_copies_ending
 
 STEP_US, STORE_US = 60_000, 1_000
 ASKED = {"first": [5] * 7, "second": [6] * 7}  # two blocks each, and both grow by one at a time
@@ -129,21 +129,21 @@ def test_a_plan_waits_for_a_copy_that_is_over_before_the_step_that_runs(ahead: W
     executor.in_flight.append(flight)
     flight.predicted_us, executor.pace.last_us = STEP_US, state.now_us
     executor.cost_model.loop_us, executor.down.store_us = LOOP_US, STORE_US
-    assert copies_end_soon(state, executor, 1)
+    assert are_copies_ending(state, executor, 1)
     executor.down.store_us = STEP_US
-    assert not copies_end_soon(state, executor, 1), "it ends too late"
+    assert not are_copies_ending(state, executor, 1), "it ends too late"
     executor.down.store_us = STORE_US
     state.now_us += OVERDUE * STORE_US
-    assert not copies_end_soon(state, executor, 1), "it is overdue"
+    assert not are_copies_ending(state, executor, 1), "it is overdue"
     state.now_us -= OVERDUE * STORE_US
     executor.cost_model.loop_us = 0
-    assert not copies_end_soon(state, executor, 1), "nobody knows how long a plan is on its way"
+    assert not are_copies_ending(state, executor, 1), "nobody knows how long a plan is on its way"
     executor.cost_model.loop_us = STEP_US
-    assert not copies_end_soon(state, executor, 1), "the plan would come too late"
+    assert not are_copies_ending(state, executor, 1), "the plan would come too late"
     executor.cost_model.loop_us, state.blocked_on = LOOP_US, ()
-    assert not copies_end_soon(state, executor, 0), "nobody waits for a place"
+    assert not are_copies_ending(state, executor, 0), "nobody waits for a place"
     executor.in_flight.clear()
-    assert not copies_end_soon(state, executor, 1), "the device would stand still"
+    assert not are_copies_ending(state, executor, 1), "the device would stand still"
 
 
 def test_who_was_paused_knows_where_its_blocks_are_before_its_turn(ahead: World) -> None:

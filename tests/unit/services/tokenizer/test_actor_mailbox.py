@@ -9,7 +9,7 @@ import pytest
 from support.virtual_loop import FakeClock
 
 from services.tokenizer import intake
-from services.tokenizer.actor import follows_grammars, loads
+from services.tokenizer.actor import can_follow_grammars, loads
 from services.tokenizer.core import Fail
 from services.tokenizer.intake import Arrival, Arrivals, PendingRequest, TenantQueue
 from services.tokenizer.prepare import Origin
@@ -100,8 +100,8 @@ async def test_what_arrives_in_a_burst_is_seen_by_tenants_in_turn_and_copies_las
 
     arrivals = Arrivals(see, clock.now_us)
     for name in ("a1", "a2", "a3", "b1"):
-        arrivals.put_copy(asked(name[0], name).delivery)
-        arrivals.put(asked(name[0], name).delivery)
+        arrivals.on_copy(asked(name[0], name).delivery)
+        arrivals.on_request(asked(name[0], name).delivery)
         clock.advance(5)
     assert seen == [("a1", 1_000_000, False)]
     assert len(arrivals) == 3
@@ -111,7 +111,7 @@ async def test_what_arrives_in_a_burst_is_seen_by_tenants_in_turn_and_copies_las
         *((name, True) for name in ("a1", "a2", "a3", "b1")),
     ]
     assert seen[2][1] == 1_000_015
-    arrivals.put(asked("a", "alone").delivery)
+    arrivals.on_request(asked("a", "alone").delivery)
     assert seen[-1][0] == "alone"
 
 
@@ -121,10 +121,10 @@ async def test_what_arrives_faster_than_it_can_be_seen_is_bounded(monkeypatch: p
     seen: list[str] = []
     arrivals = Arrivals(lambda arrival: seen.append(arrival.delivery.data.decode()), lambda: 0)
     for i in range(6):
-        arrivals.put(asked("a", str(i)).delivery)
+        arrivals.on_request(asked("a", str(i)).delivery)
     assert (seen, len(arrivals)) == (["0", "4", "5"], 3)
     for i in range(10, 15):
-        arrivals.put_copy(asked("a", str(i)).delivery)
+        arrivals.on_copy(asked("a", str(i)).delivery)
     assert seen[3:] == ["10", "11"]
     await arrivals.drain()
     assert seen[5:] == ["1", "2", "3", "12", "13", "14"]
@@ -153,7 +153,7 @@ def test_grammars_are_refused_if_no_executor_can_follow_them(
         load = () if grammars is None else (("grammars", grammars),)
         peers.update(1, executor_beat(f"e{number}", "m", load), 0)
     peers.update(1, executor_beat("o", "other", (("grammars", 1),)), 0)
-    assert follows_grammars(peers, "m") is follows
+    assert can_follow_grammars(peers, "m") is follows
 
 
 @pytest.mark.parametrize(

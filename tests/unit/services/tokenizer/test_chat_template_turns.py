@@ -11,7 +11,7 @@ from support.template_shapes import SHAPES
 from support.text_models import write_bpe_gguf
 
 from services.tokenizer.chat_template import ChatTemplate, TemplateOptions, fitted, told, written
-from services.tokenizer.template_probe import SHOWS_ALL, TemplateSkills, common_start, reads
+from services.tokenizer.template_probe import SHOWS_ALL, TemplateSkills, can_parse, common_start
 from shared.answer_formats.formats import FORMATS, HERMES
 from shared.api import joined
 from shared.errors import BadRequest
@@ -96,7 +96,7 @@ def test_an_earlier_call_is_in_the_form_that_is_read(shape: str, vocabulary: Voc
     begins = prompt(vocabulary, SHAPES[shape], [messages[0], said("assistant", "zz")]).partition("zz")[0]
     text = prompt(vocabulary, SHAPES[shape], messages)
     answer = text.removeprefix(common_start(begins, text))
-    assert reads(form, answer, "weather", {"city": "Ulm"})
+    assert can_parse(form, answer, "weather", {"city": "Ulm"})
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.writes])
@@ -105,7 +105,7 @@ def test_what_the_model_is_told_is_what_is_read(name: str) -> None:
     assert written([("NAME", "ARGUMENTS")], form) in told(TOOLS, form)
     assert all(json.dumps(tool) in told(TOOLS, form) for tool in TOOLS)
     spelled = written([("weather", '{"city": "Ulm"}')], form)
-    assert reads(form, spelled, "weather", {"city": "Ulm"}) or reads(
+    assert can_parse(form, spelled, "weather", {"city": "Ulm"}) or can_parse(
         HERMES, spelled, "weather", {"city": "Ulm"}
     )
 

@@ -168,28 +168,28 @@ def test_the_time_limit_of_a_request_counts_once_its_answer_could_be_heard(core:
 
 def test_a_tenant_crowds_a_scheduler_that_answers(core: TokenizerCore) -> None:
     for i in range(MOST_ASKED):
-        assert not core.over_share("t", 10)
+        assert not core.is_over_share("t", 10)
         core.handle(submission(f"r{i}"), 10)
-    assert core.over_share("t", 10)
-    assert not core.over_share("other", 10)
-    assert not core.over_share("t", 10 + RESEND_US), "one that is silent has nothing to do with it"
+    assert core.is_over_share("t", 10)
+    assert not core.is_over_share("other", 10)
+    assert not core.is_over_share("t", 10 + RESEND_US), "one that is silent has nothing to do with it"
 
 
 def test_a_tenant_crowds_a_scheduler_no_more_when_one_is_answered_or_given_up(core: TokenizerCore) -> None:
     for i in range(MOST_ASKED):
         core.handle(submission(f"r{i}"), 10)
-    assert core.over_share("t", 20)
+    assert core.is_over_share("t", 20)
     core.handle(Accepted(tenant="t", request="r0", attempt=1), 20)
-    assert not core.over_share("t", 20)
+    assert not core.is_over_share("t", 20)
     core.handle(submission("again"), 20)
-    assert core.over_share("t", 20)
+    assert core.is_over_share("t", 20)
     core.handle(Cancel(tenant="t", request="r1"), 20)
-    assert not core.over_share("t", 20)
+    assert not core.is_over_share("t", 20)
     core.handle(submission("more"), 20)
     core.handle(Schedulers(()), 20)
-    assert not core.over_share("t", 20), "all wait"
+    assert not core.is_over_share("t", 20), "all wait"
     core.handle(Schedulers(("s1",)), 20)
-    assert core.over_share("t", 20)
+    assert core.is_over_share("t", 20)
 
 
 def test_a_look_whether_a_tenant_crowds_costs_the_same_beside_any_number_of_requests(
@@ -198,7 +198,7 @@ def test_a_look_whether_a_tenant_crowds_costs_the_same_beside_any_number_of_requ
     for i in range(200):
         core.handle(dataclasses.replace(submission(f"r{i}"), tenant=f"t{i}"), 10)
     core._pending = None  # type: ignore[assignment]  # nobody looks at them all
-    assert not core.over_share("t0", 20)
+    assert not core.is_over_share("t0", 20)
 
 
 def waited(received_us: int, handled_us: int, **fields: Any) -> Submission:
@@ -251,7 +251,7 @@ def test_only_so_many_cancels_are_kept(core: TokenizerCore, monkeypatch: pytest.
     for i in (0, 1, 2, 0, 3):
         core.handle(Cancel(tenant="t", request=f"r{i}"), 1_000 + i)
     assert len(core.cancels) == 3
-    assert [core.cancels.cover("t", f"r{i}", 1) for i in range(4)] == [True, False, True, True]
+    assert [core.cancels.has_cancelled("t", f"r{i}", 1) for i in range(4)] == [True, False, True, True]
 
 
 def test_a_time_limit_shorter_than_that_is_408(core: TokenizerCore) -> None:

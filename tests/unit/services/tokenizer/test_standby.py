@@ -98,7 +98,7 @@ def test_a_request_of_which_nobody_speaks_may_wait_at_one_that_is_busy() -> None
     assert found == [one]
     copies = kept(heard())
     copies.on_claims(OTHER, claims(), TURN_US)
-    copies.gone(OTHER)
+    copies.on_gone(OTHER)
     assert len(late_from(copies, 0)) == 1, "the word of one that has gone means nothing"
 
 
@@ -107,15 +107,15 @@ def test_one_that_is_taken_over_from_a_busy_owner_has_one_id() -> None:
     one, same = heard(), heard()
     copies = Standby()
     copies.on_claims(OTHER, claims({one.key: "theirs"}), one.received_us + SILENT_US - 1)
-    assert (copies.taken_over(same), same.request_id) == (False, ""), "the client has sent it twice"
+    assert (copies.is_done_elsewhere(same), same.request_id) == (False, ""), "the client has sent it twice"
     copies = Standby()
     copies.on_claims(OTHER, claims({one.key: "theirs"}), one.received_us + SILENT_US)
-    assert (copies.taken_over(one), one.request_id) == (False, "theirs")
+    assert (copies.is_done_elsewhere(one), one.request_id) == (False, "theirs")
     copies.on_claims(OTHER, claims(done=(one.key,)), one.received_us + SILENT_US + 1)
-    assert copies.taken_over(one), "and its client has been answered, perhaps"
+    assert copies.is_done_elsewhere(one), "and its client has been answered, perhaps"
     now_us = one.received_us + SILENT_US + 2 + DONE_US
     copies.overdue("a", IDS, now_us)
-    assert not copies.taken_over(heard())
+    assert not copies.is_done_elsewhere(heard())
 
 
 def test_who_has_read_nothing_yet_says_that_it_lives() -> None:
@@ -157,7 +157,7 @@ def test_the_requests_of_one_that_has_gone_are_anybodys_a_second_after_its_last_
     one, two = heard("one"), heard("two")
     copies = kept(one)
     copies.on_claims(OTHER, claims({one.key: "", two.key: ""}), 5 * TURN_US)
-    copies.gone(OTHER)
+    copies.on_gone(OTHER)
     copies.copy(two, 6 * TURN_US)
     assert (one.owner, two.owner) == ("", "")
     assert {each.key for each in late_from(copies, 5 * TURN_US)} <= {one.key, two.key}
@@ -185,13 +185,13 @@ def test_what_is_ours_is_told_once_and_again_when_it_is_done() -> None:
     assert told is not None
     assert (list(told.taken), len(told.ids)) == ([one.key], 1)
     assert copies.report() == Claims(), "a word that we live"
-    copies.done(one.key, 4)
+    copies.on_done(one.key, 4)
     assert copies.report() == Claims(), "the client has sent it twice"
-    copies.done(one.key, 5)
+    copies.on_done(one.key, 5)
     assert copies.report() == claims(done=(one.key,))
     assert copies.report() is None
     copies.copy(one, 6)
-    copies.done(99, 7)  # not ours
+    copies.on_done(99, 7)  # not ours
     assert (len(copies), copies.report()) == (0, None)
 
 
@@ -200,14 +200,14 @@ def test_who_was_stopped_doubts_that_what_comes_is_its_own() -> None:
     copies = Standby()
     copies.overdue("a", IDS, TURN_US)
     copies.own(one)
-    assert not copies.doubted(one, TURN_US + STOPPED_US)
+    assert not copies.give_way(one, TURN_US + STOPPED_US)
     back_us = TURN_US + STOPPED_US + 1
-    assert copies.doubted(one, back_us)
-    assert copies.doubted(two, back_us)
+    assert copies.give_way(one, back_us)
+    assert copies.give_way(two, back_us)
     assert (len(copies), copies.report()) == (2, None)
     copies.on_claims(OTHER, claims({one.key: ""}, done=(one.key,)), back_us + 1)
     assert [each.key for each in late_from(copies, back_us)] == [two.key]
-    assert not copies.doubted(two, back_us + SILENT_US), "others would have said so by now"
+    assert not copies.give_way(two, back_us + SILENT_US), "others would have said so by now"
 
 
 def test_who_could_not_hear_takes_nothing_over() -> None:

@@ -23,7 +23,7 @@ def filled(last_seq: int) -> Outbound:
     stream = Outbound()
     for seq in range(1, last_seq + 1):
         assert stream.next_seq == seq
-        stream.keep(b"%d" % seq, now_us=seq)
+        stream.keep_sent(b"%d" % seq, now_us=seq)
     return stream
 
 
@@ -41,7 +41,7 @@ class Wire:
 
     def send(self, data: bytes) -> None:
         seq = self.outbound.next_seq
-        self.outbound.keep(data, self.now_us)
+        self.outbound.keep_sent(data, self.now_us)
         self._put(seq, data)
 
     def _put(self, seq: int, data: bytes) -> None:
@@ -78,7 +78,7 @@ class Wire:
         """Time passes without a message: announcements and second asks."""
         self.now_us += RESEND_RETRY_US
         self._take(self.inbound.overdue(self.now_us))
-        if self.outbound.silent_since(self.now_us):
+        if self.outbound.must_announce(self.now_us):
             ask_from = self.inbound.expect_until(self.outbound.last_seq, self.now_us)
             self._take(StreamUpdate([], resend_from=ask_from))
         self.run()
@@ -190,7 +190,7 @@ def test_too_many_early_messages_give_the_hole_up() -> None:
 def test_a_newcomer_joins_where_the_sender_stands_without_a_loss() -> None:
     stream = filled(7)
     stream.restart()
-    stream.keep(b"8", 0)
+    stream.keep_sent(b"8", 0)
     inbound: Inbound[bytes] = Inbound(epoch=2)
     assert inbound.arrive(8, b"8", 0).resend_from == 1
     replay = stream.since(1)
@@ -201,7 +201,7 @@ def test_a_newcomer_joins_where_the_sender_stands_without_a_loss() -> None:
 def test_a_newcomer_is_told_when_messages_meant_for_it_are_gone() -> None:
     stream = filled(7)
     stream.restart()
-    stream.keep(b"8", 0)
+    stream.keep_sent(b"8", 0)
     stream.clear()
     replay = stream.since(1)
     assert (replay.next_seq, replay.messages, replay.lost) == (9, [], True)
@@ -228,11 +228,11 @@ def test_history_is_bounded_and_says_what_it_forgot() -> None:
 
 def test_a_silent_stream_is_announced_a_few_times() -> None:
     stream = Outbound()
-    assert not stream.silent_since(1_000_000)
+    assert not stream.must_announce(1_000_000)
     stream.reannounce()
-    assert not stream.silent_since(1_000_000), "nothing was ever sent"
-    stream.keep(b"1", now_us=100)
-    assert not stream.silent_since(99)
-    assert [stream.silent_since(100) for _ in range(ANNOUNCEMENTS + 1)] == [True] * ANNOUNCEMENTS + [False]
+    assert not stream.must_announce(1_000_000), "nothing was ever sent"
+    stream.keep_sent(b"1", now_us=100)
+    assert not stream.must_announce(99)
+    assert [stream.must_announce(100) for _ in range(ANNOUNCEMENTS + 1)] == [True] * ANNOUNCEMENTS + [False]
     stream.reannounce()
-    assert stream.silent_since(100)
+    assert stream.must_announce(100)

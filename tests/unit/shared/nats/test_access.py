@@ -12,7 +12,7 @@ GENERATE = subjects.generate("acme", "m")
 
 
 def may_go(user: str, subject: str, reply: str) -> bool:
-    return access.answerable(MemoryBroker().connect(user), Delivery(subject, b"", reply))
+    return access.can_answer(MemoryBroker().connect(user), Delivery(subject, b"", reply))
 
 
 @pytest.mark.parametrize("user", ["", "acme", "anybody"])
@@ -58,14 +58,14 @@ def test_with_accounts_any_inbox_of_a_tenant_has_a_place_below_its_own(
 ) -> None:
     asked = access.mapped(Delivery(subject, b"", reply))
     assert asked.reply == place
-    assert access.answerable(MemoryBroker().connect("headrace-tokenizer"), asked)
+    assert access.can_answer(MemoryBroker().connect("headrace-tokenizer"), asked)
 
 
 @pytest.mark.parametrize("reply", ["", "my.answers", "hr.default.scheduler.1.in.Tokenized", "_INBOX", "_R.1"])
 def test_with_accounts_what_is_no_inbox_gets_no_answer(reply: str) -> None:
     asked = access.mapped(Delivery(GENERATE, b"", reply))
     assert asked.reply == reply
-    assert not access.answerable(MemoryBroker().connect("headrace-tokenizer"), asked)
+    assert not access.can_answer(MemoryBroker().connect("headrace-tokenizer"), asked)
 
 
 def test_who_asks_in_others_names_hears_the_answers_below_theirs() -> None:

@@ -104,7 +104,7 @@ def streamed(answer_format: str, *pieces: str, logprobs: bool = False) -> list[A
         for i, piece in enumerate(pieces)
     ]
     done = {"type": "done", "choices": [{"index": 0, "tokens": len(pieces), "finish_reason": "stop"}]}
-    chunks = [json.loads(chunk) for frame in [accepted, *frames, done] for chunk in maker.take(0, frame)]
+    chunks = [json.loads(chunk) for frame in [accepted, *frames, done] for chunk in maker.convert(0, frame)]
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk, strict=True)
     return [chunk["choices"][0] for chunk in chunks]
@@ -146,11 +146,11 @@ def test_a_stream_that_starts_over_goes_on_where_it_was(size: int) -> None:
     def send(text: str) -> None:
         for i in range(0, len(text), size):
             delta = {"index": 0, "first": i, "count": 1, "delta": {"content": text[i : i + size]}}
-            chunks.extend(map(json.loads, maker.take(0, {"type": "delta", "choices": [delta]})))
+            chunks.extend(map(json.loads, maker.convert(0, {"type": "delta", "choices": [delta]})))
 
-    maker.take(0, accepted)
+    maker.convert(0, accepted)
     send(TAGS[:40])
-    maker.take(0, accepted)
+    maker.convert(0, accepted)
     send(TAGS)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]

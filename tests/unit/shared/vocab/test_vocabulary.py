@@ -207,7 +207,7 @@ def test_sentencepiece_round_trip_with_byte_fallback(sentencepiece: Vocabulary, 
 
 def test_sentencepiece_facts(sentencepiece: Vocabulary) -> None:
     assert sentencepiece.prefix_ids == (1,)
-    assert sentencepiece.strips_leading_space
+    assert sentencepiece.must_strip_space
     assert sentencepiece.token_bytes[3 + 0xE9] == b"\xe9"
     assert sentencepiece.chat_template == ""
 

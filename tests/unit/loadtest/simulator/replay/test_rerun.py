@@ -334,7 +334,7 @@ def test_the_recorder_answers_as_its_core() -> None:
     core = Scheduler(Limits())
     stands_in = Recorder(core, sink, FACTS)
     assert stands_in.state is core.state
-    assert stands_in.idle
+    assert stands_in.is_idle
     assert stands_in.handle(Ticked(), 5) == []
     assert [frame[0] for frame in struct.iter_unpack("<I", sink.data[:4])] == [
         len(event_log.header(FACTS)) - 8

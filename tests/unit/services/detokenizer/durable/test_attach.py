@@ -196,7 +196,7 @@ def test_any_sequence_of_attaches_gives_the_answer(
         if scored:  # tokens without text at the end have no frame, as in any stream
             assert scores == [s["logprob"] for s in choice["logprobs"]["content"]][: len(scores)]
     assert reader.end["usage"] == answer["usage"]
-    assert world.core.idle
+    assert world.core.is_idle
     assert world.core.load()["frames"] == len(world.published)
 
 
@@ -243,8 +243,8 @@ def test_a_reader_of_a_plain_request_that_has_gone_is_dropped_alone(letters: Voc
     world = begun(letters)
     world.attach("a")
     (number, *_) = world.numbers("a")
-    world.carry(world.core.client_gone(number))
-    world.carry(world.core.client_gone(number))
+    world.carry(world.core.on_client_gone(number))
+    world.carry(world.core.on_client_gone(number))
     world.tokens(0, b"mill")
     world.flush()
     world.close()
@@ -259,9 +259,9 @@ def test_the_client_of_a_moved_stream_is_its_reader(letters: Vocabulary) -> None
     world.attach("a", Reader({0: "river "}).body())
     assert [f["type"] for f in world.inboxes["a"]] == ["accepted"], "nothing is new to it"
     for number in world.numbers("in"):
-        world.carry(world.core.client_gone(number))
+        world.carry(world.core.on_client_gone(number))
     assert not [m for m in world.messages if isinstance(m, Detached)]
-    world.carry(world.core.client_gone(world.numbers("a")[0]))
+    world.carry(world.core.on_client_gone(world.numbers("a")[0]))
     assert world.messages[-1] == Detached(seqs=ints([0, 1]))
 
 
@@ -338,12 +338,12 @@ def test_after_an_outage_a_moved_stream_starts_over_in_its_new_inbox(letters: Vo
     world.attach("a")
     for frame in world.inboxes.pop("a"):
         reader.read(frame)
-    world.core.broker_lost()
+    world.core.on_broker_lost()
     assert world.attach("b") == [], "an answer would be lost"
-    world.core.reconnect.broker_back(world.core.streams)
+    world.core.reconnect.on_broker_back(world.core.streams)
     world.tokens(0, b"mill")
     for _ in range(2):
-        world.carry(world.core.reconnect_turn())
+        world.carry(world.core.advance_reconnect())
     for frame in world.inboxes["a"]:
         reader.read(frame)
     assert (reader.begun, reader.texts) == (2, {0: "river mill"})
@@ -351,14 +351,14 @@ def test_after_an_outage_a_moved_stream_starts_over_in_its_new_inbox(letters: Vo
 
 def test_an_attach_ends_the_doubt_about_a_client(letters: Vocabulary) -> None:
     world = begun(letters, stream=True)
-    world.core.broker_lost()
-    world.core.reconnect.broker_back(world.core.streams)
+    world.core.on_broker_lost()
+    world.core.reconnect.on_broker_back(world.core.streams)
     reader = Reader()
     world.attach("a", reader.body())
     world.tokens(0, b"mill")
     world.flush()
     for _ in range(3):
-        world.carry(world.core.reconnect_turn())
+        world.carry(world.core.advance_reconnect())
     world.close()
     for frame in world.inboxes["a"]:
         reader.read(frame)
@@ -368,8 +368,8 @@ def test_an_attach_ends_the_doubt_about_a_client(letters: Vocabulary) -> None:
 def test_after_an_outage_a_reader_of_a_plain_request_attaches_again(letters: Vocabulary) -> None:
     world = begun(letters)
     world.attach("a")
-    world.core.broker_lost()
-    world.core.reconnect.broker_back(world.core.streams)
+    world.core.on_broker_lost()
+    world.core.reconnect.on_broker_back(world.core.streams)
     world.tokens(0, b"mill")
     world.flush()
     assert len(world.inboxes["a"]) == 2, "the frames on the way are lost: one more would hide it"
@@ -385,8 +385,8 @@ def test_another_scheduler_goes_on_with_the_reader(letters: Vocabulary) -> None:
     )  # fmt: skip
     world.say(kept)
     world.attach("a")
-    world.carry(world.core.lost(SCHEDULER, "it has gone", lambda source: False, void=True))
-    world.carry(world.core.failover.turn(["b"], 1_000))
+    world.carry(world.core.on_lost(SCHEDULER, "it has gone", lambda source: False, void=True))
+    world.carry(world.core.failover.advance(["b"], 1_000))
     asked = world.messages[-1]
     assert isinstance(asked, Tokenized)
     assert [*asked.generated] == [6, 0]

@@ -111,14 +111,14 @@ def sizes(core: Core, steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
         now_us += passed_us
         give(core, A, step(5, taken, ids("x" * count)), now_us=now_us)
         taken += count
-        for each in core.checkpoints.turn(now_us):
+        for each in core.checkpoints.take_due(now_us):
             found.append((unpack(each.data)[0].generated[0], len(each.data)))
     return found
 
 
 def test_the_first_ones_come_after_some_tokens_or_a_second(core: Core) -> None:
     begin(core)
-    turn = core.checkpoints.turn
+    turn = core.checkpoints.take_due
     assert turn(0) == turn(EACH_US) == []  # no token
     give(core, A, step(5, 0, ids("x" * (GROWN - 1))), now_us=1)
     assert turn(EACH_US - 1) == []
@@ -156,8 +156,8 @@ def test_a_turn_has_a_bounded_number_and_the_longest_wait_comes_first(core: Core
     for number in range(many):
         begin(core, dataclasses.replace(ASKED, request=f"r{number}"), seq=number)
         give(core, A, step(number, 0, ids("x" * GROWN)))
-    first, second = core.checkpoints.turn(1), core.checkpoints.turn(2)
-    assert (len(first), len(second), core.checkpoints.turn(3)) == (MOST_A_TURN, 5, [])
+    first, second = core.checkpoints.take_due(1), core.checkpoints.take_due(2)
+    assert (len(first), len(second), core.checkpoints.take_due(3)) == (MOST_A_TURN, 5, [])
     assert len({each.subject for each in first + second}) == many
 
 
@@ -167,34 +167,34 @@ def test_what_has_none(core: Core, why: str) -> None:
         ASKED, checkpoints="" if why == "not asked for" else ASKED.checkpoints, logprobs=2 * (why[:2] == "sc")
     )
     begin(core, asked)
-    assert core.checkpoints.active == (why != "not asked for")
+    assert core.checkpoints.is_active == (why != "not asked for")
     give(core, A, step(5, 0, ids("x" * GROWN)))
     if why == "cancelled":
-        core.failover.cancelled("t", "r")
+        core.failover.on_cancelled("t", "r")
     if why == "torn":
-        core.stream_lost(A)
+        core.on_stream_lost(A)
     if why == "ended":
         give(core, A, Close(seq=5, final=GROWN, reason="length"))
-    assert core.checkpoints.turn(EACH_US) == []
-    assert core.checkpoints.active == (why not in ("not asked for", "ended"))
+    assert core.checkpoints.take_due(EACH_US) == []
+    assert core.checkpoints.is_active == (why not in ("not asked for", "ended"))
 
 
 def test_log_probabilities_are_stored_up_to_a_number(core: Core) -> None:
     begin(core, dataclasses.replace(ASKED, logprobs=3))
     give(core, A, step(5, 0, [40, 41, 42], scored=True))
-    (first,) = core.checkpoints.turn(EACH_US)
+    (first,) = core.checkpoints.take_due(EACH_US)
     _, scores = unpack(first.data)
     assert scores is not None
     assert (list(scores.ids), list(scores.top_counts)) == ([40, 41, 42], [2, 2, 2])
     give(core, A, step(5, 3, [40] * (MOST_SCORES // 3), scored=True))
-    assert core.checkpoints.turn(9 * EACH_US) == []
+    assert core.checkpoints.take_due(9 * EACH_US) == []
 
 
 # ---- how a request goes on -------------------------------------------------------------------------
 
 
 def last(core: Core, now_us: int = EACH_US) -> bytes:
-    (each,) = core.checkpoints.turn(now_us)
+    (each,) = core.checkpoints.take_due(now_us)
     return each.data
 
 
@@ -238,7 +238,7 @@ def test_a_resumed_answer_equals_one_that_was_never_interrupted(letters: Vocabul
 
     core = Core(letters)
     assert resume(core, data) == []
-    ((scheduler, message),) = sent(core.failover.turn(["b"], 0))
+    ((scheduler, message),) = sent(core.failover.advance(["b"], 0))
     assert isinstance(message, Tokenized)
     assert (scheduler, message.attempt, list(message.generated)) == (B, 1, [7, 4])
     assert message.reasons == ("stop", "")
@@ -249,7 +249,7 @@ def test_a_resumed_answer_equals_one_that_was_never_interrupted(letters: Vocabul
     assert sent(found) == [(B, StopFound(seq=8, index=7))]
     give(core, B, step(9, len(second), rest, scored=True))
     assert answer(give(core, B, *closes)) == undisturbed()
-    assert core.idle
+    assert core.is_idle
 
 
 def test_a_request_that_runs_is_not_disturbed(core: Core, letters: Vocabulary) -> None:
@@ -260,17 +260,17 @@ def test_a_request_that_runs_is_not_disturbed(core: Core, letters: Vocabulary) -
     data = last(core)
     assert unpack(data)[0].attempt == 3
     assert resume(core, data) == []
-    assert core.failover.turn(["a"], 0) == []
+    assert core.failover.advance(["a"], 0) == []
     other = Core(letters)
     resume(other, data)
-    ((_, message),) = sent(other.failover.turn(["a"], 0))
+    ((_, message),) = sent(other.failover.advance(["a"], 0))
     assert isinstance(message, Tokenized)
     assert message.attempt == 1
     moved = Rejected(tenant="t", request="r", attempt=1, code=MOVED, message="")
     assert give(other, A, moved) == []
-    assert other.idle
+    assert other.is_idle
     assert resume(other, data) == []
-    assert not other.idle
+    assert not other.is_idle
 
 
 def test_one_that_no_scheduler_takes_gets_a_503_and_may_come_again(letters: Vocabulary) -> None:
@@ -280,11 +280,11 @@ def test_one_that_no_scheduler_takes_gets_a_503_and_may_come_again(letters: Voca
     data = last(before)
     for _ in range(2):
         assert resume(core, data) == resume(core, data) == []
-        out = [command for _ in range(WAIT_TURNS) for command in core.failover.turn([], 0)]
+        out = [command for _ in range(WAIT_TURNS) for command in core.failover.advance([], 0)]
         error = answer(out)["error"]
         assert isinstance(error, dict)
         assert (error["code"], sent(out)) == (503, [])
-        assert core.idle
+        assert core.is_idle
 
 
 def test_a_kind_of_executors_with_other_weights_starts_over(letters: Vocabulary) -> None:
@@ -293,7 +293,7 @@ def test_a_kind_of_executors_with_other_weights_starts_over(letters: Vocabulary)
     begin(before)
     give(before, A, step(5, 0, ids("abc")))
     resume(core, last(before))
-    core.failover.turn(["b"], 0)
+    core.failover.advance(["b"], 0)
     again = dataclasses.replace(ASKED, attempt=2)
     give(core, B, opened(again, 8, 0), again, step(8, 0, ids("xy")))
     end = answer(give(core, B, Close(seq=8, final=2, reason="length")))
@@ -306,11 +306,11 @@ def test_a_resumed_request_that_is_cancelled_ends(letters: Vocabulary) -> None:
     begin(before)
     give(before, A, step(5, 0, ids("abc")))
     resume(core, last(before))
-    core.failover.cancelled("t", "r")
-    error = answer(core.failover.turn(["b"], 0))["error"]
+    core.failover.on_cancelled("t", "r")
+    error = answer(core.failover.advance(["b"], 0))["error"]
     assert isinstance(error, dict)
     assert error["code"] == 499
-    assert core.idle
+    assert core.is_idle
 
 
 def test_a_checkpoint_is_of_one_body(core: Core) -> None:

@@ -11,7 +11,7 @@ from gguf.quants import dequantize
 from support.executor.gguf_raw import SCALES, random_blocks
 
 import kernels.cpu_jit
-from services.executor.checkpoint.gguf_blocks import InBlocks, blocks_of, stays_in_blocks
+from services.executor.checkpoint.gguf_blocks import InBlocks, blocks_of, can_stay_in_blocks
 from services.executor.cpu.linear import Products
 from shared.errors import SetupError
 
@@ -37,8 +37,8 @@ def test_the_size_of_joined_matrices_is_that_of_their_blocks() -> None:
 
 
 def test_other_types_are_left_to_the_library() -> None:
-    assert all(stays_in_blocks(kind) for kind in SCALES)
-    assert not any(stays_in_blocks(kind) for kind in (Kind.F16, Kind.Q2_K, Kind.IQ4_XS))
+    assert all(can_stay_in_blocks(kind) for kind in SCALES)
+    assert not any(can_stay_in_blocks(kind) for kind in (Kind.F16, Kind.Q2_K, Kind.IQ4_XS))
 
 
 @pytest.mark.skipif(not kernels.cpu_jit.available(), reason="no Numba: matrices do not stay in blocks")

@@ -221,14 +221,14 @@ MOE = {
 
 def test_which_layers_have_experts() -> None:
     shapes = from_hf({**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    assert [shapes.sparse(layer) for layer in range(6)] == [False, True, False, False, False, True]
+    assert [shapes.is_sparse(layer) for layer in range(6)] == [False, True, False, False, False, True]
     assert shapes.experts == ExpertShapes(
         count=128, per_token=8, width=40, renormalise=False, dense_layers=(0, 2, 3, 4)
     )
     experts = {"num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
     mixtral = from_hf({**CONFIG, **experts, "model_type": "mixtral"})
     assert mixtral.experts == ExpertShapes(count=8, per_token=2, width=96, renormalise=True)
-    assert not from_hf(CONFIG).sparse(0)
+    assert not from_hf(CONFIG).is_sparse(0)
 
 
 def test_the_fingerprint_tells_how_tokens_are_routed(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_the_experts_that_ranks_load_are_those_of_one_rank(
         load_from(folder, torch.float32, CPU, functools.partial(shard, rank=rank, size=2))[1]
         for rank in range(2)
     ]
-    sparse = [i for i in range(whole.layers) if whole.sparse(i)]
+    sparse = [i for i in range(whole.layers) if whole.is_sparse(i)]
     assert len(sparse) == (2 if kind == "qwen3-moe-mixed" else 3)
     for i in sparse:
         held = [part.layers[i] for part in parts]

@@ -17,7 +17,7 @@ import kernels.cpu_jit
 from services.executor import actor
 from services.executor.checkpoint import loader
 from services.executor.cpu import autotune, engine
-from services.executor.cpu.autotune import ROWS, Timing, believed, best_threads, counts, timing_for
+from services.executor.cpu.autotune import ROWS, Timing, are_undisturbed, best_threads, counts, timing_for
 from services.executor.cpu.engine import ThreadCount
 from services.executor.engine import Alarm, GrammarNews
 from shared.config import Settings
@@ -102,7 +102,7 @@ def test_a_report_has_all_figures() -> None:
 def test_least_times_are_believed_if_others_agree_and_the_threads_had_their_cores(
     times: list[list[float]], shares: list[float], wanted: bool
 ) -> None:
-    assert believed(times, shares) == wanted
+    assert are_undisturbed(times, shares) == wanted
 
 
 # ---- kept in a file -------------------------------------------------------------------------------------

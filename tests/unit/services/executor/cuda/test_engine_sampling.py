@@ -22,8 +22,8 @@ from services.executor.sampling.sampler import (
     ROW_ERRORS,
     Sampler,
     end_slots,
+    record_choices,
     row_errors,
-    take,
 )
 from services.executor.sim.engine import SimBackend, SimOptions
 from shared.messages import WHOLE_VECTOR, Sampling, SlotOpen, floats, ints
@@ -186,10 +186,10 @@ def test_a_slot_is_opened_again_without_what_it_had() -> None:
 def test_what_the_graph_cannot_sample() -> None:
     for more in ({"processors": ("{}",)}, {"logprobs": 1}, {"min_tokens": 4}, {}):
         sampling, _ = made(opened(0), opened(1, **more))
-        assert not sampling.outside([0])
-        assert sampling.outside([0, 1]) == bool(more)
+        assert not sampling.is_outside_graph([0])
+        assert sampling.is_outside_graph([0, 1]) == bool(more)
         sampling.close(1)
-        assert not sampling.outside([1])
+        assert not sampling.is_outside_graph([1])
 
 
 def test_what_another_rank_has_chosen_leaves_the_same_state() -> None:
@@ -200,7 +200,7 @@ def test_what_another_rank_has_chosen_leaves_the_same_state() -> None:
         end_slots(each.choices.done, [3])
     ids, done = sampling.choose(sharp(5, 6, 7, 8), [2, 0, 1, 3], [3] * 4).tolist()
     assert done == [1, 0, 1, 2]
-    take(other.choices.last_tokens, other.choices.done, [2, 0, 1, 3], ints(ids), ints(done))
+    record_choices(other.choices.last_tokens, other.choices.done, [2, 0, 1, 3], ints(ids), ints(done))
     assert torch.equal(other.words, state.words)
     assert other.choices.last_tokens.tolist()[:3] == [6, 7, 5]
 
@@ -213,7 +213,7 @@ def test_a_kernel_takes_the_end_of_the_pipeline() -> None:
 
 def test_a_slot_that_pools_is_sampled_outside_and_its_row_has_a_vector() -> None:
     sampling, _ = made(opened(0, pooling=3), opened(1), opened(2, pooling=WHOLE_VECTOR))
-    assert [sampling.outside([slot]) for slot in range(3)] == [True, False, True]
+    assert [sampling.is_outside_graph([slot]) for slot in range(3)] == [True, False, True]
     logits = torch.randn(3, VOCAB, device=DEVICE)
     plain, _ = made(opened(0), opened(1), opened(2))
     ids, wanted_ids = (each.choose(logits, [2, 1, 0], [3, 3, 3])[0].tolist() for each in (sampling, plain))
@@ -227,4 +227,4 @@ def test_a_slot_that_pools_is_sampled_outside_and_its_row_has_a_vector() -> None
         assert torch.allclose(vector.double(), wanted / wanted.norm(), atol=1e-6)
     assert (len(vectors[0]), len(vectors[2])) == (8, 3)
     sampling.close(0)
-    assert not sampling.outside([0])
+    assert not sampling.is_outside_graph([0])

@@ -12,7 +12,7 @@ import pytest
 from support.shm import Segment, segment
 from support.virtual_loop import FakeClock
 
-from services.executor.engine import Arena, ArenaError, YieldDevice, no_yield
+from services.executor.engine import Arena, ArenaError, YieldDevice, keep_device
 from services.executor.kv_transfer import worker
 from services.executor.kv_transfer.worker import RECENT_US, CopyCallbacks, CopyRate, CopyWorker
 from services.kv_offload.backends.arena import shared_arena
@@ -44,7 +44,7 @@ class HandCopier:
         if error := self.fail.pop(what, None):
             raise error
 
-    def attach(self, arena: Arena, give_way: YieldDevice = no_yield) -> None:
+    def attach(self, arena: Arena, give_way: YieldDevice = keep_device) -> None:
         self._do("attach")
         for took_s in self.slices_s:
             self.began.put(None)
@@ -91,22 +91,22 @@ class Bench:
             self.copier,
             self.clock,
             CopyCallbacks(
-                copied=lambda epoch, copied: self.told.put((epoch, copied)),
-                idle=lambda: self.told.put("quiet"),
-                unmapped=lambda generation: self.told.put(generation),
+                on_copied=lambda epoch, copied: self.told.put((epoch, copied)),
+                on_idle=lambda: self.told.put("quiet"),
+                on_unmapped=lambda generation: self.told.put(generation),
             ),
             lambda: self.computing,
         )
         self.lane.begin(1)
         self.lane.map(file.name, file.generation)
-        self.lane.stepped(1, 0)
+        self.lane.on_stepped(1, 0)
         self.copy(0)  # of nothing: answered once the arena is mapped
         assert self.answers(1) == [(0, "ok")]
 
     def copy(self, job: int, *blocks: int, after: int = 0, store: bool = True, **other: int) -> None:
         first = other.get("place", 0)
         offsets = longs((first + i) * SIZE for i in range(len(blocks)))
-        assert self.lane.put(
+        assert self.lane.queue_copy(
             KvCopy(
                 job=job,
                 to_arena=store,
@@ -182,14 +182,14 @@ def test_a_copy_waits_for_its_step_and_holds_nobody_up(bench: Bench) -> None:
     bench.copy(2, 5, after=2)
     bench.copy(3, 6)
     assert bench.answers(1) == [(3, "ok")]
-    bench.lane.stepped(1, 1)
-    bench.lane.stepped(1, 2)
+    bench.lane.on_stepped(1, 1)
+    bench.lane.on_stepped(1, 2)
     assert bench.answers(1) == [(2, "ok")]
-    bench.lane.stepped(0, 9)  # of an earlier incarnation
+    bench.lane.on_stepped(0, 9)  # of an earlier incarnation
     bench.copy(4, 7)
     assert bench.answers(1) == [(4, "ok")]
     assert bench.lane.queued == 1
-    bench.lane.stepped(1, 3)
+    bench.lane.on_stepped(1, 3)
     assert bench.answers(1) == [(1, "ok")]
     assert [blocks for _, blocks in bench.copier.pieces()] == [[6], [5], [7], [4]]
 
@@ -201,16 +201,16 @@ def test_a_new_incarnation_stops_what_runs_between_pieces_and_forgets_the_rest(b
     bench.copy(2, 9)
     bench.until_it_copies()
     bench.lane.begin(2)
-    assert (bench.lane.idle, bench.lane.queued) == (False, 0)
+    assert (bench.lane.is_idle, bench.lane.queued) == (False, 0)
     bench.copy(3, 10)
     bench.copier.hold = False
     bench.copier.go.release()
     assert bench.next() == "quiet"
-    assert bench.lane.idle
+    assert bench.lane.is_idle
     assert bench.copier.pieces() == [("load", [0, 1])]
-    bench.lane.stepped(1, 50)  # a step of the old one that was still queued
+    bench.lane.on_stepped(1, 50)  # a step of the old one that was still queued
     assert bench.copier.pieces() == [("load", [0, 1])]  # the device has not begun the new one
-    bench.lane.stepped(2, 0)
+    bench.lane.on_stepped(2, 0)
     assert bench.answers(1) == [(3, "ok")]
     assert bench.copier.pieces() == [("load", [0, 1]), ("store", [10])]
 
@@ -218,7 +218,7 @@ def test_a_new_incarnation_stops_what_runs_between_pieces_and_forgets_the_rest(b
 def test_without_a_running_copy_a_new_incarnation_is_quiet_at_once(bench: Bench) -> None:
     bench.copy(1, 4, after=3)
     bench.lane.begin(2)
-    assert bench.lane.idle
+    assert bench.lane.is_idle
 
 
 def test_a_new_arena_ends_the_copies_of_the_old_one_and_is_used(bench: Bench) -> None:
@@ -345,7 +345,7 @@ def test_too_many_copies_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPat
     bench.copy(2, 1, after=1)
     with pytest.raises(AssertionError):
         bench.copy(3, 1, after=1)
-    bench.lane.stepped(1, 1)
+    bench.lane.on_stepped(1, 1)
     assert bench.answers(2) == [(1, "ok"), (2, "ok")]
 
 
@@ -418,7 +418,7 @@ def test_an_arena_is_attached_in_slices_with_rests_while_steps_go_on(bench: Benc
     with segment(ROOM * SIZE) as other:
         bench.copier.slices_s = [HOURS_S, HOURS_S]
         bench.computing = beside == "a step under way"
-        bench.lane.stepped(1, 1 if beside == "a step just computed" else 0)
+        bench.lane.on_stepped(1, 1 if beside == "a step just computed" else 0)
         bench.lane.map(other.name, other.generation)
         bench.until_it_copies()  # the first slice, and now it rests: for hours, unless nobody wants the arena
         bench.copy(1, 4, generation=other.generation)
@@ -432,7 +432,7 @@ def test_an_arena_is_attached_in_slices_with_rests_while_steps_go_on(bench: Benc
 def test_without_steps_an_arena_is_attached_without_rests(bench: Bench) -> None:
     with segment(ROOM * SIZE) as other:
         bench.copier.slices_s = [HOURS_S, HOURS_S]
-        bench.lane.stepped(1, 1)
+        bench.lane.on_stepped(1, 1)
         bench.clock.advance(RECENT_US)
         bench.lane.map(other.name, other.generation)
         bench.copy(1, generation=other.generation)

@@ -54,9 +54,9 @@ def test_stop_ids_are_forbidden_until_min_tokens_whatever_their_bias() -> None:
         chooser.open(dataclasses.replace(asked, stop_ids=ints([7, VOCAB]), min_tokens=least))
     ids = [chooser.choose(logits, [0, 1], [position] * 2).tolist() for position in (3, 4, 5)]
     assert ids == [[7, 9], [7, 9], [7, 7]]
-    assert chooser.changes_logits(1)
+    assert chooser.has_logit_changes(1)
     chooser.open(opened(1, [1], 1, temperature=0.0))
-    assert not chooser.changes_logits(1)
+    assert not chooser.has_logit_changes(1)
 
 
 def test_greedy_and_random_rows_share_a_batch() -> None:

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from services.gateway.app import Endpoints, _route
-from services.gateway.dialects.later import prefers_async
+from services.gateway.dialects.later import is_async
 from services.gateway.dialects.responses import START, Place, Responses, _place
 from services.gateway.store import call_of
 from shared.clock import SystemClock
@@ -38,8 +38,8 @@ def request(query: str = "", **headers: str) -> Request:
     ],
 )
 def test_the_preference_for_an_answer_later(prefer: str, wanted: bool) -> None:
-    assert prefers_async(request(prefer=prefer)) is wanted
-    assert not prefers_async(request())
+    assert is_async(request(prefer=prefer)) is wanted
+    assert not is_async(request())
 
 
 def test_the_place_of_a_reader() -> None:

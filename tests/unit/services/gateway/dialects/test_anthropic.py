@@ -313,7 +313,7 @@ def done(**more: str) -> dict[str, Any]:
 
 def events(call: Call, *frames: dict[str, Any]) -> list[dict[str, Any]]:
     made = MessageEvents(call)
-    sent = b"".join(made.write(made.take(0, frame)) for frame in frames).decode() + made.end(None).decode()
+    sent = b"".join(made.write(made.convert(0, frame)) for frame in frames).decode() + made.end(None).decode()
     found = []
     for event in sent.removesuffix("\n\n").split("\n\n"):
         name, data = event.split("\n")

@@ -54,7 +54,7 @@ def cut(text: str, places: list[int]) -> list[tuple[int, str]]:
 def sent(call: Call, frames: list[Frame], last: str = "") -> list[tuple[str, dict[str, Any]]]:
     """Ids and chunks."""
     stream = NumberedChunks(call, (), read_last_id(last))
-    raw = b"".join(stream.write(stream.take(0, frame)) for frame in frames).decode()
+    raw = b"".join(stream.write(stream.convert(0, frame)) for frame in frames).decode()
     found = []
     for event in raw.removesuffix("\n\n").split("\n\n") if raw else ():
         place, data = event.split("\n")

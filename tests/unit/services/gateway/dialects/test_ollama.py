@@ -234,7 +234,7 @@ def frames(*texts: str, chat: bool = True) -> list[dict[str, Any]]:
 def lines(body: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
     chat = "messages" in body
     made = Lines(read_call({**body, "model": "m"}, chat=chat, request_id="r"), chat=chat)
-    sent = [made.write(made.take(0, frame)) for frame in frames(*texts, chat=chat)]
+    sent = [made.write(made.convert(0, frame)) for frame in frames(*texts, chat=chat)]
     return [json.loads(line) for line in (b"".join(sent) + made.end(None)).splitlines()]
 
 

@@ -60,7 +60,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 def sent(frames: list[Frame], after: Place = START, stored: bool = True, **more: Any) -> list[dict[str, Any]]:
     """The events of a stream, each with the place in its `id`."""
     stream = ResponseEvents(asked(**more), (), after, stored=stored)
-    raw = b"".join(stream.write(stream.take(0, frame)) for frame in frames).decode()
+    raw = b"".join(stream.write(stream.convert(0, frame)) for frame in frames).decode()
     found = []
     for event in raw.removesuffix("\n\n").split("\n\n") if raw else ():
         place, name, data = event.split("\n")
@@ -158,8 +158,8 @@ def test_the_client_reads_it() -> None:
 
 def test_an_error_before_the_text_has_a_status_and_a_later_one_an_event() -> None:
     stream = ResponseEvents(asked())
-    assert stream.take(0, frames([])[0]) == []
-    (opening, *_) = stream.take(0, frames(["Hello"])[1])
+    assert stream.convert(0, frames([])[0]) == []
+    (opening, *_) = stream.convert(0, frames(["Hello"])[1])
     assert "response.created" in opening
     last = stream.end(error_body(EngineError("it broke"))).decode()
     fields = json.loads(last.partition("data: ")[2])
@@ -202,7 +202,7 @@ def test_a_reader_without_text_goes_on_with_any_attempt() -> None:
 
 def test_a_stored_response_outlives_the_error_of_its_stream() -> None:
     stream = ResponseEvents(asked(), (), START, stored=True)
-    stream.take(0, frames([])[0])
+    stream.convert(0, frames([])[0])
     data = stream.end(error_body(EngineError("cut"))).decode()
     fields = json.loads(data.partition("data: ")[2])
     assert (fields["type"], fields["message"], fields["sequence_number"]) == ("error", "cut", 1)

@@ -81,7 +81,7 @@ def test_a_remote_tier_and_its_breaker() -> None:
     assert lines[3] == f"  L2     redis://h:1 answers; {known} blocks known there; {copies} calls out, 0 wait"
     assert lines[4].endswith("; 0 errors, 0 timeouts, 0 refused, 0 damaged values, breaker opened 0 times")
     for at in range(3):
-        state.l2.breaker.failed(at)
+        state.l2.breaker.on_failed(at)
     lines = kv.draw([store(tiers)], [])
     assert lines[3].startswith(
         "  L2     remote does not answer: breaker open, no calls but a probe about once a second; "

@@ -93,8 +93,8 @@ def piece(offset: int, data: bytes, begins: bool = False) -> Delivery:
 def test_a_lost_piece_ends_the_recording() -> None:
     into = Recording(file := io.BytesIO())
     for delivery in (piece(0, b"old"), piece(3, b"ab", begins=True), piece(5, b"cd"), piece(9, b"x")):
-        into.take(delivery)
-    into.take(piece(7, b"ef"))
+        into.on_piece(delivery)
+    into.on_piece(piece(7, b"ef"))
     assert file.getvalue() == b"abcd"
     assert into.broken.is_set()
 

@@ -107,7 +107,7 @@ def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
     """It holds every prompt."""
     before = os.umask(0)
     try:
-        with recording._created(tmp_path / "r.log") as file:
+        with recording._create(tmp_path / "r.log") as file:
             file.write(b"x")
         FileSink(tmp_path / "e.log").close()
     finally:

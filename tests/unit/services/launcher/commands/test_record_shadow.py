@@ -119,10 +119,10 @@ def test_two_stretches_are_kept() -> None:
         (b"f", False),
     ):
         headers = {OFFSET_HEADER: str(at)} | ({BEGINS_HEADER: "1"} if begins else {})
-        kept.take(Delivery("s", data, headers=headers))
+        kept.on_piece(Delivery("s", data, headers=headers))
         at += len(data)
     assert (kept.data, kept.size) == (b"cdef", 6)
-    kept.take(Delivery("s", b"z", headers={OFFSET_HEADER: "77"}))
+    kept.on_piece(Delivery("s", b"z", headers={OFFSET_HEADER: "77"}))
     assert kept.recording.broken.is_set()
     assert kept.data == b"cdef"
 

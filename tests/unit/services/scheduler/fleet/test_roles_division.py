@@ -40,7 +40,7 @@ class Fleet:
 
     def turn(self, me: str) -> Drain | Give | None:
         running = {name: self.running[name] for name, home in self.homes.items() if home == me}
-        return self.schedulers[me].turn(me, "m", self.peers, running, self.now_us)
+        return self.schedulers[me].decide(me, "m", self.peers, running, self.now_us)
 
     def beat(self) -> None:
         """All schedulers have their turn; an executor arrives a heartbeat after it was given."""

@@ -44,7 +44,7 @@ def world(arrivals: list[float], until_s: int, machine: Machine = SLOW) -> Elast
 def assert_steady(made: ElasticWorld) -> None:
     """Nothing is lost, an executor starts as soon as one is needed, and stays for its window or cooldown."""
     assert made.unanswered == set()
-    assert made.scheduler.idle
+    assert made.scheduler.is_idle
     needed = {at: bool(any(terms.values())) for at, _, terms in made.history}
     assert all(replicas for at, replicas, _ in made.history if needed[at])
     turned_s, way = 0.0, 1

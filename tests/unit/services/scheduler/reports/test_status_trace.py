@@ -31,7 +31,7 @@ class Asked:
     """As much of a request as the choice of steps looks at."""
 
     def __init__(self, number: int, *, traced: bool = True) -> None:
-        self.traced, self.trace = traced, trace(number)
+        self.is_traced, self.trace = traced, trace(number)
 
 
 def spans_sent(steps: StepLog) -> list[tuple[int, int]]:

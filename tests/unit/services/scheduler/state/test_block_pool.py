@@ -249,7 +249,7 @@ def test_what_a_tier_has_lost_is_dirty_again_unless_it_is_reserved() -> None:
     for block, key in zip(serve(pool, "abc"), keys_of("abc"), strict=True):
         pool.mark_clean(block, key)
     pool.reserve(2)
-    pool.lost_below(keys_of("abc"), pool.unreserved_blocks)
+    pool.mark_lost_below(keys_of("abc"), pool.unreserved_blocks)
     assert (states(pool), pool.clean) == ({"cached": 2, "dirty": 1}, set())
     pool.forget(pool.to_copy(1)[0])
     assert states(pool) == {"cached": 2, "empty": 1}

@@ -141,7 +141,7 @@ def test_what_moves_between_tiers_is_counted() -> None:
         world.ask(f"r{number}", [number + 3] * 6, 18)
     for _ in range(50):
         world.run()
-        if world.scheduler.idle:
+        if world.scheduler.is_idle:
             break
         world.tick(20_000)
     state = world.scheduler.state

@@ -98,7 +98,7 @@ def test_nobody_waits_past_the_limit_of_its_class_without_being_told_when_to_ret
     world.add_engine(slots=1)
     for i in range(40):
         world.ask(f"r{i}", [5, i], 30)
-    while not world.scheduler.idle:
+    while not world.scheduler.is_idle:
         world.deliver()
         world.tick(100)
         for group in world.scheduler.state.waiting:
