@@ -25,7 +25,8 @@ MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # as in OpenAI's API
 # Fields that the chat has under the same name.
 _SAME = (
     *api.SamplingFields.model_fields, "parallel_tool_calls", "user", "prompt_cache_key", "stream", "seed",
-    "stop", "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs", "durable", "webhook",
+    "stop", "ignore_eos", "min_tokens", "slo_class", "timeout_s", "chat_template_kwargs", "durable",
+    "webhook",
 )  # fmt: skip
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _OPEN = ConfigDict(extra="ignore", strict=True)  # clients send items back with fields that are not for us
