@@ -52,6 +52,7 @@ LONGEST_TOKENS = 2_048  # of an answer without a limit of its own: a small model
 _LIMITS = {"max_tokens", "max_completion_tokens", "n_predict"}
 CUT = f"[cut at {LONGEST_TOKENS:,} tokens; for more: --max-tokens N, or /set max_tokens N in a chat]"
 
+AGAIN_S = 0.5  # after a SIGTERM that had no effect
 HISTORY_LINES = 1_000  # of what was typed, as many as a shell keeps
 
 
@@ -144,6 +145,7 @@ def converse(target: Target, said: Conversation, timeout_s: float) -> None:
                 if line:
                     _answer(loop, chat, line)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             loop.run(stack.aclose())
 
 
@@ -151,14 +153,17 @@ def converse(target: Target, said: Conversation, timeout_s: float) -> None:
 def _ended_by_sigterm() -> Iterator[None]:
     """SIGTERM ends the chat; elsewhere it is a Ctrl-C, which ends no more than an answer here."""
 
-    def end(*_: object) -> None:
+    def end(*_: object) -> None:  # and again: Python drops what is raised in the callback of a weak reference
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
         raise SystemExit(128 + signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGALRM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _read_line() -> str | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from services.launcher.commands.chat import (
     Conversation,
     LoopThread,
     _answer,
+    _ended_by_sigterm,
 )
 from services.launcher.commands.submit import read_body
 from shared.api import ChatRequest
@@ -214,3 +219,19 @@ def test_who_has_filled_the_context_is_told_how_to_go_on(capsys: pytest.CaptureF
         "/reset forgets the conversation; /set max_tokens N asks for a shorter answer",
         "error (invalid request)",
     ]
+
+
+def test_sigterm_ends_a_chat_when_it_comes_in_a_callback_of_a_weak_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python drops what such a callback raises."""
+    dropped = list[object]()
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    thing = {1}
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(SystemExit) as ended, _ended_by_sigterm():
+        del thing
+        time.sleep(30)
+    assert (ended.value.code, len(dropped), reference()) == (128 + signal.SIGTERM, 1, None)
+    assert (signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM)) == ((0.0, 0.0), before)
