@@ -496,7 +496,7 @@ class GrammarReady:
 
     slot: int
     generation: int
-    compile_us: int
+    compile_us: int  # 0: it failed for no fault of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

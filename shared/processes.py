@@ -241,12 +241,14 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM, parent: int = 0) ->
 def importing() -> Iterator[None]:
     """For imports of large libraries: without garbage collection, which would look at all their objects again
     and again, 0.4 s of torch's and Numba's import. Later collections do not look at what is there now."""
-    gc.disable()
+    collects = gc.isenabled()
     try:
+        gc.disable()
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        if collects:
+            gc.freeze()
+            gc.enable()
 
 
 def open_private(path: Path, buffering: int = -1) -> BinaryIO:

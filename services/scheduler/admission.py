@@ -368,7 +368,7 @@ def _with_room(state: State, offer: Offer, offers: list[Offer], group: SequenceG
     """
     if not offer.awaited_blocks:
         return offer
-    offer.executor.awaited_blocks = offer.awaited_blocks
+    offer.executor.awaited_blocks = max(offer.executor.awaited_blocks, offer.awaited_blocks)
     store.copy_dirty(state, offer.executor)
     again = _offer(state, offer.executor, group)
     if again is not None and not again.awaited_blocks:

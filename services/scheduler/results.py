@@ -59,8 +59,8 @@ def on_grammar_ended(state: State, source: str, news: GrammarReady | GrammarFail
             sequence.compiles_grammar = False
             if isinstance(news, GrammarFailed):
                 lifecycle.fail(state, sequence.request, 400, news.message)
-            elif (key := hash(sequence.request.tokenized.grammar)) in executor.grammars:
-                executor.grammars[key] = True
+            elif news.compile_us:
+                executor.note_compiled(sequence.request.tokenized.grammar)
             return
 
 

@@ -67,7 +67,9 @@ def _q5_1(raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _q8_0(raw: Tensor) -> tuple[Tensor, Tensor, None]:
-    numbers = raw[:, 2:].contiguous().bitwise_xor_(0x80)  # a signed byte with 128 added
+    numbers = (
+        raw[:, 2:].clone(memory_format=torch.contiguous_format).bitwise_xor_(0x80)
+    )  # a signed byte with 128 added
     return numbers, _halves(raw, 0), None
 
 

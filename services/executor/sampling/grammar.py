@@ -115,8 +115,8 @@ class Grammars:
         error = row.compilation.result.exception()
         if isinstance(error, GrammarRefusedError):
             self._report(GrammarFailed(slot=slot, generation=generation, message=str(error)))
-        else:  # any other error becomes a row error
-            took_us = row.compilation.took_us
+        else:  # any other error becomes a row error, and the next slot compiles anew
+            took_us = 0 if error else max(row.compilation.took_us, 1)
             self._report(GrammarReady(slot=slot, generation=generation, compile_us=took_us))
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:

@@ -335,6 +335,7 @@ class LoopThread:
         try:
             return future.result()
         except (KeyboardInterrupt, SystemExit):
+            signal.setitimer(signal.ITIMER_REAL, 0)  # of `_ended_by_sigterm`
             future.cancel()
             self._settle()
             raise

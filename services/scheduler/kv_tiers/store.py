@@ -97,7 +97,9 @@ def _pressed(state: State, executor: Executor) -> int:
     if executor.sleep_by_us:  # what is worth a copy goes down, the rest is dropped
         return 0 if executor.running else pool.blocks
     most = max(1, pool.blocks // CUSHION_SHARE)
-    wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most) + executor.awaited_blocks
+    wanted = min(CUSHION_ROWS * len(executor.running) + CUSHION_BLOCKS, most)
+    if not (executor.draining or state.draining):
+        wanted += executor.awaited_blocks
     group = state.waiting.groups.get(state.blocked_on[0]) if state.blocked_on else None
     if group is not None and group.request.tokenized.model == executor.hello.model:
         wanted += sum(preemption.reservations(state, executor, group))

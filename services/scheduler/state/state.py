@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -35,6 +36,11 @@ CAPACITY = attrgetter("vocab", "max_stop_ids", "slots", "blocks", "block_tokens"
 PREFILL, DECODE = "prefill", "decode"  # roles of executors
 
 Row = tuple[Sequence, int]  # a sample row in flight: its sequence, and the placement then
+
+
+def _grammar_key(grammar: str) -> int:
+    """A number of a grammar, the same in each process: event logs hold it."""
+    return int.from_bytes(hashlib.blake2b(grammar.encode(), digest_size=7).digest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,9 @@ class Executor:
     sleep_by_us: int = 0  # it drains in order to sleep, and what runs then is preempted; 0: it does not
     cost_model: CostModel = field(default_factory=CostModel)
     pace: StepPace = field(default_factory=StepPace)
-    grammars: dict[int, bool] = field(default_factory=dict)  # by hash, those opened last: is it compiled?
+    grammars: dict[int, bool] = field(
+        default_factory=dict
+    )  # by their digest, those opened last: is it compiled?
     host_fed: int = 0  # running sequences that are host-fed
     fixed_lengths: int = 0  # running sequences that only their length ends
     running_by_class: list[int] = field(default_factory=lambda: [0] * len(requests.CLASS_NAMES))
@@ -198,11 +206,16 @@ class Executor:
         grammars of more slots than are noted here."""
         if not grammar or not self.hello.reports_grammars:
             return False
-        key = hash(grammar)
+        key = _grammar_key(grammar)
         compiled = self.grammars[key] = self.grammars.pop(key, False)
         if len(self.grammars) > GRAMMARS:
             del self.grammars[next(iter(self.grammars))]
         return not compiled
+
+    def note_compiled(self, grammar: str) -> None:
+        """Its engine has compiled a grammar."""
+        if (key := _grammar_key(grammar)) in self.grammars:
+            self.grammars[key] = True
 
     def remove(self, sequence: Sequence) -> None:
         """Run a sequence here no longer."""

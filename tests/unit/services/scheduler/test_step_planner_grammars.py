@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 from support.scheduler.world import World
 
@@ -78,6 +80,25 @@ def test_one_that_was_compiled_before_is_not_awaited(world: World) -> None:
         world.run()
     world.ask("late", PROMPT, 2, grammar="g")
     assert slots_of(world, "late")[0].compiles_grammar
+
+
+def test_those_that_are_compiled_have_the_same_numbers_in_each_process(world: World) -> None:
+    """Event logs hold the state: Python's own hash of a text differs from process to process."""
+    world.ask("first", PROMPT, 2, grammar="g")
+    ready(world, *slots_of(world, "first"))
+    number = int.from_bytes(hashlib.blake2b(b"g", digest_size=7).digest())
+    assert world.scheduler.state.executors["e1"].grammars == {number: True}
+
+
+def test_one_whose_engine_had_a_fault_is_awaited(world: World) -> None:
+    world.ask("first", PROMPT, 2, grammar="g")
+    (first,) = slots_of(world, "first")
+    news = GrammarReady(slot=first.slot, generation=first.generation, compile_us=0)
+    world.handle(Arrived("executor.e1", news))
+    world.run()
+    world.assert_answers("first")
+    world.ask("second", PROMPT, 2, grammar="g")
+    assert slots_of(world, "second")[0].compiles_grammar
 
 
 def test_one_that_failed_before_is_awaited(world: World) -> None:
