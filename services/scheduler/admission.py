@@ -388,6 +388,7 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
     if request.model_digest != executor.hello.model_digest:
         request.model_digest = executor.hello.model_digest
         lifecycle.send_to_shard(state, request)
+    compiles = executor.note_grammar(request.tokenized.grammar)
     for sequence, blocks in zip(group.sequences, offer.reservations, strict=True):
         executor.pool.reserve(blocks)
         executor.generation += 1
@@ -398,7 +399,7 @@ def _start(state: State, offer: Offer, group: SequenceGroup) -> None:
         sequence.parent = None if sequence is parent else parent
         sequence.opened_after = executor.step
         sequence.opened_length = len(sequence.tokens)
-        sequence.compiles_grammar = executor.must_compile(request.tokenized.grammar)
+        sequence.compiles_grammar = compiles
         executor.add(sequence)
         if sequence is parent:
             _take_hits(state, offer, group)

@@ -159,14 +159,12 @@ class _Client(NatsClient):
         names = [message.subject, message.reply] if message.reply else [message.subject]
         if writer is None or not self.is_connected or " ".join(names).split() != names:
             return False
-        headers = (message.headers or {}).items()
-        if not all(_NAME.fullmatch(name) and _VALUE.fullmatch(value) for name, value in headers):
+        head = _head(message.headers) if message.headers else b""
+        if head is None:
             return False
         if writer.transport.get_write_buffer_size() > WRITE_AHEAD_BYTES:
             return False
-        if headers:
-            lines = [f"{name}: {value}" for name, value in headers]
-            head = "\r\n".join(["NATS/1.0", *lines, "", ""]).encode()
+        if head:
             command = hpub_cmd(message.subject, message.reply, head, message.data)
         else:
             command = pub_cmd(message.subject, message.reply, message.data)
@@ -458,6 +456,14 @@ class _Outbox:
             if not self._messages:
                 self._work.clear()
                 self.empty.set()
+
+
+def _head(headers: Mapping[str, str]) -> bytes | None:
+    """The headers as nats-py writes them; None if it would change or refuse one."""
+    if not all(_NAME.fullmatch(name) and _VALUE.fullmatch(value) for name, value in headers.items()):
+        return None
+    lines = (f"{name}: {value}" for name, value in headers.items())
+    return "\r\n".join(["NATS/1.0", *lines, "", ""]).encode()
 
 
 async def _within(work: Coroutine[Any, Any, None], timeout_s: float | None) -> None:

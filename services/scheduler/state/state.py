@@ -201,9 +201,9 @@ class Executor:
         self.running.append(sequence)
         self._count(sequence, 1)
 
-    def must_compile(self, grammar: str) -> bool:
-        """A slot is opened with this grammar, which its engine has not compiled yet: engines keep the
-        grammars of more slots than are noted here."""
+    def note_grammar(self, grammar: str) -> bool:
+        """Note the grammar of slots that are opened. True if its engine has to compile it first; engines keep
+        more grammars than are noted here."""
         if not grammar or not self.hello.reports_grammars:
             return False
         key = _grammar_key(grammar)

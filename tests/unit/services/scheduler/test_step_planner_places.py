@@ -137,11 +137,11 @@ def test_a_plan_waits_for_a_copy_that_is_over_before_the_step_that_runs(ahead: W
     assert not are_copies_ending(state, executor, 1), "it is overdue"
     state.now_us -= OVERDUE * STORE_US
     executor.cost_model.loop_us = 0
-    assert not are_copies_ending(state, executor, 1), "nobody knows how long a plan is on its way"
+    assert not are_copies_ending(state, executor, 1), "no result has shown how long a plan is on its way"
     executor.cost_model.loop_us = STEP_US
     assert not are_copies_ending(state, executor, 1), "the plan would come too late"
     executor.cost_model.loop_us, state.blocked_on = LOOP_US, ()
-    assert not are_copies_ending(state, executor, 0), "nobody waits for a place"
+    assert not are_copies_ending(state, executor, 0), "no sequence waits for a place"
     executor.in_flight.clear()
     assert not are_copies_ending(state, executor, 1), "the device would stand still"
 
