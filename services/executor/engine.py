@@ -54,6 +54,7 @@ TIMINGS = {  # of products on a CPU, which choose the first number of threads
 LAST_TOKEN = "lasttoken"  # its name in sentence-transformers
 WARM_ROWS = 64  # matrix products are compiled up to here: in larger steps a compilation does not show
 MAX_SEGMENTS = 32  # about four layers
+NO_DRAFT = -1
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 COMPUTE, COMM = (0, 1), (2, 3)  # of micro-batches A and B, see shared.messages.SEGMENT_LANES
 
@@ -89,6 +90,8 @@ class BackendInfo:
     pooling: str = LAST_TOKEN  # of the model; any other is one that this engine lacks
     generates: bool = True  # else it gives vectors alone
     tokens_digest: str = ""  # of its vocabulary, see Vocabulary; empty: it has none
+    max_drafts: int = 0  # see ExecHello
+    max_draft_rows: int = 0
 
     @property
     def context(self) -> int:
@@ -130,6 +133,8 @@ class Pending:
     late: Late | None = None  # with an answer that is valid after `forwarded` once `late.masked` is done
     due_s: float = 0.0  # simulated engine: when the forward ends, on the monotonic clock
     segments: Callable[[], tuple[Segment, ...]] = tuple  # of a split step, once it has ended
+    # ids [rows, most drafts], NO_DRAFT after a row's last one; its `plan` has a row for each draft
+    drafts: NDArray[np.int32] | None = None
 
     @property
     def positions(self) -> list[int]:
@@ -153,6 +158,22 @@ class StepOutput:
     row_errors: tuple[tuple[int, str], ...] = ()
     segments: tuple[Segment, ...] = ()  # of a split step
     vectors: tuple[tuple[int, bytes], ...] = ()
+    counts: messages.Ints = field(default_factory=messages.ints)
+    drafted: messages.Ints = field(default_factory=messages.ints)
+
+
+class Drafter(Protocol):
+    """Foresees the tokens of slots. Drafts change the time of tokens and no token: a draft is kept where the
+    sampler chooses it."""
+
+    def open(self, opened: messages.SlotOpen) -> None:
+        """Take over the tokens of a slot."""
+
+    def close(self, slot: int) -> None:
+        """Forget a slot. Closing an unknown slot does nothing."""
+
+    def draft(self, slots: Sequence[int], most: int) -> NDArray[np.int32]:
+        """Ids `[rows, most]` that may follow the tokens of each of `slots`; NO_DRAFT after a row's last."""
 
 
 def engine_of(device: str) -> Callable[..., Any]:
