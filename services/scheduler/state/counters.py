@@ -10,6 +10,9 @@ counters     prefix_lookup_tokens   prompt tokens that were looked up in a prefi
              recomputed_tokens      tokens whose KV a preemption or requeue lost
              generated_tokens       sampled tokens that were applied
              wasted_rows            rows of a step with a sample that was not used
+             drafts                 rows with drafts that were found
+             draft_tokens           drafts that were computed
+             accepted_tokens        of these, those that became tokens
              preemptions            sequences that were preempted
              moves                  sequences that moved from one executor to another
              role_changes           changes of the number of executors that only prefill
@@ -132,6 +135,9 @@ class Counters:
     recomputed_tokens: int = 0
     generated_tokens: int = 0
     wasted_rows: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     moves: int = 0
     role_changes: int = 0

@@ -186,7 +186,26 @@ def models(world: World) -> None:
         assert served.running_by_tenant == sum((Counter(e.running_by_tenant) for e in there), Counter())
 
 
-ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten, sums, models]
+def drafts(world: World) -> None:
+    """What is planned of a decode is its known tokens and what its steps in flight may add: exact without
+    drafts, else a bound, for which it has blocks."""
+    for executor in world.scheduler.state.executors.values():
+        planned, in_flight = Counter[int](), Counter[int]()
+        for flight in executor.in_flight:
+            assert flight.drafts == sum(flight.drafts_of(row) for row in range(len(flight.rows)))
+            for row, (s, placement) in enumerate(flight.rows):
+                if s.placement == placement and flight.plan.from_device[flight.plan.sample_rows[row]]:
+                    planned[s.seq] += 1 + flight.drafts_of(row)
+                    in_flight[s.seq] += flight.drafts_of(row)
+        for s in executor.running:
+            assert s.drafting.in_flight == in_flight[s.seq]
+            if len(s.tokens) > s.opened_length:
+                assert s.computed == len(s.tokens) - 1 + planned[s.seq]
+            assert s.is_prefilling or s.computed <= len(s.table) * executor.hello.block_tokens
+            assert s.steps_planned >= 0
+
+
+ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten, sums, models, drafts]
 
 
 class Turns:
