@@ -448,7 +448,9 @@ class World:
         before = [(slot, set(state.table)) for slot, state in engine.slots.items()]
         columns = zip(plan.slots, plan.starts, plan.counts, plan.from_device, strict=True)
         for slot, most, count, fed in columns:
-            start = min(len(engine.slots[slot].tokens) - 1, most) if fed == AT_DEVICE else most
+            start = most
+            if fed == AT_DEVICE and not engine.failed:  # a failed step has left the slot where it was
+                start = len(engine.slots[slot].tokens) - 1
             count += most - start
             row = dict.fromkeys(tables[slot][start // size : (start + count - 1) // size + 1], 0)
             row[tables[slot][start // size]] = start % size
