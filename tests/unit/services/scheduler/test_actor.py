@@ -151,7 +151,7 @@ async def test_drain_waits_for_what_runs_and_refuses_the_rest(house: House) -> N
     assert house.runtime.state == "stopped"
 
 
-async def test_who_is_left_when_the_time_to_drain_is_over_is_told(house: House) -> None:
+async def test_clients_left_when_the_time_to_drain_is_over_get_an_error(house: House) -> None:
     await house.ask("runs", max_tokens=9)
     await house.step()
     await house.ask("waits")
@@ -223,7 +223,7 @@ async def test_a_detokenizer_that_restarts_while_it_drains_gets_its_requests_bac
     assert [o.attempt for o in house.detokenizer.of(Open)] == [1, 2]
 
 
-async def test_lost_peers_are_told_to_the_core(house: House) -> None:
+async def test_lost_peers_are_reported_to_the_core(house: House) -> None:
     await house.ask("r", max_tokens=9)
     house.actor.on_stream_lost("executor.e")
     assert house.actor.status()["executors"] == {}

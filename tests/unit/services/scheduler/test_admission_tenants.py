@@ -62,7 +62,7 @@ def test_prompt_tokens_that_wait_are_shared_likewise() -> None:
     assert {r.tenant for r in world.rejected[refused:]} == {"b"}
 
 
-def test_who_waits_for_nothing_is_refused_by_no_forecast() -> None:
+def test_tenant_with_nothing_waiting_is_refused_by_no_forecast() -> None:
     """By the requests of the other one its first token is a minute away, and the limit a second."""
     world = World(Limits(classes=SLO, window=WINDOW))
     world.add_engine(slots=4, blocks=4096, max_context=4096)
@@ -103,7 +103,7 @@ def test_one_request_in_the_lowest_class_takes_nobodys_place() -> None:
     assert not any(s.preemptions for s in world.scheduler.state.sequences.values())
 
 
-def test_nobody_loses_its_only_sequence_to_a_newcomer() -> None:
+def test_tenant_loses_its_only_sequence_to_no_newcomer() -> None:
     """On a single slot tenants would push one another out for ever."""
     world = flooded(slots=1)
     world.ask("b", [99] * 4, 5, tenant="b")
@@ -123,7 +123,7 @@ def test_a_prompt_that_takes_most_blocks_gives_way() -> None:
         world.assert_answers(name)
 
 
-def test_who_needs_a_block_takes_it_from_the_tenant_that_has_most() -> None:
+def test_sequence_that_needs_a_block_takes_it_from_the_tenant_with_most() -> None:
     """The latest would be the one of the tenant that has least."""
     world = World(Limits(classes=SLO), checks=[*ALL])
     world.add_engine(slots=4, blocks=14)
@@ -183,7 +183,7 @@ def test_a_large_request_is_overtaken_for_a_while_and_no_longer() -> None:
         world.assert_answers(name)
 
 
-def test_few_that_ask_for_one_thing_each_go_before_a_large_request() -> None:
+def test_few_small_requests_go_before_a_large_one() -> None:
     """However long it has waited: it would keep them from a place for as long as others run."""
     world = behind_a_large_one(long_blocks=100, large_blocks=950)
     world.now_us += 2 * admission.OVERTAKEN_US

@@ -53,7 +53,7 @@ def test_lower_classes_that_run_are_not_ahead() -> None:
         assert "late" in [s.request.tokenized.request for s in executor.running]
 
 
-def test_who_runs_and_gives_no_place_up_is_ahead() -> None:
+def test_running_sequence_that_keeps_its_place_counts_as_ahead() -> None:
     """One of its own class; one of a lower class that has risen, or is pinned."""
     for why in ("class", "risen", "pinned"):
         world = batch_world(slots=2, running=2, waiting=1)

@@ -32,7 +32,7 @@ def ttft_us(world: World, level: int = 1) -> int:
     return load_shedding.ttft_us(world.scheduler.state, world.asked["asked"], level)
 
 
-def test_nothing_is_predicted_from_nothing() -> None:
+def test_forecast_is_absent_without_measurements() -> None:
     assert ttft_us(busy_world(10, known=False)) == 0
 
 
@@ -92,14 +92,14 @@ def hopeless(seconds_per_token: int) -> World:
     return world
 
 
-def test_nobody_is_refused_while_nobody_is_ahead() -> None:
+def test_first_request_is_never_refused_by_the_forecast() -> None:
     world = hopeless(100)
     assert refused(world) == []
     world.run()
     world.assert_answers("late")
 
 
-def test_whoever_comes_behind_another_is_refused_by_the_forecast() -> None:
+def test_request_after_another_of_its_tenant_is_refused_by_the_forecast() -> None:
     """And of a tenant that waits already: one that waits for nothing always may."""
     world = hopeless(100)
     for name in ("first", "second", "third"):  # two run

@@ -41,7 +41,7 @@ def again(world: World, name: str) -> None:
     world.handle(Arrived(f"executor.{name}", world.engines[name].hello))
 
 
-def test_an_executor_of_another_kind_stays_out_and_is_told_why() -> None:
+def test_executor_of_another_kind_stays_out_and_gets_the_reason() -> None:
     world = of_kinds("aaa", "bbb", "aaa")
     again(world, "e2")
     assert serving(world) == ["e1", "e3"]
@@ -146,7 +146,7 @@ def test_each_model_has_a_kind_of_its_own() -> None:
     assert serving(world) == ["e1", "x"]
 
 
-def test_who_has_tokens_ends_with_an_error_and_who_has_none_starts_over() -> None:
+def test_request_with_tokens_ends_with_an_error_and_one_without_starts_over() -> None:
     world = of_kinds("aaa", "bbb")
     world.ask("begun", PROMPT, 12)
     deliver(world, 3)
@@ -217,7 +217,7 @@ def listening(world: World) -> list[Tokenized]:
     return kept
 
 
-def test_its_detokenizer_knows_who_has_computed_a_request() -> None:
+def test_detokenizer_has_the_kind_that_computed_its_request() -> None:
     """Should this scheduler die, it tells the next one."""
     world = of_kinds("aaa", "bbb")
     kept = listening(world)

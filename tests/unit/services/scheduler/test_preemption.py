@@ -64,7 +64,7 @@ def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["single", "run_ahead", "two_batch"])
-def test_who_takes_a_place_where_no_step_is_in_flight_starts_at_once(overlap: str) -> None:
+def test_sequence_that_takes_a_place_with_no_step_in_flight_starts_at_once(overlap: str) -> None:
     """Found by the machine: the result that let a higher class pause the only one that ran was the last
     event; nothing was in flight, so nothing came that would have started anybody."""
     world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve"), overlap=overlap))
@@ -78,7 +78,7 @@ def test_who_takes_a_place_where_no_step_is_in_flight_starts_at_once(overlap: st
     world.assert_idle()
 
 
-def test_whose_last_token_is_on_its_way_needs_no_block() -> None:
+def test_sequence_whose_last_token_is_in_flight_needs_no_block() -> None:
     """Its KV ends at a block boundary: the token after it is the last, and is never computed."""
     world = World(Limits(classes=NEVER, window=4, overlap="run_ahead"))
     world.add_engine()
@@ -90,7 +90,7 @@ def test_whose_last_token_is_on_its_way_needs_no_block() -> None:
     world.assert_answers("ends")
 
 
-def test_whom_a_draining_executor_alone_could_hold_holds_up_nobody() -> None:
+def test_request_that_only_a_draining_executor_could_hold_delays_no_other() -> None:
     world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve", routing="room")))
     world.add_engine("large", blocks=16, slots=1)
     world.add_engine("little", blocks=4, slots=1)
@@ -103,7 +103,7 @@ def test_whom_a_draining_executor_alone_could_hold_holds_up_nobody() -> None:
     ]
 
 
-def test_a_new_incarnation_with_the_same_numbers_takes_who_waits() -> None:
+def test_new_incarnation_with_the_same_numbers_takes_the_waiting_request() -> None:
     """Admission remembers what it saw when the first had to wait; an executor that has done nothing yet
     looks the same before and after its restart."""
     world = World(Limits(classes=NEVER))
@@ -142,7 +142,7 @@ def three_at_once(policy: Policy) -> tuple[World, int, int]:
     return world, most, spare
 
 
-def test_a_greedy_admission_keeps_nothing_free_and_spares_nobody() -> None:
+def test_greedy_admission_keeps_nothing_free_and_spares_no_sequence() -> None:
     _, pauses_most, spare = three_at_once(Policy(reservation="on_demand", tier=f"{OURS}recompute"))
     assert (pauses_most, spare > 0) == (0, True)
     _, pauses_most, spare = three_at_once(Policy(reservation=f"{OURS}greedy", tier=f"{OURS}recompute"))
@@ -156,7 +156,7 @@ def test_admission_by_the_chunk_pauses_within_prompts(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("tier", "again"), [(f"{OURS}recompute", False), (f"{OURS}forget", True)])
-def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: str, again: bool) -> None:
+def test_blocks_of_a_paused_sequence_are_forgotten_under_the_forget_policy(tier: str, again: bool) -> None:
     world, _, _ = three_at_once(Policy(reservation=f"{OURS}greedy", tier=tier))
     hits = [
         dict(decision.numbers)["hit_tokens"]
@@ -171,7 +171,7 @@ def test_what_a_paused_sequence_had_is_forgotten_where_the_policy_says_so(tier: 
 
 
 @pytest.mark.parametrize("kv", [f"{OURS}greedy", "on_demand"])
-def test_nobody_starts_on_a_place_that_a_row_of_the_next_step_needs(
+def test_no_sequence_starts_on_a_place_that_a_row_of_the_next_step_needs(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, found = admission._start, list[int]()
@@ -219,7 +219,7 @@ def count_pauses(monkeypatch: pytest.MonkeyPatch, world: World) -> Counter[tuple
 
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("overlap", ["single", "run_ahead"])
-def test_who_was_paused_does_not_take_its_place_back_from_whom_it_was_paused_for(
+def test_paused_sequence_does_not_take_its_place_back_from_the_one_it_was_paused_for(
     kv: str, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of its tenant nothing runs then: so it came first, was paused again for the same one, and so on."""
@@ -258,7 +258,7 @@ def any_history(world: World, dice: random.Random) -> list[str]:
 
 @pytest.mark.parametrize("any_order", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_within_one_event_nobody_is_paused_twice(
+def test_no_sequence_is_paused_twice_within_one_event(
     seed: int, any_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even where the queue has no order at all."""
@@ -340,7 +340,7 @@ def test_a_unit_with_room_on_its_way_elsewhere_takes_nobodys_place() -> None:
         world.assert_answers(name)
 
 
-def test_nobody_is_paused_for_blocks_that_would_not_come_free() -> None:
+def test_no_sequence_is_paused_for_blocks_that_would_not_come_free() -> None:
     """All of one prefix, which one of a higher class holds, too: what the others hold alone is too little."""
     world = World(Limits(classes=NEVER, window=1))
     world.add_engine(slots=8, blocks=30, max_context=100)
@@ -396,7 +396,7 @@ def test_a_newcomer_gets_a_place_however_often_it_comes(kv: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["tiered", f"{OURS}forget"])
-def test_who_is_paused_for_newcomers_again_and_again_ends_all_the_same(tier: str) -> None:
+def test_sequence_paused_for_newcomers_again_and_again_still_ends(tier: str) -> None:
     """It has more than an equal part of the blocks, and computes four tokens a step: with `forget` it is
     paused before it is through with what it has lost, and after three times for nothing it stays."""
     world = World(Limits(classes=NEVER, window=1, step_tokens=4, policy=Policy(tier=tier)))
@@ -411,7 +411,7 @@ def test_who_is_paused_for_newcomers_again_and_again_ends_all_the_same(tier: str
     world.assert_idle()
 
 
-def test_those_that_had_their_turn_give_way_to_newcomers_first() -> None:
+def test_sequences_that_had_their_turn_give_way_to_newcomers_first() -> None:
     """Who was paused runs for as long as it had waited before it is paused again: so each of them goes on,
     where the latest would be paused each time."""
     world = World(Limits(classes=NEVER, window=1))

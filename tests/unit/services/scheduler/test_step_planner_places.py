@@ -54,7 +54,7 @@ def test_a_row_is_in_the_step_for_which_its_place_comes_in_time(short: World) ->
     assert short.scheduler.state.counters.recomputed_tokens == 0
 
 
-def test_nobody_starts_on_places_that_a_step_waits_for(short: World) -> None:
+def test_no_sequence_starts_on_places_that_a_step_waits_for(short: World) -> None:
     executor = only(short)
     while executor.awaits_copies:
         assert len(executor.running) == 1
@@ -146,7 +146,7 @@ def test_a_plan_waits_for_a_copy_that_is_over_before_the_step_that_runs(ahead: W
     assert not are_copies_ending(state, executor, 1), "the device would stand still"
 
 
-def test_who_was_paused_knows_where_its_blocks_are_before_its_turn(ahead: World) -> None:
+def test_paused_sequence_has_its_blocks_located_before_its_turn(ahead: World) -> None:
     state = ahead.scheduler.state
     while not any(group.resumes and group.lookup_results for group in state.waiting):
         assert ahead.deliver_tier() or ahead.deliver_copy() or ahead.deliver(), "nobody asked"

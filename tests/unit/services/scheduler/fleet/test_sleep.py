@@ -169,7 +169,7 @@ def test_heartbeats_of_a_sleeper_reset_nothing() -> None:
     assert (world.resets, states(world)) == ([], {"e1": "asleep"})
 
 
-def test_its_kind_keeps_its_place() -> None:
+def test_kind_of_a_sleeping_model_keeps_its_place() -> None:
     world = World()
     world.add_engine(digest="one")
     world.handle(SleepSet(True))

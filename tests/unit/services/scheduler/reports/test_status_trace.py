@@ -38,7 +38,7 @@ def spans_sent(steps: StepLog) -> list[tuple[int, int]]:
     return [(s.record.step, len(s.links)) for s in steps.unsent]
 
 
-def test_the_first_step_of_a_second_and_those_with_chunks_become_spans() -> None:
+def test_first_step_of_a_second_and_steps_with_chunks_become_spans() -> None:
     steps, one, two = StepLog(), Asked(1), Asked(2)
     steps.add(record(1, 10), 9, [], iter([one]))  # the first of all
     steps.add(record(2, 1_010), 9, [], iter([one]))  # decodes alone
