@@ -246,7 +246,9 @@ def test_every_request_has_one_end_and_nothing_is_held(
 
 
 @given(bodies())
-def test_what_is_accepted_is_answered_and_what_is_refused_says_why(model: ServedModel, body: bytes) -> None:
+def test_accepted_request_is_answered_and_a_refused_one_gets_the_reason(
+    model: ServedModel, body: bytes
+) -> None:
     house = House(model=model)
     house.submit("only", body)
     house.finish()

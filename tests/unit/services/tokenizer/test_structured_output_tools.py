@@ -216,7 +216,7 @@ def test_no_tools_no_grammar() -> None:
         ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "("}, "guided_regex"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         grammar_of(fields)
     assert caught.value.param == param
