@@ -92,7 +92,7 @@ async def closed(fleet: Fleet, runtime: Runtime) -> None:
         ("services.detokenizer.actor", "stamped", closed),
     ],
 )
-async def test_an_error_behind_a_timer_is_no_silence(
+async def test_error_in_a_timer_fails_the_detokenizer(
     fleet: Fleet,
     runtime: Runtime,
     monkeypatch: pytest.MonkeyPatch,
@@ -134,7 +134,7 @@ def resumption(**more: Any) -> bytes:
         (resumption(), ""),
     ],
 )
-async def test_a_keeper_is_told_why_a_checkpoint_is_of_no_use(
+async def test_keeper_gets_the_reason_when_a_checkpoint_is_of_no_use(
     fleet: Fleet, runtime: Runtime, data: bytes, why: str
 ) -> None:
     told: list[Delivery] = []

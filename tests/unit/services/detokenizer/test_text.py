@@ -294,7 +294,7 @@ def test_the_space_of_the_first_word(tmp_path: Path, shape: str) -> None:
 
 @pytest.mark.parametrize("stop", [(), ("zz", "!")])
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_token_has_no_text_unless_asked_for(
+def test_stop_token_has_no_text_unless_requested(
     letters: Vocabulary, stop: tuple[str, ...], include: bool
 ) -> None:
     """It counts as a token, and as one of a prefix that is sent again; nor does it complete a stop string."""
