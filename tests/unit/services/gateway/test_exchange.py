@@ -66,14 +66,14 @@ def test_errors_in_openai_form(error: HeadraceError, status: int, kind: str, wor
     }
 
 
-def test_when_to_come_back() -> None:
+def test_error_headers_have_the_time_to_retry() -> None:
     assert headers_of(Overloaded("w", retry_after_ms=1500)) == {"Retry-After": "2", "Retry-After-Ms": "1500"}
     assert headers_of(Unavailable("w")) == {"Retry-After": "1", "Retry-After-Ms": "1000"}
     assert headers_of(NotAuthorized("w")) == {"WWW-Authenticate": "Bearer"}
     assert headers_of(BadRequest("w")) == {}
 
 
-def test_what_is_open_is_counted_by_tenant() -> None:
+def test_open_exchanges_are_counted_by_tenant() -> None:
     meter = ExchangeCounters()
     visits = [Exchange(method="POST", route="/r", request_id=n, tenant=n[0]) for n in ("a1", "a2", "b1")]
     for visit in visits:
@@ -115,7 +115,7 @@ def test_a_bad_line_is_named(text: str, why: str) -> None:
         read_keys(text)
 
 
-def test_who_may_come_in(tmp_path: Path) -> None:
+def test_keys_admit_their_tenants_alone(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"acme hr-1\nother sha256:{HASH}\n")
     keys = Keys(str(path))
@@ -127,7 +127,7 @@ def test_who_may_come_in(tmp_path: Path) -> None:
     assert Keys("").tenant_of("") == "public"
 
 
-def test_what_tells_of_everybody_is_for_the_operator(tmp_path: Path) -> None:
+def test_pages_about_all_tenants_are_for_the_operator(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("acme hr-1\nheadrace-operator hr-2\n")
     keys = Keys(str(path))
@@ -161,7 +161,7 @@ def test_keys_change_while_running(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert [r.message.count("those before remain") for r in caplog.records] == [1, 1]
 
 
-def test_keys_that_replace_others_are_read_whatever_their_size_and_time(tmp_path: Path) -> None:
+def test_replaced_key_file_is_read_at_any_size_and_time(tmp_path: Path) -> None:
     path, new = tmp_path / "keys", tmp_path / "new"
     path.write_text("acme one\n")
     keys = Keys(str(path))
@@ -175,7 +175,7 @@ def test_keys_that_replace_others_are_read_whatever_their_size_and_time(tmp_path
         keys.tenant_of("Bearer one")
 
 
-def test_keys_that_could_not_be_read_are_tried_again_and_told_once(
+def test_unreadable_key_file_is_tried_again_and_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys"
@@ -249,13 +249,13 @@ def test_the_spans_of_a_request_surround_the_native_ones() -> None:
     assert covered_us([native, *((s.start_us, s.end_us) for s in (receive, respond))]) == root.took_us
 
 
-def test_a_failed_request_says_so_on_its_span() -> None:
+def test_failed_request_sets_the_error_on_its_span() -> None:
     root, receive, respond = spans(visit(status=429, error=Overloaded("full")), "g")
     assert (root.error, root.attributes["error.type"]) == ("full", "overloaded")
     assert (receive.took_us, respond.took_us) == (8_000, 0)
 
 
-def test_what_is_counted() -> None:
+def test_exchange_counters_count_requests_errors_and_first_bytes() -> None:
     meter = ExchangeCounters()
     for done in (visit(first_us=3_000), visit(status=429), visit(error=SlowReader("s"))):
         meter.begin()
