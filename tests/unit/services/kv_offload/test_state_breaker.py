@@ -125,7 +125,7 @@ def test_deadlines_that_are_moved_and_dropped_take_bounded_memory() -> None:
     assert [due.pop(10**11) for _ in range(1_001)] == [*range(0, 10_000, 10), None]
 
 
-def test_the_known_names_are_the_last_that_were_asked_for() -> None:
+def test_presence_cache_has_the_last_names_that_were_looked_up() -> None:
     known = PresenceCache(most=2)
     names = [("f", bytes([i]) * 32) for i in range(3)]
     known.add(names[0])
