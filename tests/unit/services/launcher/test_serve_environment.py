@@ -24,7 +24,7 @@ print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
 
 
 @pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
-def test_threads_of_an_executor_sleep_soon_unless_the_user_has_said_how_they_wait(
+def test_threads_of_an_executor_sleep_soon_unless_the_user_sets_how_they_wait(
     given: dict[str, str],
 ) -> None:
     ours = {

@@ -81,7 +81,7 @@ async def test_a_service_may_start_later() -> None:
     await supervisor.kill()
 
 
-async def test_on_few_cores_services_start_in_turn_beside_the_executor() -> None:
+async def test_services_start_in_turn_beside_the_executor_on_few_cores() -> None:
     lines = Lines()
     specs = [spec("a", FOREVER), spec("b", FOREVER), spec("later", FOREVER), spec("x", FOREVER, "executor")]
     supervisor = Supervisor(specs, dict(os.environ), lines)
@@ -93,7 +93,9 @@ async def test_on_few_cores_services_start_in_turn_beside_the_executor() -> None
     await supervisor.kill()
 
 
-async def test_each_process_that_ends_is_told_before_the_next_starts_but_none_that_was_killed_here() -> None:
+async def test_end_of_each_process_is_reported_before_the_next_start_unless_the_supervisor_killed_it() -> (
+    None
+):
     lines, ended = Lines(), list[tuple[str, int]]()
     supervisor = Supervisor([spec("a", FOREVER)], dict(os.environ), lines)
     supervisor.on_end = lambda spec, pid: ended.append((spec.name, pid))
@@ -217,7 +219,7 @@ async def test_a_service_that_is_still_needed_is_kept_running_in_a_drain(
     [OSError(11, "no process left"), RuntimeError("can't start new thread")],
     ids=["process", "thread"],
 )
-async def test_what_cannot_be_started_is_tried_again(
+async def test_process_that_cannot_be_started_is_tried_again(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
@@ -235,7 +237,7 @@ async def test_what_cannot_be_started_is_tried_again(
     assert await running.drain([("a",)], 20, lambda left, kind: None) is True
 
 
-async def test_what_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_that_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KILL_GRACE_S", 0.05)
     lines, told = Lines(), []
     running = supervise(lines, spec("a", STUBBORN))
@@ -315,7 +317,7 @@ async def test_a_dead_service_starts_again_with_back_off(monkeypatch: pytest.Mon
         (False, 1, " (the kernel killed for memory: its oom_kill has risen, see `dmesg`)"),
     ],
 )
-async def test_a_killed_service_is_told_by_its_signal_and_perhaps_by_the_cause(
+async def test_killed_service_is_reported_by_its_signal_and_perhaps_by_the_cause(
     ours: bool, kills: int, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
@@ -335,7 +337,7 @@ async def test_a_killed_service_is_told_by_its_signal_and_perhaps_by_the_cause(
     await running.kill()
 
 
-async def test_a_service_whose_mapped_file_was_cut_off_is_told_so() -> None:
+async def test_service_with_a_truncated_mapped_file_is_reported_with_that_cause() -> None:
     lines = Lines()
     code = (
         "import mmap, os, tempfile\n"
