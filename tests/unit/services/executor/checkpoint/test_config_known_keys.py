@@ -105,7 +105,7 @@ def test_the_keys_of_published_models_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)
-def test_what_transformers_writes_is_taken(kind: str) -> None:
+def test_keys_written_by_transformers_are_accepted(kind: str) -> None:
     from_hf(transformers.AutoConfig.for_model(kind, sliding_window=None).to_dict())
 
 
@@ -201,7 +201,7 @@ def test_keys_of_the_rope_settings_are_known_too() -> None:
         from_hf({**good, "rope_scaling": {**LLAMA3, "rope_type": "linear"}})
 
 
-def test_the_refusal_says_what_to_do() -> None:
+def test_refusal_of_a_key_names_the_mend() -> None:
     good = {**SIZES, **PUBLISHED["Qwen3-0.6B"]}
     with pytest.raises(SetupError, match=r"logit_scale = 2\.0 in config\.json.*delete it from config\.json"):
         from_hf({**good, "logit_scale": 2.0})
@@ -223,7 +223,7 @@ def test_the_refusal_says_what_to_do() -> None:
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, 1024),
     ],
 )
-def test_which_windows_end_the_context(change: dict[str, Any], window: int) -> None:
+def test_sliding_windows_that_end_the_context_are_found(change: dict[str, Any], window: int) -> None:
     base = {**SIZES, **SAVED, **PUBLISHED["Qwen2.5-0.5B-Instruct"], "sliding_window": 1024}
     assert from_hf({**base, **change}).sliding_window == window
 

@@ -255,7 +255,7 @@ def test_a_block_has_half_the_bytes_and_another_fingerprint(tmp_path: Path) -> N
     assert prints[0] == loaded.fingerprint
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_fp8_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(options(save_tiny("llama", tmp_path)))
     with pytest.raises(SetupError, match="KV cannot be kept in 'int4'; use auto or fp8"):
         kv_format("int4", torch.float32, loaded.shapes, loaded.weights)

@@ -76,7 +76,7 @@ def test_words_of_a_slot_land_where_the_kernels_read(slots: CudaSlots) -> None:
     assert slots.take_updates(made.plan([]))[0].size == 0  # told once
 
 
-def test_what_another_stage_has_chosen_is_set_with_the_next_step(slots: CudaSlots) -> None:
+def test_tokens_chosen_by_another_stage_are_set_with_the_next_step(slots: CudaSlots) -> None:
     made = maker()
     for slot in range(4):
         slots.open(opened(slot, [slot]))
@@ -94,7 +94,7 @@ def test_what_another_stage_has_chosen_is_set_with_the_next_step(slots: CudaSlot
     assert slots.take_updates(made.plan([]))[0].size == 0
 
 
-def test_what_a_slot_must_not_ask(slots: CudaSlots) -> None:
+def test_slot_with_impossible_options_is_refused(slots: CudaSlots) -> None:
     with pytest.raises(EngineError, match="slot 4 is not one of 4 slots"):
         slots.open(opened(4, [1]))
     with pytest.raises(EngineError, match="slot 0 has 129 stop ids; at most 128"):

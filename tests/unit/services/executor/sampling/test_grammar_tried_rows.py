@@ -109,7 +109,7 @@ def test_draws_follow_the_softmax_of_what_may_follow(grammars: Grammars, letters
     assert chi_square < 13.8  # two degrees of freedom, one in a thousand
 
 
-def test_what_the_grammar_allows_is_what_a_free_row_would_have_drawn(
+def test_token_under_the_grammar_equals_the_free_rows_draw_when_allowed(
     grammars: Grammars, letters: list[int]
 ) -> None:
     slots = list(range(SLOTS))
@@ -187,7 +187,7 @@ def test_a_grammar_that_leads_nowhere_is_at_fault_not_the_engine(
     assert sorted(failures) == [0, 2]
 
 
-def test_the_end_of_each_compilation_is_told_once_for_each_slot_that_waits(
+def test_end_of_each_compilation_is_reported_once_for_each_waiting_slot(
     grammars: Grammars, told: queue.SimpleQueue[GrammarReady | GrammarFailed]
 ) -> None:
     grammars.open(opened(0))
