@@ -89,7 +89,7 @@ async def test_halves_of_two_messages_are_never_joined(fleet: Fleet) -> None:
     assert runtime.mailbox.wire_errors == 1
 
 
-async def test_who_comes_back_is_told_again_how_far_its_stream_has_come(fleet: Fleet) -> None:
+async def test_returning_peer_gets_the_announcement_of_its_stream_again(fleet: Fleet) -> None:
     """The lost tail and all its announcements were lost: without another, nobody would ever know."""
     sender = await fleet.started(Recorder("scheduler"), "s")
     actor = Recorder()
@@ -141,7 +141,7 @@ async def test_a_source_that_vanished_long_ago_is_forgotten(fleet: Fleet) -> Non
     assert runtime.mailbox.epoch_of("scheduler.s") == 0
 
 
-async def test_a_stream_to_who_vanished_long_ago_is_forgotten_and_its_numbers_go_on(fleet: Fleet) -> None:
+async def test_stream_to_a_long_vanished_peer_is_forgotten_and_its_numbers_go_on(fleet: Fleet) -> None:
     """One comes back after all, and one is new: neither takes what is sent for something it knows."""
     sender = await fleet.started(Recorder("scheduler"), "s")
     gone, again, new = Recorder(), Recorder(), Recorder()
