@@ -10,7 +10,7 @@ from support.executor.gpu_side import BLOCK, BLOCKS, DIM, HEADS, KV_HEADS, LAYER
 from kernels.attention.ref import attend_decode
 
 
-def test_a_short_row_beside_a_long_one_reads_nothing_behind_its_end() -> None:
+def test_short_row_beside_a_long_one_reads_nothing_past_its_end() -> None:
     kv = torch.randn(BLOCKS, LAYERS, 2, BLOCK, KV_HEADS, DIM, generator=torch.Generator().manual_seed(2))
     query = torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(3))
     tables = torch.tensor([[3, 9, 4], [8, 1, 30]])

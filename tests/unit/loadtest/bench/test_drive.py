@@ -44,7 +44,7 @@ def single(count: int) -> list[Conversation]:
     return [Conversation((Turn([1], 1),)) for _ in range(count)]
 
 
-def test_what_a_held_up_client_sends_late_counts_from_its_time() -> None:
+def test_late_sending_of_a_held_up_client_counts_from_its_scheduled_time() -> None:
     """Requests at 0.1, 0.2, … s; all from the third to the twelfth are due while it stands still. Told from
     their sending they would have taken 10 ms each, and only one request in 20 would have seen the second."""
 
