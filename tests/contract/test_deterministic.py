@@ -76,7 +76,7 @@ def test_graphs_and_launches_one_by_one_agree(name: str, dtype: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_a_row_is_drawn_alike_beside_rows_that_ask_for_more(name: str, dtype: str, tmp_path: Path) -> None:
+def test_row_is_drawn_alike_beside_rows_with_more_options(name: str, dtype: str, tmp_path: Path) -> None:
     """A row with penalties is sampled by torch, one without by the kernel, also in one step."""
     maker = PlanMaker(engine(name, dtype, KINDS[0], tmp_path))
     hot = Sampling(temperature=1.5, top_p=0.9)

@@ -81,7 +81,7 @@ def test_a_sequence_of_nans_ends_alone(make: Make, sampling: Sampling) -> None:
     assert found == wanted
 
 
-def test_what_a_sequence_of_nans_leaves_in_its_blocks_does_no_harm(make: Make) -> None:
+def test_nans_in_a_sequences_blocks_do_no_harm_to_later_sequences(make: Make) -> None:
     wanted = [answer(make, slot, 4) for slot in range(3)]
     maker = PlanMaker(make())
     maker.open(3, [ROTTEN] * 160)
@@ -93,7 +93,7 @@ def test_what_a_sequence_of_nans_leaves_in_its_blocks_does_no_harm(make: Make) -
     assert answers(maker, 4) == wanted
 
 
-def test_a_request_whose_wishes_overflow_ends_alone(make: Make) -> None:
+def test_request_whose_options_overflow_ends_alone(make: Make) -> None:
     wanted = [answer(make, slot, 4) for slot in range(3)]
     maker = PlanMaker(make())
     maker.open(3, CLEAN, WILD)

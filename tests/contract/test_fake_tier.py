@@ -101,7 +101,7 @@ def test_the_least_recently_used_goes_first_and_never_a_leased_one() -> None:
     assert tier.arena.ranges[0] == [WRONG]
 
 
-def test_everybody_is_told_of_what_is_gone() -> None:
+def test_fake_tier_reports_lost_keys_to_every_scheduler() -> None:
     tier = FakeTier(1, SIZE)
     store(tier, 1, 0)
     tier.handle("s", reserve(2, 1), 0)
@@ -120,7 +120,7 @@ def test_an_expired_reservation_is_not_given_out() -> None:
     assert leased_jobs([tier]) == []
 
 
-def test_what_is_in_l2_comes_after_a_while() -> None:
+def test_fake_tier_finds_keys_of_l2_after_a_while() -> None:
     tier = FakeTier(2, SIZE, l2_us=300)
     store(tier, 1, 0, 1)
     tier.restart(2, 0)

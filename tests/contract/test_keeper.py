@@ -190,7 +190,7 @@ async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: 
 @pytest.mark.parametrize(
     ("before", "after", "changed"), [("aa", "bb", True), ("aa", "aa", False), ("aa", "", False)]
 )
-async def test_a_record_says_that_another_model_has_answered(
+async def test_record_names_the_other_model_that_answered(
     world: World, before: str, after: str, changed: bool
 ) -> None:
     first = await world.opened()
@@ -239,7 +239,7 @@ async def test_a_request_goes_on_after_its_checkpoint_which_then_goes(world: Wor
 KEEP = {"path": "/v1/responses", "response": {"metadata": {"a": "b"}}}
 
 
-async def test_what_http_needs_is_kept_and_not_sent(world: World) -> None:
+async def test_http_fields_are_kept_and_not_sent(world: World) -> None:
     await world.opened()
     await world.submit(keep=KEEP)
     await world.until(world.asked)
@@ -316,7 +316,7 @@ async def test_an_invalid_request_is_refused_before_it_is_stored(world: World) -
     assert world.asked == []
 
 
-async def test_a_name_that_is_too_long_is_told(world: World) -> None:
+async def test_overlong_name_is_an_error(world: World) -> None:
     await world.opened()
     submit, result = subjects.submit("public", "m" * 129), subjects.result("public", "r" * 129)
     for subject, param in ((submit, "model"), (result, "id")):
@@ -387,7 +387,7 @@ class SetClock(SystemClock):
 
 
 @pytest.mark.parametrize("days", [2, -2])
-async def test_a_keeper_whose_clock_is_set_fails_no_request_that_waits(world: World, days: int) -> None:
+async def test_keeper_fails_no_waiting_request_when_its_clock_is_set(world: World, days: int) -> None:
     """An edge device without a battery clock does that when its link comes."""
     keeper = await world.opened()
     world.ready(keeper, *NEEDED)
@@ -402,7 +402,7 @@ async def test_a_keeper_whose_clock_is_set_fails_no_request_that_waits(world: Wo
     assert {each["status"] for each in world.news} == {"completed"}
 
 
-async def test_without_an_executor_one_request_is_tried_and_the_others_follow_when_it_is_there(
+async def test_keeper_tries_one_request_without_an_executor_and_the_others_once_it_is_there(
     world: World,
 ) -> None:
     keeper = await world.opened()
@@ -426,7 +426,7 @@ async def test_without_an_executor_one_request_is_tried_and_the_others_follow_wh
     assert {asked["id"] for asked in world.news} == {"r", *names}
 
 
-async def test_one_that_waits_is_cancelled_and_never_asked_for(
+async def test_waiting_request_is_cancelled_and_never_submitted(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.keeper.core.WINDOW", 1)
@@ -741,7 +741,7 @@ async def test_a_consumer_that_is_removed_is_made_again(world: World) -> None:
     await world.until(world.news, 2)
 
 
-async def test_without_jetstream_a_keeper_refuses_with_the_reason_and_lives_on(
+async def test_keeper_refuses_with_the_reason_and_lives_on_without_jetstream(
     nats_server: NatsServer,
 ) -> None:
     world = World(nats_server)

@@ -147,7 +147,7 @@ async def test_a_server_that_is_not_there_is_a_setup_error() -> None:
         await NatsBus.connect(probe.url, timeout_s=0.2)
 
 
-async def test_a_server_that_resets_each_connection_is_told_from_one_that_is_not_there() -> None:
+async def test_server_that_resets_each_connection_is_distinguished_from_an_absent_one() -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b'INFO {"max_payload": 1048576}\r\n')
         await reader.readline()

@@ -145,7 +145,7 @@ def test_a_value_of_another_length_is_damaged_at_once(redis: RedisProcess, value
     remote.close()
 
 
-def test_nobody_there_is_an_error_at_once() -> None:
+def test_absent_server_is_an_error_at_once() -> None:
     remote = open_remote(f"redis://127.0.0.1:{free_port()}", 60.0)
     with pytest.raises(RemoteError, match="Is it running"):
         remote.put("aa", memoryview(DATA))

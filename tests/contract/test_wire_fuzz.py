@@ -234,7 +234,7 @@ FLAWED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("message", "wrong"), FLAWED, ids=lambda v: v if isinstance(v, str) else "")
-def test_what_a_message_promises_is_checked_where_it_arrives(message: Any, wrong: str) -> None:
+def test_message_bounds_are_checked_on_arrival(message: Any, wrong: str) -> None:
     kind = codec.kind_of(message)
     with pytest.raises(WireError) as caught:
         codec.decode(codec.encode(Envelope("a.b", 1, 1, message)))
