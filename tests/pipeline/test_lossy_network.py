@@ -91,7 +91,7 @@ class DeafTo(MemoryBroker):
             super().put(delivery)
 
 
-def test_a_hole_costs_a_stream_one_new_attempt_beside_a_request_that_nobody_reads(
+def test_hole_costs_a_stream_one_new_attempt_beside_a_request_without_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = served(tmp_path)
@@ -227,7 +227,7 @@ def test_a_client_that_was_cut_off_gets_each_answer_that_it_has_missed(
 
 @pytest.mark.parametrize("wall_s", [2, -2, 600, -600, 172_800, -172_800])
 @pytest.mark.parametrize("stepped", [False, True], ids=["set apart", "stepped in the middle"])
-def test_a_lost_answer_is_computed_again_whatever_the_wall_clocks_say(
+def test_lost_answer_is_computed_again_at_any_difference_of_the_wall_clocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wall_s: int, *, stepped: bool
 ) -> None:
     """One tokenizer's wall clock differs from those of the other processes. A client that has lost answers

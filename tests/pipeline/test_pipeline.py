@@ -46,7 +46,7 @@ async def test_a_plain_request_gets_one_openai_shaped_reply(pipeline: Pipeline) 
     await pipeline.assert_idle()
 
 
-async def test_a_stream_says_the_same_as_the_plain_reply(pipeline: Pipeline) -> None:
+async def test_stream_has_the_same_text_as_the_plain_reply(pipeline: Pipeline) -> None:
     reply = await pipeline.client.complete(CHAT)
     frames = [frame async for frame in pipeline.client.stream(CHAT)]
     assert [frames[0]["type"], frames[-1]["type"]] == ["accepted", "done"]

@@ -51,7 +51,7 @@ async def answers(client: Client) -> list[str]:
 @pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize("fault", ["die", "hang"])
 @pytest.mark.parametrize("order", [("detokenizer", "scheduler"), ("scheduler", "detokenizer"), ()])
-def test_both_at_once_cost_no_request(
+def test_two_deaths_at_once_cost_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...], fault: str, second: bool
 ) -> None:
     """One a second before the other, or both at once; another scheduler is there, or comes later."""
@@ -114,7 +114,7 @@ async def leave(fleet: VirtualFleet, name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["drain", "die", "hang"])
-def test_what_is_answered_is_not_answered_again_when_both_have_gone_later(
+def test_answered_request_is_not_answered_again_when_both_have_gone_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """A detokenizer leaves or dies with what it has not told yet, or the one that keeps the copies hangs and

@@ -181,7 +181,9 @@ def test_a_tokenizer_that_hangs_and_comes_back_doubles_no_answer(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_waits_unread_at_a_busy_tokenizer_is_answered_once(model: ServedModel, late: bool) -> None:
+def test_request_that_waits_unread_at_a_busy_tokenizer_is_answered_once(
+    model: ServedModel, late: bool
+) -> None:
     """Nor is it taken over, unless it waits there for UNOWNED_US. Every fourth is refused."""
 
     async def test(house: House) -> None:
