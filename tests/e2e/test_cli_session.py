@@ -21,7 +21,7 @@ def status_of(up: Up) -> dict[str, dict[str, object]]:
     return {service["kind"]: service for service in json.loads(done.stdout)["services"]}
 
 
-def test_up_says_where_to_publish(up: Up) -> None:
+def test_up_prints_where_to_publish(up: Up) -> None:
     text = "\n".join(up.printed)
     assert re.search(r"NATS: +nats://127\.0\.0\.1:\d+\n", text)
     assert re.search(r"monitoring: +http://127\.0\.0\.1:\d+\n", text)

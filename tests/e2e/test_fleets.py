@@ -164,7 +164,7 @@ def tokenizer_of(up: Up, model: Path) -> int:
 
 
 @pytest.mark.timeout(180)
-def test_what_only_the_other_model_lacks_is_told_of_that_one(both: TwoModels) -> None:
+def test_missing_service_of_one_model_is_an_error_of_that_model_alone(both: TwoModels) -> None:
     """Its one tokenizer is gone: 503 at once and not 404, nor silence; the gateway goes on. Before, a request
     that the tokenizer took with it, and one that ran, got their answers after it had been started again."""
     up, second = both.up, both.second

@@ -223,14 +223,14 @@ NO_NETWORK = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo
 INSIDE = "KV_TIERS_WITHOUT_NETWORK"
 
 
-def test_no_control_message_is_large_and_nobody_is_called(tmp_path: Path) -> None:
+def test_control_messages_stay_small_and_no_network_connection_is_made(tmp_path: Path) -> None:
     """Prompts of as many blocks as one lookup may name, of which device memory holds one. Where there is no
     network at all, unless the kernel forbids such namespaces."""
     if (
         INSIDE not in os.environ
         and subprocess.run([*NO_NETWORK, "true"], capture_output=True).returncode == 0
     ):
-        name = test_no_control_message_is_large_and_nobody_is_called.__name__
+        name = test_control_messages_stay_small_and_no_network_connection_is_made.__name__
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"{__file__}::{name}"]
         env = {**os.environ, INSIDE: "1"}
         done = subprocess.run([*NO_NETWORK, *command], env=env, capture_output=True, text=True, timeout=200)

@@ -107,7 +107,7 @@ async def test_a_reader_that_unsubscribes_stops_its_request(up: Up, nc: Nats) ->
     await assert_all_free(nc)
 
 
-async def test_a_reader_that_asked_for_it_is_finished_without(up: Up, nc: Nats) -> None:
+async def test_request_with_finish_detached_ends_without_its_vanished_reader(up: Up, nc: Nats) -> None:
     async with stranger(up) as client:
         await started(client, body("kept", stream=True, finish_detached=True, max_tokens=30))
     assert await end_of(nc, "kept") == FINISHED
