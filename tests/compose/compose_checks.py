@@ -237,7 +237,7 @@ async def test_prometheus_scrapes_every_container(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("victim", [*KINDS, "redis", "nats"])
-async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None:
+async def test_service_is_restarted_by_docker_when_its_process_dies(stack: Stack, victim: str) -> None:
     """What takes long is the start of two executors at once: see what is printed. Their kernels are compiled
     once, in the volume `kernels`."""
     before = {c: inspect(c, "{{.State.StartedAt}}") for c in stack.containers(victim)}
@@ -257,7 +257,7 @@ async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None
     assert "compiling kernels" not in stack.compose("logs", "--since", seconds, victim)
 
 
-async def test_what_hangs_is_replaced(stack: Stack) -> None:
+async def test_service_is_replaced_when_it_hangs(stack: Stack) -> None:
     """All at once: their checks kill each, and the engine starts it again."""
     hung = (*KINDS, "nats")
     before = {c: inspect(c, "{{.State.StartedAt}}") for kind in hung for c in stack.containers(kind)}

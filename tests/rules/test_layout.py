@@ -191,7 +191,7 @@ def test_no_room_exceeds_its_budget() -> None:
     assert over == {}
 
 
-def test_what_hangs_off_the_path_is_imported_by_core_and_actor_alone() -> None:
+def test_capability_off_the_path_is_imported_by_core_and_actor_alone() -> None:
     knows = {
         name
         for name in on_the_path()
