@@ -1,4 +1,4 @@
-"""Two tenants: whatever one of them asks for, the other gets its part, and is never refused for it."""
+"""Two tenants: at any requests of one of them, the other gets its part, and is never refused for it."""
 
 from __future__ import annotations
 
@@ -80,8 +80,9 @@ def test_tenant_with_nothing_waiting_is_refused_by_no_forecast() -> None:
 @pytest.mark.parametrize("slo_class", requests.CLASS_NAMES)
 @pytest.mark.parametrize("length", [4, 60])
 def test_one_request_at_a_time_waits_for_the_steps_in_flight_alone(slo_class: str, length: int) -> None:
-    """However many of the other one run or wait, how long their prompts are, and whatever class they claim:
-    a place is given up by who has more than its share, and its prompt is computed before theirs."""
+    """However many of the other one run or wait, how long their prompts are, and any class that they claim:
+    a place is given up by the tenant that has more than its share, and its prompt is computed before
+    theirs."""
     world = flooded(slo_class=slo_class, length=length)
     for i in range(6):
         world.ask(f"b{i}", [99, i], 3, tenant="b")
@@ -97,7 +98,7 @@ def test_one_request_at_a_time_waits_for_the_steps_in_flight_alone(slo_class: st
     world.assert_idle()
 
 
-def test_one_request_in_the_lowest_class_takes_nobodys_place() -> None:
+def test_request_in_the_lowest_class_takes_no_place() -> None:
     world = flooded()
     world.ask("b", [99] * 4, 5, tenant="b", slo_class="batch")
     assert not any(s.preemptions for s in world.scheduler.state.sequences.values())
@@ -141,7 +142,7 @@ def test_sequence_that_needs_a_block_takes_it_from_the_tenant_with_most() -> Non
 
 
 def behind_a_large_one(long_blocks: int, large_blocks: int) -> World:
-    """Of tenant a one runs, and a large one waits; of 1,000 blocks. Then `pass_by`."""
+    """One request of tenant a runs, and a large one waits, of 1,000 blocks. Then `pass_by`."""
     world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve"), window=1))
     world.add_engine(slots=8, blocks=1_000, max_context=5_000, max_step_tokens=1_024)
     world.ask("a-long", [4] * 4, 4 * long_blocks - 4, tenant="a")

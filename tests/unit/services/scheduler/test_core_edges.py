@@ -32,7 +32,7 @@ def test_a_failed_step_spares_what_was_opened_after_it() -> None:
     world.add_engine()
     world.ask("a", [5, 6], 9)  # steps 1 and 2 are in flight
     fail_step(world)
-    world.ask("b", [5, 7], 9)  # opened behind step 2
+    world.ask("b", [5, 7], 9)  # opened after step 2
     fail_step(world)
     closed = world.readers_of("a")[0].closed
     assert closed is not None
@@ -243,7 +243,7 @@ def test_a_draining_detokenizer_that_starts_again_is_not_taken_for_the_old_one()
     world.add_engine()
     world.ask("a", [5], 9)
     world.deliver()
-    world.handle(PeerLost("detokenizer", "d1"))  # what the shell says of every new incarnation
+    world.handle(PeerLost("detokenizer", "d1"))  # the shell's event for every new incarnation
     world.handle(PeerReady("detokenizer", "d1", 2))
     assert world.moved == []
     world.run()
@@ -445,7 +445,7 @@ def test_a_result_that_does_not_fit_its_plan_resets_the_executor(rows: int, late
 
 
 def test_request_unknown_to_a_detokenizer_is_opened_again() -> None:
-    """Messages to it were lost. Of one that it had failed it may wait for the Close all the same."""
+    """Messages to it were lost. It may still wait for the Close of one that it had failed."""
     world = World(auto_end=False)
     world.add_engine()
     for name in ("known", "running", "over"):

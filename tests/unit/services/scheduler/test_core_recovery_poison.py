@@ -122,7 +122,7 @@ def deaths_of(world: World) -> list[int]:
 
 
 def test_planned_end_of_an_executor_is_not_counted_as_a_death() -> None:
-    """An executor that is told to stop, and one that starts over because messages were lost."""
+    """An executor that gets SIGTERM, and one that starts over because messages were lost."""
     world = World()
     world.add_engine()
     world.ask("a", [5], 30)

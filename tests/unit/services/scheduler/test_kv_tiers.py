@@ -1,5 +1,5 @@
 """Tiers as the scheduler uses them: what is paused goes down before its place is given out, and comes back
-without being computed again; whatever fails there, the tokens stay the same."""
+without being computed again; at any fault there, the tokens stay the same."""
 
 from __future__ import annotations
 

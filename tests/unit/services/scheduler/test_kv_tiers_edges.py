@@ -247,7 +247,7 @@ def test_many_that_are_silent_at_one_time_are_one_miss() -> None:
     assert [tier.misses for tier in world.scheduler.state.tiers.by_host.values()] == [1]
 
 
-def test_a_dead_tier_is_nobodys_hope() -> None:
+def test_no_group_waits_for_a_dead_tier() -> None:
     world = stored()
     world.ask("second", PROMPT, 2)
     world.lose_tier()
@@ -273,7 +273,7 @@ def test_news_of_the_same_generation_change_nothing() -> None:
     jobs, generation = dict(world.scheduler.state.tiers.jobs), world.tier.arena.generation
     world.handle(TierReady("k1", generation, "h", generation, ("l1", "l2")))
     assert world.scheduler.state.tiers.jobs == jobs
-    world.handle(TierLost("somebody else"))
+    world.handle(TierLost("another tier"))
     world.run()
     assert cached_tokens(world, "second") == 20
 
@@ -356,7 +356,7 @@ def test_load_is_declined_where_computing_is_faster() -> None:
 
 @pytest.mark.parametrize(("before", "declined"), [([], 1), ([99] * 60, 0)])
 def test_load_competes_with_computing_after_the_prompts_before_it(before: list[int], declined: int) -> None:
-    """The load takes 40 ms, its 20 tokens 20 ms: computing is quicker, but not behind 60 others."""
+    """The load takes 40 ms, its 20 tokens 20 ms: computing is faster, but not after 60 others."""
     world = stored()
     executor = only(world)
     for tokens in range(1, 41):
@@ -448,7 +448,8 @@ def test_a_few_slow_copies_of_one_direction_do_not_end_loading(slow: str) -> Non
 
 
 def test_next_group_repeats_its_lookup_before_its_turn() -> None:
-    """It has waited long for room: at its turn it would wait for an answer, and hold up those behind it."""
+    """It has waited long for room: at its turn it would wait for an answer, and hold up the groups after
+    it."""
     world = fresh(blocks=8)
     world.ask("runs", PROMPT, 10)
     world.ask("next", PROMPT[::-1], 10)

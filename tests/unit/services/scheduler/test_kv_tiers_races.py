@@ -100,7 +100,7 @@ def test_stores_that_end_one_after_another_delay_no_other_for_long() -> None:
     paused(world)
     state, since_us = world.scheduler.state, world.now_us
     while state.waiting:
-        state.tiers.by_host["h"].stores += 1  # somebody else's
+        state.tiers.by_host["h"].stores += 1  # another sequence's
         world.now_us += 1_000
         world.deliver_tier()
         assert world.now_us < since_us + 2 * lookups.WAIT_US, "it asks for ever"
@@ -110,7 +110,7 @@ def test_stores_that_end_one_after_another_delay_no_other_for_long() -> None:
 
 def test_slow_copy_of_a_tail_delays_no_other() -> None:
     """A few tokens are sooner computed again than waited for: the executor may be long over its copies, and
-    who is next in the queue holds up all behind it."""
+    the next in the queue delays all after it."""
     world = fresh()
     world.ask("first", PROMPT, 9)
     while not (only(world).running and len(only(world).running[0].tokens) > len(PROMPT)):
@@ -150,7 +150,7 @@ def test_a_late_answer_to_an_earlier_wait_is_not_taken_for_the_present_one() -> 
 
 def test_rows_that_want_a_block_of_the_smallest_engine_get_it() -> None:
     world = fresh(blocks=6)
-    world.scheduler.state.prefix_reuse_pm = 0  # nothing is copied that nobody needs
+    world.scheduler.state.prefix_reuse_pm = 0  # only needed blocks are copied
     world.ask("first", [5] * 6, 3)
     world.run()
     assert only(world).pool.dirty_blocks == 2
@@ -161,8 +161,8 @@ def test_rows_that_want_a_block_of_the_smallest_engine_get_it() -> None:
 
 
 def test_a_load_does_not_write_what_a_fork_still_reads() -> None:
-    """The tail of a prompt is copied for another choice by the step after the prompt's last chunk. Who
-    computed it may have left by then, and its block may be another's."""
+    """The tail of a prompt is copied for another choice by the step after the prompt's last chunk. The
+    executor that computed it may have left by then, and its block may be another's."""
     world = stored(Limits(overlap="single"))
     executor = only(world)
     world.ask("choices", [50] * 6, 12, n=2)
@@ -224,7 +224,7 @@ def test_blocks_written_by_a_failed_step_are_not_restored_from_a_tier(copied_fir
     assert world.deliver()
     assert world.deliver()
     (sequence,), (flight,) = executor.running, executor.in_flight
-    assert (len(sequence.tokens), flight.plan.starts[0]) == (23, 22)  # into the last block, behind two tokens
+    assert (len(sequence.tokens), flight.plan.starts[0]) == (23, 22)  # into the last block, after two tokens
     state.now_us = world.now_us
     preemption.preempt(state, executor, sequence, "for a test", [sequence])
     world.tick(200_000)
@@ -277,7 +277,7 @@ def test_a_restore_lasts_from_the_question_to_the_copy_in_the_trace() -> None:
 
 
 def test_two_kinds_of_engines_on_a_host_are_looked_up_apart() -> None:
-    """The keys of one say nothing about those of the other."""
+    """The keys of one are unrelated to those of the other."""
     world = stored()
     world.add_engine("e2", epoch=2, kind="g", block_tokens=2, blocks=64)
     lookups = world.tier.counts[KvLookup.__name__]
@@ -303,7 +303,7 @@ def test_engine_that_stores_nothing_makes_no_lookup() -> None:
 
 
 def test_later_of_two_tiers_on_a_host_counts() -> None:
-    """As for the executors: whatever the earlier says."""
+    """As for the executors: at any message of the earlier one."""
     world = fresh()
     world.handle(TierReady("k2", 7, "h", 7, ("l1",)))
     world.handle(TierReady("k1", 1, "h", 1, ("l1",)))
@@ -333,7 +333,7 @@ def test_tier_without_room_gets_no_repeated_stores_for_running_sequences() -> No
 
 
 def test_living_tier_that_was_given_up_gets_the_ended_jobs() -> None:
-    """Else its ranges wait until somebody believes that nobody writes them."""
+    """Else its ranges wait until the tier takes them for unwritten."""
     world = fresh()
     world.tier.frozen = True
     world.ask("first", PROMPT, 2)

@@ -39,7 +39,7 @@ def test_cancel_passed_on_by_a_service_comes_after_its_request() -> None:
 
 
 def test_a_cancel_is_not_for_a_request_that_came_to_its_tokenizer_later() -> None:
-    """Every scheduler hears it; the retry comes to another than the one that had the request."""
+    """Every scheduler receives it; the retry comes to another than the one that had the request."""
     world = World()
     world.add_engine()
     world.handle(Arrived("client", CANCEL))
@@ -62,7 +62,7 @@ def test_a_cancel_waits_for_a_request_that_is_still_in_a_queue() -> None:
 
 
 def test_service_that_gives_up_sends_the_error_that_its_client_got() -> None:
-    """It may hear the end from here, and nobody has cancelled anything."""
+    """It may get the end from here, and no client has cancelled anything."""
     world = World()
     world.add_engine()
     world.ask("a", [5, 6], 3)

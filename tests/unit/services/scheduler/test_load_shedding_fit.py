@@ -1,4 +1,4 @@
-"""How long an answer may be where nobody says: as long as what the executors hold."""
+"""How long an answer may be where no field states it: as long as what the executors hold."""
 
 from __future__ import annotations
 

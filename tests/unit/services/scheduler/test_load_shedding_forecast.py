@@ -84,7 +84,7 @@ def refused(world: World, prompt: int = 10) -> list[str]:
 
 
 def hopeless(seconds_per_token: int) -> World:
-    """An idle world in which somebody believes that a token takes so long; a first token may take 60 s."""
+    """An idle world with a measured time a token of so long; a first token may take 60 s."""
     world = World(Limits(classes=requests.parse("standard=60000/100/0")))
     world.add_engine(slots=2)
     (executor,) = world.scheduler.state.executors.values()
@@ -108,7 +108,7 @@ def test_request_after_another_of_its_tenant_is_refused_by_the_forecast() -> Non
 
 
 def test_a_speed_below_a_token_a_second_is_a_speed() -> None:
-    """10 prompt tokens of 100 s each behind 2, after steps with 8: 1,200 s and a loop, and no more."""
+    """10 prompt tokens of 100 s each before it, after steps with 8: 1,200 s and a loop, and no more."""
     world = hopeless(100)
     world.ask("first", [5] * 10, 20)
     assert [sum(plan.counts) for plan in world.plans] == [4, 4]
@@ -119,7 +119,7 @@ def test_a_speed_below_a_token_a_second_is_a_speed() -> None:
 
 
 def test_one_stall_does_not_make_every_wait_for_a_slot_long() -> None:
-    """One that waits for a slot waits for the steps of who holds it: one took 20 s in place of 1 ms."""
+    """One that waits for a slot waits for the steps of its holder: one took 20 s in place of 1 ms."""
     world = busy_world(1)
     (executor,) = world.scheduler.state.executors.values()
     before_us = ttft_us(world)

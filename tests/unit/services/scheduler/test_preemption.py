@@ -1,4 +1,4 @@
-"""Who is paused, when and why; and what must not wait for want of another event."""
+"""Which sequences are paused, when and why; and what must not wait for want of another event."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
     assert decision.what == "preempt"
     assert "class interactive needs room; latest of 2: seq 1 (batch" in decision.why
     world.ask("another", [8] * 4, 12, slo_class="standard")
-    assert (pauses(world, "standard"), pauses(world, "now")) == (0, 0), "nobody for one of the same class"
+    assert (pauses(world, "standard"), pauses(world, "now")) == (0, 0), (
+        "no sequence for one of the same class"
+    )
     world.run()
     for name in ("batch", "standard", "now", "another"):
         world.assert_answers(name)
@@ -66,7 +68,7 @@ def test_a_higher_class_takes_the_place_of_lower_ones() -> None:
 @pytest.mark.parametrize("overlap", ["single", "run_ahead", "two_batch"])
 def test_sequence_that_takes_a_place_with_no_step_in_flight_starts_at_once(overlap: str) -> None:
     """Found by the machine: the result that let a higher class pause the only one that ran was the last
-    event; nothing was in flight, so nothing came that would have started anybody."""
+    event; nothing was in flight, so nothing came that would have started a sequence."""
     world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve"), overlap=overlap))
     world.add_engine(blocks=8, slots=3)
     world.ask("first", [4] * 4, 2, slo_class="interactive")  # 2 blocks
@@ -193,7 +195,7 @@ def test_no_sequence_starts_on_a_place_that_a_row_of_the_next_step_needs(
         executor.headroom_pm = 0
     for number in range(12):
         world.assert_answers(f"r{number}")
-    assert len(found) > 12, "nobody came back"
+    assert len(found) > 12, "no client came back"
     assert any(found), "no row needed a place when another started"
 
 
@@ -202,7 +204,7 @@ class EndlessError(Exception):
 
 
 def count_pauses(monkeypatch: pytest.MonkeyPatch, world: World) -> Counter[tuple[int, int]]:
-    """Of each sequence within each event, from now on."""
+    """Count the pauses of each sequence within each event, from now on."""
     pause, counts = preemption.preempt, Counter[tuple[int, int]]()
 
     def counted(
@@ -222,7 +224,7 @@ def count_pauses(monkeypatch: pytest.MonkeyPatch, world: World) -> Counter[tuple
 def test_paused_sequence_does_not_take_its_place_back_from_the_one_it_was_paused_for(
     kv: str, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its tenant nothing runs then: so it came first, was paused again for the same one, and so on."""
+    """Nothing of its tenant runs then: so it came first, was paused again for the same one, and so on."""
     world = World(Limits(classes=NEVER, overlap=overlap, policy=Policy(reservation=kv)))
     counts = count_pauses(monkeypatch, world)
     world.add_engine(slots=2, blocks=64)
@@ -285,7 +287,7 @@ def test_no_sequence_is_paused_twice_within_one_event(
 
 
 def paused(world: World) -> dict[str, int]:
-    """Pauses so far of who is here."""
+    """Pauses so far of the present sequences."""
     sequences = world.scheduler.state.sequences.values()
     return {s.request.tokenized.request: s.preemptions for s in sequences if s.preemptions}
 
@@ -323,7 +325,7 @@ def test_a_newcomer_takes_one_place_on_one_executor() -> None:
         world.assert_answers(name)
 
 
-def test_a_unit_with_room_on_its_way_elsewhere_takes_nobodys_place() -> None:
+def test_group_with_room_on_its_way_elsewhere_takes_no_place() -> None:
     """The second executor has the place as soon as its steps are back; on the first it would be taken from
     one of class batch."""
     world = World(Limits(classes=NEVER, window=2))
@@ -381,7 +383,7 @@ def newcomers(world: World, until: str, prompt: int = 4, tokens: int = 3) -> lis
 
 @pytest.mark.parametrize("kv", ["on_demand", f"{OURS}greedy"])
 def test_a_newcomer_gets_a_place_however_often_it_comes(kv: str) -> None:
-    """Pauses for a tenant of which nothing runs pin nobody who goes on in between."""
+    """Pauses for a tenant of which nothing runs pin no sequence that goes on in between."""
     world = World(Limits(classes=NEVER, window=2, policy=Policy(reservation=kv)))
     world.add_engine(slots=4, blocks=4_000, max_context=800)
     for i in range(8):
@@ -412,7 +414,7 @@ def test_sequence_paused_for_newcomers_again_and_again_still_ends(tier: str) -> 
 
 
 def test_sequences_that_had_their_turn_give_way_to_newcomers_first() -> None:
-    """Who was paused runs for as long as it had waited before it is paused again: so each of them goes on,
+    """A paused sequence runs for as long as it had waited before it is paused again: so each of them goes on,
     where the latest would be paused each time."""
     world = World(Limits(classes=NEVER, window=1))
     world.add_engine(slots=3, blocks=4_000, max_context=800)

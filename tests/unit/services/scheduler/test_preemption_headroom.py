@@ -26,7 +26,7 @@ class Row:
 
 
 def played(rows: list[Row]) -> int:
-    """The most blocks beyond the present ones that all need at one time: a row ends behind its last token."""
+    """The most blocks beyond the present ones that all need at one time: a row ends after its last token."""
     peak = 0
     for step in range(1, max((row.most - row.length for row in rows), default=0) + 1):
         alive = [row for row in rows if row.most - row.length >= step]

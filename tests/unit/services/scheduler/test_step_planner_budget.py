@@ -28,8 +28,8 @@ def budget(
     classes: tuple[str, str] = ("interactive", "interactive"),
     **more: int,
 ) -> int:
-    """The chunk budget beside so many decodes: 100 ms between tokens. Very much waits, unless `each` says how
-    long a prompt is. `classes` of the decodes and of the prompts."""
+    """The chunk budget beside so many decodes: 100 ms between tokens. Very much waits, unless `each` states
+    how long a prompt is. `classes` of the decodes and of the prompts."""
     world = World(Limits(step_tokens=more.get("step_tokens", 4_096), classes=parse(CLASSES)))
     world.add_engine(slots=256, blocks=2_048, max_step_tokens=4_096, block_tokens=16, max_context=4_096)
     (executor,) = world.scheduler.state.executors.values()

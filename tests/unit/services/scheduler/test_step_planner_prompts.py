@@ -1,5 +1,5 @@
 """Among prompts those that have begun go first; one that starts on cached blocks has not begun by that. The
-one that was placed first comes to its end, whoever goes before it.
+one that was placed first comes to its end, at any order of the others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def small_steps() -> World:
 
 def crowd(world: World, until: str, streams: list[tuple[str, str]], most: int = 300) -> int:
     """Streams of a tenant and a class, each of which asks for one prompt of 24 tokens after the other:
-    together more than all steps hold. The steps until somebody's first token."""
+    together more than all steps hold. The steps until any first token."""
     asked: dict[int, str] = {}
     for step in range(most):
         if until in world.accepted and world.readers_of(until)[0].tokens:

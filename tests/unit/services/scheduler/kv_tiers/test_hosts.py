@@ -1,4 +1,4 @@
-"""What the scheduler makes of what executors say about arenas and copies: whom it asks, what is over."""
+"""The scheduler's use of executors' reports about arenas and copies: which tier it uses, what is over."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_arena_that_is_released_is_reported_to_its_owner_alone() -> None:
     for source, executor, of in (
         ("executor.e1", "e1", generation),
         ("executor.e1", "e1", generation + 1),  # of a kv_offload that is gone
-        ("executor.e2", "e1", generation),  # speaks for another
+        ("executor.e2", "e1", generation),  # reports for another
     ):
         world.handle(Arrived(source, ArenaReleased(executor=executor, arena_generation=of)))
     assert world.tier.counts == {"ArenaReleased": 1}

@@ -136,7 +136,7 @@ def test_fenced_block_can_be_revived_and_goes_back_after_its_latest_step() -> No
 
 @pytest.mark.parametrize("last_step", [0, 5])
 def test_a_later_holder_without_a_later_step_does_not_lift_the_fence(last_step: int) -> None:
-    """One step names a block, one who came for its prefix was never planned: the step still counts."""
+    """One step names a block, one that came for its prefix was never planned: the step still counts."""
     pool = pool_of(2)
     table = serve(pool, "ab", last_step=5)
     pool.adopt(table)

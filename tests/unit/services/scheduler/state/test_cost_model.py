@@ -81,7 +81,7 @@ def test_chunks_longer_than_any_before_are_predicted_about_right(preset: str, lo
 def test_a_larger_step_never_costs_less(seed: int) -> None:
     costs, rng = CostModel(), random.Random(seed)
     for shape in shapes(seed, 200, "h200-8b"):
-        costs.observe(shape, rng.randrange(100, 100_000))  # whatever it has seen
+        costs.observe(shape, rng.randrange(100, 100_000))  # after any history
     for shape in shapes(seed + 100, 50, "h200-8b"):
         times = [costs.predict_us(shape.with_chunk(64, count)) for count in range(1, 1_024, 7)]
         assert times == sorted(times)

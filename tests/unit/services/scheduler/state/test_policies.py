@@ -1,4 +1,4 @@
-"""Policies by name: what is found, what a wrong name says, and what the small ones decide."""
+"""Policies by name: what is found, the error of a wrong name, and what the small ones decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Service classes: how they are written, and what a wrong setting says."""
+"""Service classes: how they are written, and the error of a wrong setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is over leaves nothing behind that grows: deadlines, deaths, the marks of those that waited."""
+"""What is over leaves nothing that grows: deadlines, deaths, the marks of those that waited."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def compare(waiting: WaitingQueue, plain: Plain) -> None:
         assert waiting.first(model) is plain.first(model)
         for running in (set(), {"a"}, {"a", "b"}, set("abcd")):
             assert waiting.first(model, running) is plain.first(model, running)
-        for client in (("a", 0), ("b", 1), ("c", 2), ("nobody", 1)):
+        for client in (("a", 0), ("b", 1), ("c", 2), ("unseen", 1)):
             assert waiting.ahead(model, client) == plain.ahead(model, client)
 
 
@@ -232,7 +232,7 @@ def test_a_unit_that_waits_rises_one_class_at_a_time() -> None:
 
 
 def test_rising_client_does_not_spoil_the_counters_of_its_own_class() -> None:
-    """Counters of two classes say nothing about each other."""
+    """Counters of two classes do not depend on each other."""
     waiting = WaitingQueue(Policy(), AGE_US)
     waiting.add(make_unit(1, "busy", 0, 0), 0)
     waiting.served.charge_input(("busy", 0), 1_000_000)
@@ -301,7 +301,7 @@ def test_paused_group_comes_before_higher_class_groups_that_came_later() -> None
 
 
 class Looked(set[str]):
-    """Counts how often somebody is looked up."""
+    """Counts how often a client is looked up."""
 
     times = 0
 
@@ -314,7 +314,7 @@ def test_the_first_of_a_tenant_that_does_not_run_is_found_however_many_wait_or_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that run would come first by their counters. Neither they nor the others are looked through: a
-    rank is asked for as often, and whether somebody runs once of each that does."""
+    rank is asked for as often, and whether a client runs once of each that does."""
     of, ranked = waiting_queue.VirtualTokenCounter.get, list[waiting_queue.Client]()
 
     def counted(served: waiting_queue.VirtualTokenCounter, client: waiting_queue.Client) -> int:

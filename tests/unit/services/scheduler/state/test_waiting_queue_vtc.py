@@ -27,7 +27,7 @@ def test_service_of_a_tenant_in_one_class_counts_in_all() -> None:
     served.charge_input(("a", 0), 10)
     served.charge_output(("a", 2), 3)
     assert [served.get(("a", level)) for level in range(3)] == [16, 16, 16]
-    served.lift(("b", 0), 100)  # but who comes back is lifted where it comes back
+    served.lift(("b", 0), 100)  # but a client that comes back is lifted then
     assert [served.get(("b", level)) for level in range(3)] == [100, 0, 0]
 
 
@@ -54,14 +54,15 @@ def test_forgotten_client_counts_as_the_least(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_clients_that_are_ahead_of_the_others_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each asks once, and is served less than the one before: none of them is ever behind the floor."""
+    """Each sends one request, and is served less than the one before: none of them is ever below the
+    floor."""
     monkeypatch.setattr(waiting_queue, "MAX_CLIENTS", 10)
     served = VirtualTokenCounter()
     for i in range(100):
         served.lift((f"c{i:02}", 1), None)
         served.charge_input((f"c{i:02}", 1), 1_000 - i)
         assert len(served.counters) <= 11
-    assert served.get(("c00", 1)) == 1_000, "who was served most is forgotten last"
+    assert served.get(("c00", 1)) == 1_000, "the client that was served most is forgotten last"
 
 
 def worst_gap(rank: str) -> int:
