@@ -111,7 +111,7 @@ def test_names_within_tools_and_calls_stay_text(vocabulary: Vocabulary) -> None:
 
 
 def test_an_error_shows_what_the_user_wrote(vocabulary: Vocabulary) -> None:
-    """And not what stands for it meanwhile, which nobody may know."""
+    """And not what stands for it meanwhile, which no user may know."""
     vocabulary.chat_template = "{{ raise_exception('no ' + messages[0].content) }}<|im_start|>"
     with pytest.raises(BadRequest) as caught:
         ChatTemplate(vocabulary).encode([{"role": "user", "content": ATTACK}], None, True, WALL_US)

@@ -1,4 +1,5 @@
-"""Whatever a template drops or refuses, the whole conversation is in the prompt, in the form that is read."""
+"""At any part that a template drops or refuses, the whole conversation is in the prompt, in the form that is
+read."""
 
 from __future__ import annotations
 

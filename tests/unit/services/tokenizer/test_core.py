@@ -1,4 +1,4 @@
-"""The tokenizer's core on a fake clock: nobody's inbox is lost."""
+"""The tokenizer's core on a fake clock: no inbox is lost."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_silence_is_followed_by_a_second_attempt_then_503_and_a_cancel(core: Tok
     (_, _, code, why) = failure(commands)
     assert commands[1] == Send(
         scheduler, Cancel(tenant="t", request="r1", code=code, message=why), "trace"
-    ), "should the scheduler have it after all, its client is told the same"
+    ), "should the scheduler have it after all, its client gets the same"
     assert core.pending == 0
     assert core.handle(Accepted(tenant="t", request="r1", attempt=1), WAIT_US + 1) == []
 
@@ -156,7 +156,7 @@ def test_tokenizer_that_is_cut_off_gives_no_request_up(core: TokenizerCore) -> N
 
 
 def test_time_limit_of_a_request_counts_once_its_answer_could_be_received(core: TokenizerCore) -> None:
-    """Who was stopped finds out by its timers before it reads that the request was answered long ago."""
+    """A stopped tokenizer finds out by its timers before it reads that the request was answered long ago."""
     core.handle(submission(timeout_s=10), 70_000_000)
     assert core.handle(Tick(cut_off=True), 80_000_000) == []
     assert core.handle(Tick(), 80_000_000 + HEARS_US - 1) == []
@@ -197,7 +197,7 @@ def test_a_look_whether_a_tenant_crowds_costs_the_same_beside_any_number_of_requ
 ) -> None:
     for i in range(200):
         core.handle(dataclasses.replace(submission(f"r{i}"), tenant=f"t{i}"), 10)
-    core._pending = None  # type: ignore[assignment]  # nobody looks at them all
+    core._pending = None  # type: ignore[assignment]  # no code looks at them all
     assert not core.is_over_share("t0", 20)
 
 
@@ -218,7 +218,7 @@ def test_request_that_waited_longer_than_its_limit_is_408_unread(
 ) -> None:
     late = waited(1_000_000, 91_000_000, timeout_s=5)
     with monkeypatch.context() as patched:
-        patched.setattr(type(model.vocabulary), "encode", None)  # nobody works for it any more
+        patched.setattr(type(model.vocabulary), "encode", None)  # no thread works for it any more
         assert failure(core.handle(late, 91_000_000))[2] == 408
     long = prepared(waited(1_000_000, 2_000_000, timeout_s=5), model)  # beside the loop, for 4 s
     assert failure(core.handle(long, 6_000_000))[2] == 408
@@ -282,13 +282,13 @@ def test_requests_wait_for_the_next_scheduler_after_a_death(core: TokenizerCore)
     commands = core.handle(Schedulers(("s3",)), WAIT_US + 5)
     assert [c.scheduler for c in commands if isinstance(c, Send)] == ["s3", "s3"]
     attempts = {c.message.request: c.message.attempt for c in commands if isinstance(c.message, Tokenized)}
-    assert attempts == {"r1": 2, "r2": 1}  # nobody had been asked for r2
+    assert attempts == {"r1": 2, "r2": 1}  # no scheduler had r2
 
 
 def test_but_not_for_ever(core: TokenizerCore) -> None:
     core.handle(Schedulers((), died=True), 10)
     core.handle(submission(), 20)
-    (fail,) = core.handle(Tick(), 10 + WAIT_US)  # and no Cancel: nobody has heard of it
+    (fail,) = core.handle(Tick(), 10 + WAIT_US)  # and no Cancel: no scheduler has it
     assert failure([fail])[2] == 503
     assert failure(core.handle(submission("r2"), 11 + WAIT_US))[2] == 503
 
@@ -306,7 +306,7 @@ def test_one_that_leaves_of_its_own_accord_is_not_waited_for(core: TokenizerCore
 
 
 def test_new_scheduler_that_cannot_serve_yet_is_tried_again(core: TokenizerCore) -> None:
-    """Its executors have not said hello."""
+    """Its executors have not sent hello."""
     core.handle(Schedulers((), died=True), 0)
     core.handle(Schedulers(("s3",)), 0)
     assert sent(core.handle(submission(), 10)).attempt == 1
@@ -353,7 +353,8 @@ def test_another_scheduler_is_tried_at_once_where_one_cannot_serve(core: Tokeniz
 
 
 def test_schedulers_are_tried_again_for_a_moment_when_all_have_refused(core: TokenizerCore) -> None:
-    """A scheduler may miss its executor before this tokenizer does: the next beat says that one has died."""
+    """A scheduler may miss its executor before this tokenizer does: the next heartbeat shows that one has
+    died."""
     first, _ = asked(core.handle(submission(), 0))
     other, _ = asked(core.handle(unavailable(1), 5))
     assert core.handle(unavailable(2), 10) == []
@@ -402,7 +403,7 @@ def test_request_waits_for_a_scheduler_and_its_executor_after_a_start(model: Ser
 
 
 def test_request_stays_at_its_scheduler_while_that_one_lives(core: TokenizerCore) -> None:
-    """An executor has gone from one scheduler to another; what the first has heard it will answer."""
+    """An executor has gone from one scheduler to another; the first answers what it has received."""
     first, _ = asked(core.handle(submission(), 0))
     other = "s1" if first == "s2" else "s2"
     assert core.handle(Schedulers((other,), idle=(first,)), 5) == []

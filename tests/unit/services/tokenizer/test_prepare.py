@@ -536,7 +536,7 @@ def test_a_chat_is_encoded_as_its_text_is(model: ServedModel, content: str) -> N
 
 
 def test_prompt_starts_with_the_begin_token_where_it_should(tmp_path: Path) -> None:
-    """A text gets the begin token, also where one is written in it; ids and chats are as they come."""
+    """A text gets the start token, also where one is written in it; ids and chats are as they come."""
     begins = model_with(write_bpe_gguf(tmp_path / "b.gguf", "llama-bpe"))
     plain = begins.vocabulary.encode("Hi")
     assert list(prepared(begins, {"prompt": "Hi"}).tokens) == [1, *plain]
@@ -782,7 +782,7 @@ def test_the_turns_of_a_chat_have_one_routing_key(model: ServedModel) -> None:
 
 
 def test_a_chat_has_its_routing_key_from_its_first_turn_on(model: ServedModel) -> None:
-    """A short one, too; and another chat behind the same system prompt has another one."""
+    """A short one, too; and another chat after the same system prompt has another one."""
 
     def key(*messages: tuple[str, str]) -> str:
         body = {**CHAT, "messages": [{"role": role, "content": content} for role, content in messages]}

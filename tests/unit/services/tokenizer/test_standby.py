@@ -1,4 +1,4 @@
-"""Copies of requests: who takes over which, and when."""
+"""Copies of requests: which tokenizer takes over which, and when."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_key_distinguishes_requests() -> None:
 
 
 def test_unclaimed_request_is_taken_over() -> None:
-    """The places of those who might differ by request, so that not all come at once."""
+    """The places of the tokenizers might differ by request, so that not all come at once."""
     requests = [heard(str(i)) for i in range(8)]
     copies = kept(*requests)
     assert late(copies, SILENT_US - TURN_US) == []
@@ -78,7 +78,7 @@ def test_owner_keeps_its_request_while_it_sends_anything() -> None:
 
 
 def late_from(copies: Standby, silent_us: int) -> list[PendingRequest]:
-    """What is taken over once nobody says anything any more, and not before SILENT_US."""
+    """What is taken over once no tokenizer announces it any more, and not before SILENT_US."""
     found = []
     for now_us in range(silent_us, silent_us + SILENT_US + 2 * TURN_US, TURN_US):
         found += copies.overdue("a", IDS, now_us)
@@ -87,7 +87,7 @@ def late_from(copies: Standby, silent_us: int) -> list[PendingRequest]:
 
 
 def test_unclaimed_request_may_wait_at_a_busy_tokenizer() -> None:
-    """While another one says anything it is left alone for longer, and not for ever."""
+    """While another one sends anything it is left alone for longer, and not for ever."""
     one = heard()
     copies = kept(one)
     found = []
@@ -179,7 +179,7 @@ def test_own_request_is_announced_once_and_again_when_it_is_done() -> None:
     one.request_id = "drawn"
     copies.own(one)
     copies.own(same)
-    copies.copy(heard(), 3)  # our own copy comes behind it
+    copies.copy(heard(), 3)  # our own copy comes after it
     assert len(copies) == 0
     told = copies.report()
     assert told is not None
@@ -207,7 +207,7 @@ def test_stopped_tokenizer_doubts_that_the_next_request_is_its_own() -> None:
     assert (len(copies), copies.report()) == (2, None)
     copies.on_claims(OTHER, claims({one.key: ""}, done=(one.key,)), back_us + 1)
     assert [each.key for each in late_from(copies, back_us)] == [two.key]
-    assert not copies.give_way(two, back_us + SILENT_US), "others would have said so by now"
+    assert not copies.give_way(two, back_us + SILENT_US), "others would have announced it by now"
 
 
 def test_tokenizer_that_could_not_receive_takes_nothing_over() -> None:

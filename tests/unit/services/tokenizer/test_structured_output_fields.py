@@ -122,7 +122,7 @@ def test_request_without_structured_output_has_none() -> None:
     ("fields", "text"),
     [
         ({"structured_outputs": {"regex": "a+/"}}, r"/a+\//"),
-        ({"structured_outputs": {"choice": ["a", 'say "b"\n']}}, r'"a" | "say \"b\"\n"'),
+        ({"structured_outputs": {"choice": ["a", 'see "b"\n']}}, r'"a" | "see \"b\"\n"'),
         ({"structured_outputs": {"grammar": 'root ::= "x"'}}, "@nested"),
         ({"grammar": 'a ::= "x"\nroot ::= a'}, "@nested"),
     ],

@@ -1,4 +1,4 @@
-"""Functions that a model may call: what a request may say, what the model is told, what its text means."""
+"""Functions that a model may call: what a request may contain, what the model gets, what its text means."""
 
 from __future__ import annotations
 
