@@ -57,7 +57,7 @@ async def cancelled(fleet: Fleet, runtime: Runtime) -> None:
 
 
 async def read_by_nobody(fleet: Fleet, runtime: Runtime) -> None:
-    await opened(fleet)  # the server says that nobody listens to the first frame
+    await opened(fleet)  # the server reports no responders to the first frame
 
 
 async def without_scheduler(fleet: Fleet, runtime: Runtime) -> None:
@@ -100,7 +100,7 @@ async def test_error_in_a_timer_fails_the_detokenizer(
     broken: str,
     cause: object,
 ) -> None:
-    """Whoever waits for that text would wait for ever: a supervisor starts it again, and schedulers open
+    """The reader of that text would wait for ever: a supervisor starts it again, and schedulers open
     their requests elsewhere."""
 
     def fail(*args: object) -> None:

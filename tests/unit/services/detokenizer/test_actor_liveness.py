@@ -1,4 +1,5 @@
-"""Who still waits for a plain answer: asked beside the inbox, believed only where the question is heard."""
+"""Clients that still wait for a plain answer: probed beside the inbox, believed only where the probe
+arrives."""
 
 from __future__ import annotations
 

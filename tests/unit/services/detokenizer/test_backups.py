@@ -102,7 +102,8 @@ def test_copy_that_arrives_after_the_answer_is_not_kept(copies: Backups) -> None
 def test_a_copy_of_which_one_has_gone_is_kept_until_the_other_has_found_another(
     copies: Backups, gone: str, left: str, void: bool
 ) -> None:
-    """Who has a new one says so, and whom nobody speaks of any more was answered before."""
+    """The owner of a new one announces it, and a request that is not announced any more was answered
+    before."""
     copies.on_backup(S, asked(timeout_us=DAY_US), "", 10)
     copies.on_backup(S, asked("renewed", timeout_us=DAY_US), "", 10)
     assert copies.on_gone(gone, {left}.__contains__, 100, void=void) == []

@@ -1,4 +1,5 @@
-"""The detokenizer when schedulers die: whom it asks to go on, with what, and what readers see of it."""
+"""The detokenizer when schedulers die: which one it sends requests to, with what, and what readers see of
+it."""
 
 from __future__ import annotations
 
@@ -203,7 +204,7 @@ def test_new_incarnation_under_the_same_name_gets_the_request(core: DetokenizerC
     assert isinstance(ask, SendTo)
     assert ask.scheduler == A
     out = give(core, A, *opens(resumed([ask]), 700))
-    assert told(out) == []  # nobody there knows the old number
+    assert told(out) == []  # no reader there has the old number
     out = give(core, A, tokens(700, 2, "c"), Close(seq=700, final=3, reason="length"))
     assert text(frames(out)) == "c"
     assert core.is_idle
@@ -293,7 +294,7 @@ def test_unrequested_answers_are_ignored(core: DetokenizerCore) -> None:
 
 
 def test_tokenizers_second_submission_starts_a_new_attempt(core: DetokenizerCore) -> None:
-    """It had not heard that the dead one accepted the request."""
+    """It had no word that the dead one accepted the request."""
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "ab")))
     core.failover.on_lost(A, "gone")
     out = give(core, B, *opens(ASKED, 90, attempt=2), tokens(90, 0, "abc"))
@@ -337,7 +338,7 @@ def test_a_reader_that_has_gone_needs_no_other_scheduler(
 
 
 def test_an_answer_of_the_one_thought_dead_is_the_only_one(core: DetokenizerCore) -> None:
-    """It comes back after another was asked, and is quicker."""
+    """It comes back after another got the request, and is faster."""
     begin(core)
     core.failover.on_lost(A, "gone")
     asked = resumed(core.failover.advance(["b"], 0))
@@ -400,7 +401,7 @@ def test_one_that_was_given_up_and_has_only_been_slow_gets_no_reader(core: Detok
 
 @pytest.mark.parametrize("late", [False, True])
 def test_last_frame_to_a_client_is_followed_by_nothing(core: DetokenizerCore, late: bool) -> None:
-    """B was asked, and opens the request after its client has been told."""
+    """B got the request, and opens it after its client got the error."""
     begin(core)
     core.failover.on_lost(A, "gone")
     asked = resumed(core.failover.advance(["b"], 0))
@@ -535,7 +536,7 @@ def test_an_id_used_again_after_its_request_was_given_up_is_an_orphan_of_its_own
     assert (asked.inbox, list(asked.generated)) == ("in2", [1])
 
 
-@pytest.mark.parametrize("how", ["cancelled before", "its reader leaves", "nobody goes on"])
+@pytest.mark.parametrize("how", ["cancelled before", "its reader leaves", "no scheduler goes on"])
 def test_scheduler_of_an_adopted_request_gets_its_end_by_name(core: DetokenizerCore, how: str) -> None:
     """Its sequences are not known here, and a word without them would mean that messages were lost."""
     core.handle(A, dataclasses.replace(ASKED, shard="d2"), "", 1, 1)

@@ -345,7 +345,7 @@ def test_a_broker_that_dies_again_loses_no_end(letters: Vocabulary, stream: bool
 
 
 def test_the_end_itself_is_seen_to_arrive(letters: Vocabulary) -> None:
-    """A reader that heard the new attempt and was cut off before the text."""
+    """A reader that received the new attempt and was cut off before the text."""
     at = line(letters)
     at.open()
     at.tokens("done")
@@ -382,7 +382,7 @@ def test_another_detokenizer_continues_after_any_number_of_new_attempts(letters:
 
 
 def test_a_503_that_comes_before_the_news_of_the_return_is_no_departure(letters: Vocabulary) -> None:
-    """What waited for the broker leaves first, and nobody listens yet."""
+    """What waited for the broker leaves first, and no reader listens yet."""
     at = line(letters)
     at.open()
     at.tokens("ab")

@@ -1,4 +1,5 @@
-"""Attached readers: whatever reaches them, and whenever they attach, what they put together is the answer."""
+"""Attached readers: with any messages lost, and attached at any time, what they put together is the
+answer."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_a_resumed_answer_equals_one_that_was_never_interrupted(letters: Vocabul
 
 
 def test_a_request_that_runs_is_not_disturbed(core: Core, letters: Vocabulary) -> None:
-    """Its scheduler says that it runs: whatever the attempt of the checkpoint, it is not newer than a request
+    """Its scheduler reports that it runs: at any attempt of the checkpoint, it is not newer than a request
     that has started over."""
     begin(core, dataclasses.replace(ASKED, attempt=3))
     give(core, A, step(5, 0, ids("abc")))
