@@ -55,7 +55,7 @@ async def whole(receive: Any) -> bytes:
 
 
 class Peer:
-    """A client that says what it likes."""
+    """A client that sends any bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -119,7 +119,7 @@ async def test_half_a_head_ends(door: Door, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_silent_connection_ends(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it has never said anything, or nothing but blank lines, or has had its answer."""
+    """Whether it has never sent anything, or nothing but blank lines, or has had its answer."""
     monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.1)
     for data in (b"", b"\r\n" * 10):
         assert await (await door.peer(data)).read() == b""
@@ -287,7 +287,7 @@ async def test_bytes_that_are_not_http_are_refused_after_the_answer_before_them(
 
 
 async def test_lost_connection_is_reported_to_the_running_request(door: Door) -> None:
-    """Not only to the newest, which waits behind it."""
+    """Not only to the newest, which waits after it."""
     peer = await door.peer(GET.replace(b"/", b"/left", 1) + b"\r\n" + GET + b"\r\n")
     await peer.read(b"he")
     door.connections[0].transport.abort()

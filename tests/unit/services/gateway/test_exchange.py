@@ -92,7 +92,7 @@ HASH = sha256(b"secret").hexdigest()
 
 
 def test_keys_plain_and_hashed() -> None:
-    text = f"# who\nacme  hr-1 # first\n\nacme hr-2\nother sha256:{HASH}\n"
+    text = f"# names\nacme  hr-1 # first\n\nacme hr-2\nother sha256:{HASH}\n"
     assert read_keys(text) == {
         sha256(b"hr-1").hexdigest(): "acme",
         sha256(b"hr-2").hexdigest(): "acme",
@@ -215,7 +215,7 @@ def test_ids_of_clients_are_kept_where_they_can_be() -> None:
 
 @pytest.mark.parametrize("given", ["", "mesh-1", "x" * 128])
 def test_requests_with_one_given_id_have_ids_of_their_own(given: str) -> None:
-    """A mesh says one id to all calls that belong together, at the same time."""
+    """A mesh gives one id to all calls that belong together, at the same time."""
     made = {fresh_id(given) for _ in range(100)}
     assert len(made) == 100
     assert all(name.startswith(given[:96]) for name in made)
@@ -279,14 +279,14 @@ def test_exchange_counters_count_requests_errors_and_first_bytes() -> None:
 
 def test_the_page_for_prometheus() -> None:
     readings = [
-        MetricPoint("a.b", 1.5, "By", (("x.y", 'say "hi"\n\\'),)),
+        MetricPoint("a.b", 1.5, "By", (("x.y", 'see "hi"\n\\'),)),
         MetricPoint("c", 3, "{request}", is_counter=True),
         MetricPoint("a.b", 2, "By"),
         HistogramPoint("h", (0.5, 1), (1, 0, 2), 7.25, "s"),
     ]
     assert to_prometheus(readings).decode() == (
         "# HELP a_b_bytes a.b, By\n# TYPE a_b_bytes gauge\n"
-        'a_b_bytes{x_y="say \\"hi\\"\\n\\\\"} 1.5\n'
+        'a_b_bytes{x_y="see \\"hi\\"\\n\\\\"} 1.5\n'
         "a_b_bytes 2.0\n"
         "# HELP c_total c, {request}\n# TYPE c_total counter\n"
         "c_total 3.0\n"

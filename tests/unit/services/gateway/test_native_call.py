@@ -31,7 +31,7 @@ async def lines_of(broker: MemoryBroker, *, apart: bool = True) -> TenantConnect
     return TenantConnections(await Client.open(broker.connect()), apart)
 
 
-async def test_two_tenants_have_two_connections_and_the_main_one_is_nobodys() -> None:
+async def test_two_tenants_have_two_connections_apart_from_the_main_one() -> None:
     lines = await lines_of(MemoryBroker())
     clients = await asyncio.gather(*(lines.of(tenant) for tenant in "aabba"))
     assert [client.tenant for client in clients] == [*"aabba"]

@@ -348,7 +348,7 @@ def test_a_stream() -> None:
 
 
 def test_blocks_of_a_stream_follow_each_other() -> None:
-    """Whatever the pieces of reasoning, text and calls: one block is open at a time."""
+    """At any pieces of reasoning, text and calls: one block is open at a time."""
     made = MessageEvents(asked(stream=True))
     head = {"id": "r", "model": "m"}
 
