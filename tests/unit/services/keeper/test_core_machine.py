@@ -362,7 +362,7 @@ def test_deliveries_alone_never_fail_a_request() -> None:
 
 @pytest.mark.parametrize("clock_us", _CLOCKS_US)
 def test_a_request_that_waits_for_more_than_a_day_gets_a_record_with_the_reason(clock_us: int) -> None:
-    """Whatever the wall clock of the keeper says, also if it is set in the middle."""
+    """At any wall clock of the keeper, also if it is set in the middle."""
     core, key = KeeperCore(), KEYS[0]
     assert not late(core, key, 1, 0, clock_us)
     assert not late(core, key, 2, DAY_US, DAY_US - clock_us)
