@@ -116,7 +116,7 @@ def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_segment_of_another_user_is_left_alone(
     shm: Path, monkeypatch: pytest.MonkeyPatch, ends: tuple[str, ...]
 ) -> None:
-    """Also by root, who may remove it."""
+    """Also by root, which may remove it."""
     names = sorted(f"{segment_name('fleet', 1)}{end}" for end in ends)
     for name in names:
         (shm / name).touch(0o666)
@@ -199,7 +199,7 @@ ANSWERS = {KvLookup: KvFound, KvReserve: KvReserved, KvPrefetch: KvReady, KvComm
 
 
 class Scheduler(Actor):
-    """Asks and waits for the answer, among news that nobody asked for (KvGone)."""
+    """Asks and waits for the answer, among unrequested messages (KvGone)."""
 
     kind = "scheduler"
 
@@ -280,7 +280,7 @@ class House:
         return list(found.tiers)
 
     async def found(self, *numbers: int, tiers: list[int]) -> None:
-        """Asked until L2 has said it: it has 10 ms a time, which a busy machine may miss."""
+        """Repeated until L2 has answered: it has 10 ms a time, which a busy machine may miss."""
         async with asyncio.timeout(60):
             while await self.look_up(*numbers) != tiers:
                 pass
@@ -464,7 +464,7 @@ async def test_l1_is_served_while_l2_hangs_and_l2_again_when_it_goes_on(house: H
 
 
 async def test_connection_to_l2_is_open_before_the_first_answer(house: House) -> None:
-    """A lookup has 10 ms, and who opens a connection first may miss them."""
+    """A lookup has 10 ms, and a worker that opens a connection first may miss them."""
     house.l2.going.clear()
     starting = asyncio.create_task(house.start())
     await house.until(lambda: house.l2.opened == 2)  # one to find a wrong URL, and one that stays

@@ -74,7 +74,7 @@ def test_core_without_an_arena_stores_nothing_and_answers_every_query() -> None:
 def test_stored_block_is_found_and_read_with_its_valid_tokens() -> None:
     world = World()
     assert world.reserve(1, 1, 2, valid_tokens=ints([16, 5])) == [0, PAGE]
-    assert tiers(world.look_up(1, 2)) == [0, 0], "nobody reads it before the commit"
+    assert tiers(world.look_up(1, 2)) == [0, 0], "it is not read before the commit"
     assert world.commit(1, 1, 1) == [1, 1]
     assert tiers(world.look_up(1, 2)) == [1, 1]
     answer = ready(world.prefetch(2, 1, 2, 3))
@@ -109,7 +109,7 @@ def test_unwritten_range_is_free_again() -> None:
     world.reserve(2, 3, priority=1)
     world.say(KvRelease(jobs=ints([2])))
     assert world.reserve(3, 4, 5, priority=1) == [0, 2 * PAGE]
-    assert world.commit(3) == [0, 0], "a commit that says nothing of a key has not written it"
+    assert world.commit(3) == [0, 0], "a commit without a key has not written it"
 
 
 def test_a_key_that_is_there_needs_no_copy_and_stays_until_the_commit() -> None:

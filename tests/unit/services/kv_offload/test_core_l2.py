@@ -1,4 +1,5 @@
-"""The core of kv_offload, L2: what is asked of it, what is copied to it, and that nobody waits for it."""
+"""The core of kv_offload, L2: what is looked up there, what is copied there, and that no request waits for
+it."""
 
 from __future__ import annotations
 
@@ -300,7 +301,7 @@ def test_coldest_blocks_are_copied_once_l1_is_nearly_full_and_reused_blocks_firs
     w.prefetch(2, 5)
     w.say(KvRelease(jobs=ints([2])))
     w.end_all("failed", [L2Put])
-    w.look_up(*range(14), job=3)  # 5 is as cold as its place says
+    w.look_up(*range(14), job=3)  # 5 is as cold as its place
     w.store(4, 50)
     first, *rest = (w.calls[call].name[1] for call in w.in_flight(L2Put))  # type: ignore[union-attr]  # puts
     assert first == key(5)

@@ -66,7 +66,7 @@ def test_few_canaries_hang_at_a_time_and_one_that_wakes_up_sends_the_next_at_onc
         breaker.probing(call, PROBE_US * (call + 1))
     assert breaker.next_us() == PROBE_US * HANGING_PROBES + PATIENCE_US
     late_us = 20 * PROBE_US
-    assert not breaker.on_probed(0, ok=True, now_us=late_us), "it says that L2 is back, not that it is well"
+    assert not breaker.on_probed(0, ok=True, now_us=late_us), "it shows that L2 is back, not that it is well"
     assert breaker.next_us() == late_us
     breaker.probing(99, late_us)
     assert breaker.on_probed(99, ok=True, now_us=late_us + 1_000)

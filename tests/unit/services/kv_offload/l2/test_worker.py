@@ -1,4 +1,4 @@
-"""The threads that talk to L2: what they carry is whole or not at all, and one that hangs holds up nobody."""
+"""The threads that call L2: a value is whole or absent, and one that hangs delays no other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The core of kv_offload with peers: what is asked of another host, what comes from it, and that nothing
-stays leased, whatever happens in the middle of a read. Two cores; the test carries what they say."""
+stays leased, at any event in the middle of a read. Two cores; the test carries their messages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Pair:
         self.b.store(1, *range(1, 10), valid_tokens=ints([16] * 9))
 
     def carry(self, *, change: Callable[[Message], Message | None] = lambda m: m) -> list[Message]:
-        """Everything that the two say to each other, until both are silent; sums are made at once."""
+        """All messages of the two to each other, until both are silent; sums are made at once."""
         heard: list[Message] = []
         busy = True
         while busy:
