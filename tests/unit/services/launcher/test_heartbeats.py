@@ -1,4 +1,5 @@
-"""Who hangs and who does not: processes that sleep, work, are stopped; and the check of a container."""
+"""Which processes hang and which do not: processes that sleep, work, are stopped; and the check of a
+container."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ BY_A_CHILD = (
 
 @contextmanager
 def running(code: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, once it has said that it is up."""
+    """A process in a group of its own, once it has printed that it is up."""
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -101,7 +102,7 @@ def test_sleeping_process_uses_no_ticks_and_a_working_one_is_busy() -> None:
     with running(BY_A_CHILD) as compiles:
         assert {ticks_of(compiles.pid) for _ in range(20)} == {None}
         assert stopped(compiles.pid) == stopped(compiles.pid), (
-            "children may wait in a loop for who was stopped"
+            "children may wait in a loop for the stopped process"
         )
     assert ticks_of(compiles.pid) is None
 
@@ -111,7 +112,7 @@ def test_silence_is_the_time_without_a_sign() -> None:
     signs = [(0, "a"), (4, "a"), (8, "a"), (9, None), (10, "a"), (14, "a"), (15, "b"), (19, "b")]
     assert [silences.seconds("x", sign, at) for at, sign in signs] == [0, 4, 8, 0, 0, 4, 0, 4]
     assert silences.seconds("y", "b", 19) == 0
-    assert silences.seconds("x", "b", 19 + heartbeats.PARDON_S + 1) == 0, "whoever looks was stopped itself"
+    assert silences.seconds("x", "b", 19 + heartbeats.PARDON_S + 1) == 0, "the watch was stopped itself"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Models that share memory: who wakes, who sleeps, and that two of them do not fight."""
+"""Models that share memory: which wake, which sleep, and that two of them do not fight."""
 
 from __future__ import annotations
 

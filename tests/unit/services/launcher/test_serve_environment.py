@@ -10,7 +10,7 @@ import pytest
 
 from services.launcher.serve import OPENMP_SPINS, environment
 
-# A service that ends where it would be built, and says how its OpenMP waits.
+# A service that ends where it would be built, and prints how its OpenMP waits.
 SHOW = """
 import services.launcher.serve as serve
 serve.BUILDERS["executor"] = "this_module_does_not_exist:build"

@@ -28,7 +28,7 @@ STUBBORN = (
 )
 LAST_WORDS = (
     "import signal, sys\n"
-    "def second(*a): print('told', flush=True); sys.exit(130)\n"
+    "def second(*a): print('stopped', flush=True); sys.exit(130)\n"
     "def first(*a): signal.signal(signal.SIGTERM, second)\n"
     "signal.signal(signal.SIGINT, second); signal.signal(signal.SIGTERM, first)\n"
     "print('up', flush=True)\n"
@@ -48,7 +48,7 @@ NEEDY = (
 
 
 class Lines:
-    """Collects the lines of services and wakes who waits for one."""
+    """Collects the lines of services and wakes the waiter for one."""
 
     def __init__(self) -> None:
         self.got: list[tuple[str, str]] = []
@@ -183,9 +183,7 @@ async def test_a_death_shows_though_a_grandchild_holds_the_pipe(
     grandchild = int((tmp_path / "held").read_text())
     async with asyncio.timeout(60):
         while Path(f"/proc/{grandchild}").exists() and _state(grandchild) != "Z":
-            await asyncio.sleep(
-                0.01
-            )  # its parent is nobody's child: whoever reaps it does so in his own time
+            await asyncio.sleep(0.01)  # its parent has no parent here: init reaps it in its own time
     await running.kill()
 
 
@@ -258,7 +256,7 @@ async def test_one_that_hangs_in_a_drain_costs_no_later_one_its_last_words(
         await lines.wait_for(name, "up")
     draining = asyncio.create_task(running.drain([("a",), ("b",), ("c",)], 0.01, lambda left, kind: None))
     for name in ("b", "c"):
-        await lines.wait_for(name, "told")
+        await lines.wait_for(name, "stopped")
     running.services[0].send(signal.SIGUSR1)  # it has until the end
     assert await asyncio.wait_for(draining, 60) is False
     assert [s.process.returncode for s in running.services if s.process] == [0, 130, 130]
@@ -363,7 +361,7 @@ async def test_lines_of_any_length_and_bytes() -> None:
 
 
 def test_services_die_with_the_launcher(tmp_path: Path) -> None:
-    """SIGKILL on the process that supervises: its child must be gone, though nobody told it."""
+    """SIGKILL on the process that supervises: its child must be gone, though it got no signal."""
     code = f"""
 import asyncio, os, sys
 from services.launcher.supervisor import ServiceSpec, Supervisor

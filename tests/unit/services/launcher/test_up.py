@@ -1,4 +1,4 @@
-"""What `headrace up` tells of the fleet that it has started."""
+"""What `headrace up` prints of the fleet that it has started."""
 
 from __future__ import annotations
 

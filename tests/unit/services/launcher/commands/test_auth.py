@@ -222,7 +222,7 @@ def test_the_files_are_read_as_settings(tmp_path: Path, capsys: pytest.CaptureFi
     given = tomllib.loads((tmp_path / "tenants/public/headrace.toml").read_text())
     assert set(given) == {"nats_url"}
     assert shown == given["nats_url"].replace("@h:1", "@127.0.0.1:9")
-    assert main(["auth", str(tmp_path), "--show", "nobody"]) == 1
+    assert main(["auth", str(tmp_path), "--show", "absent"]) == 1
     assert "there are no credentials in" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""`headrace kv`: its words for each state of the tiers, to the character, from what a core really says."""
+"""`headrace kv`: its words for each state of the tiers, to the character, from the status of a real core."""
 
 from __future__ import annotations
 

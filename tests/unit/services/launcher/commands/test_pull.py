@@ -31,7 +31,7 @@ def make_wheel(folder: Path) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip uses as its only index, as the user's configuration would say."""
+    """A folder that pip uses as its only index, as the user's configuration would set it."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")

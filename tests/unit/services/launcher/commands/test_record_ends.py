@@ -27,7 +27,7 @@ from shared.nats.interface import Bus
 
 
 async def test_message_of_a_neighbour_after_the_end_is_no_fault(tmp_path: Path) -> None:
-    """Services stop together: a scheduler that has closed its log still hears the others drain."""
+    """Services stop together: a scheduler that has closed its log still receives the others' drain."""
     async with watched_fleet() as fleet:
         actor = SchedulerActor(Limits(), "m", str(tmp_path / "events.log"))
         await fleet.started(actor, "s")
@@ -130,5 +130,5 @@ async def test_a_recording_that_never_began_leaves_no_file(
     monkeypatch.setattr(recording, "connected", connected)
     out = tmp_path / "events.log"
     with pytest.raises(Unavailable, match="--event-log nats"):
-        await recording.record(Target("nats://none", "m"), out, "nobody", 0)
+        await recording.record(Target("nats://none", "m"), out, "absent", 0)
     assert not out.exists()

@@ -1,4 +1,4 @@
-"""`headrace policy set`: each scheduler is asked by its name, and tells what was and what is."""
+"""`headrace policy set`: each scheduler gets it by its name, and answers with the old and the new."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ def test_overlap_draws_nothing_without_steps() -> None:
 
 
 def test_halves_of_a_step_communicate_under_each_other() -> None:
-    """One column 100 us: A computes 1 ms, then B, then A again from when its talk has ended; the last talk is
-    under nothing."""
+    """One column 100 us: A computes 1 ms, then B, then A again from when its collective has ended; the last
+    one is under nothing."""
     pieces = (0, 0, 1_000, 2, 1_000, 800, 1, 1_000, 1_000, 0, 2_000, 1_000, 3, 2_000, 700, 2, 3_000, 1_000)
     found = overlap(
         body(step(4, 3), step(5, 12, tokens=4_096, segments=pieces), step(6, 60, segments=pieces))
