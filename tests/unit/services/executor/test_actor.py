@@ -1,4 +1,4 @@
-"""The executor's shell on the memory bus: incarnations, whom it obeys, what it drops."""
+"""The executor's shell on the memory bus: incarnations, which scheduler it obeys, what it drops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from shared.messages import (
 
 
 class HandScheduler(Hand):
-    """Says to the executor what a test says."""
+    """Sends the executor a test's messages."""
 
     def __init__(self, model: str = "m", requests: int = 0) -> None:
         super().__init__("scheduler")
@@ -164,7 +164,7 @@ async def test_executor_that_is_kept_out_logs_the_reason_and_repeats_its_hello(
 
 
 class Speaker(Hand):
-    """A tokenizer or detokenizer whose tokens have a number; 0: of an earlier version, which tells none."""
+    """A tokenizer or detokenizer whose tokens have a number; 0: of an earlier version, which sends none."""
 
     def __init__(self, kind: str, number: int) -> None:
         super().__init__(kind)
@@ -295,7 +295,12 @@ class Colleague(Hand):
 @pytest.mark.parametrize(
     ("requests", "wanted"),
     [((0, 0, 0), "b"), ((0, 2, 0), "b"), ((3, 2, 0), "a"), ((0, 0, 4), "c")],
-    ids=["the one that others have chosen", "also with requests", "one whose requests nobody computes", "so"],
+    ids=[
+        "the one that others have chosen",
+        "also with requests",
+        "one whose requests no executor computes",
+        "so",
+    ],
 )
 async def test_a_second_scheduler_stands_by(fleet: Fleet, requests: tuple[int, ...], wanted: str) -> None:
     for name, count in zip("abc", requests, strict=True):
@@ -489,7 +494,7 @@ async def test_an_engine_that_fails_three_steps_in_a_row_fails_the_executor(flee
 
 
 class Stuck(SimBackend):
-    """Its first forward pass returns when the test says so."""
+    """Its first forward pass returns when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(SimOptions(model="m", timing="step=0"))
@@ -700,7 +705,7 @@ async def test_next_result_has_the_time_that_publishing_the_last_one_took(fleet:
 
 
 class Napping(SimBackend):
-    """Says when it sleeps; wakes when a test lets it."""
+    """Reports when it sleeps; wakes when a test lets it."""
 
     def __init__(self) -> None:
         super().__init__(SimOptions(model="m", timing="step=0"))
@@ -719,7 +724,7 @@ class Napping(SimBackend):
 
 
 async def napping(fleet: Fleet) -> tuple[ExecutorActor, Runtime, HandScheduler, Napping, ExecHello]:
-    """An executor that was told to sleep and has done so."""
+    """An executor that got the command to sleep and has done so."""
     hand, engine = HandScheduler(), Napping()
     await fleet.started(hand, "s")
     actor, runtime = await executor(fleet, lambda: engine)
@@ -742,7 +747,7 @@ async def test_executor_sleeps_and_wakes_as_a_new_incarnation(fleet: Fleet) -> N
     await fleet.broker.settle()
     runtime.upkeep()
     await fleet.broker.settle()
-    assert len(hand.of(ExecHello)) == 2, "it says hello when it is awake"
+    assert len(hand.of(ExecHello)) == 2, "its hello comes when it is awake"
     engine.may_wake.set()
     hello = await hand.until(ExecHello, 3)
     assert (hello.asleep, hello.exec_epoch > asleep.exec_epoch) == (False, True)

@@ -100,7 +100,7 @@ def test_a_slot_that_cannot_be_opened_is_the_error_of_its_own_rows() -> None:
         assert (result.error, list(result.ids), list(result.done)) == ("", [-1], [2])
         assert result.row_errors == ((0, why),)
     assert (third.error, third.row_errors) == ("OSError: ", ())
-    assert (list(fourth.ids), fourth.row_errors) == ([4], ((0, "no"),))  # what the engine itself says
+    assert (list(fourth.ids), fourth.row_errors) == ([4], ((0, "no"),))  # the engine's own error
     assert backend.calls[1:3] == [("open", 1), ("open", 1)]  # the second is its stand-in
 
 

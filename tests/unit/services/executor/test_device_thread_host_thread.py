@@ -18,7 +18,7 @@ WITHIN_S = 90
 
 
 class Gated(Scripted):
-    """A Scripted whose samples of some steps begin when the test says so; calls are seen as they come."""
+    """A Scripted whose samples of some steps begin when the test allows it; calls are seen as they come."""
 
     def __init__(self, *gated: int) -> None:
         super().__init__(FakeClock())

@@ -1,4 +1,4 @@
-"""A checkpoint that says what we do not know is refused by name; those that people have are taken."""
+"""A checkpoint with an unknown key is refused by its name; published ones are accepted."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind: str) -> None:
         assert shapes.sliding_window == (getattr(theirs, "sliding_window", None) or 0)
 
 
-# Of models that are computed otherwise, by key; and a key that nobody has heard of.
+# Keys of models that are computed otherwise; and a key without a meaning.
 CHANGES: dict[str, Any] = {
     "quantization_config": {"quant_method": "gptq", "bits": 4},
     "compression_config": {"format": "pack-quantized"},
@@ -172,8 +172,8 @@ CHANGES: dict[str, Any] = {
     "per_layer_config": {"0": {"head_dim": 8}},
     "auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"},
     "architectures": ["LlamaForCausalLMEagle"],
-    "nobody_knows_this": 0,
-    "nobody_knows_that": False,
+    "unknown_number": 0,
+    "unknown_flag": False,
 }
 
 SAID = {
@@ -250,8 +250,8 @@ GGUF_CHANGES: dict[str, Any] = {
     "llama.rope.scale_linear": 4.0,
     "llama.expert_count": 8,
     "llama.nextn_predict_layers": 1,
-    "llama.nobody_knows_this": 0,
-    "nobody.knows_that": True,
+    "llama.unknown_number": 0,
+    "unknown.flag": True,
 }
 
 SAID_OF_GGUF = {"llama.rope.scaling.type": "rope scaling 'longrope'"}

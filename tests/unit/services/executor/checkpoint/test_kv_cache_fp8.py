@@ -110,7 +110,7 @@ def test_blocks_in_fp8_are_written_read_copied_and_attended() -> None:
 
 
 def logits_and_cache(engine: TorchBackend) -> tuple[torch.Tensor, torch.Tensor]:
-    """A prompt in two chunks and two tokens behind it: the logits of each step, and all blocks."""
+    """A prompt in two chunks and two tokens after it: the logits of each step, and all blocks."""
     maker, found = PlanMaker(engine), []
     maker.open(1, random_tokens(31, 4))
     for row in (

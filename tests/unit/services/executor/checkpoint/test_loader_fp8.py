@@ -1,4 +1,4 @@
-"""Which engines have weights in fp8, what the others say, and fp8 weights with KV in fp8."""
+"""Which engines have weights in fp8, the others' errors, and fp8 weights with KV in fp8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engines keep weights in 4 bits, what the others say, and 4 bits with KV in fp8."""
+"""Which engines keep weights in 4 bits, the others' errors, and 4 bits with KV in fp8."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ Logits = dict[str, list[torch.Tensor]]
 
 
 def all_logits(ranks: Ranks, folder: Path, kinds: tuple[str, ...]) -> Logits:
-    """Of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind of model."""
+    """The logits of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind
+    of model."""
     split = [(each, *each.partition("/")) for each in kinds]
     return {each: list(logits_of(ranks, folder / kind, extra)) for each, kind, _, extra in split}
 

@@ -79,7 +79,8 @@ def test_stages_load_the_weights_of_one_rank_in_parts(kind: str, source: str, tm
 
 
 def all_logits(ranks: Ranks, folder: Path) -> dict[str, list[torch.Tensor]]:
-    """Of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind of model."""
+    """The logits of a chunk with nothing before it, one with a prefix beside a decode, and decodes, by kind
+    of model."""
     return {
         kind + extra: list(logits_of(ranks, folder / kind, extra)) for kind in KINDS for extra in ("", "/fp8")
     }

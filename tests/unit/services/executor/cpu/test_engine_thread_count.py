@@ -16,7 +16,7 @@ Machine = Callable[[int, int], float]  # threads, tokens -> us of a step
 
 
 def beside(busy: int, cores: int) -> Machine:
-    """Other processes keep so many of the cores busy: whoever has more threads than are left waits for them
+    """Other processes keep so many of the cores busy: a step with more threads than are left waits for them
     at every barrier."""
 
     def step(threads: int, tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""Which products of bf16 weights read the plain matrix, and what a CPU without int8 is told."""
+"""Which products of bf16 weights read the plain matrix, and the error of a CPU without int8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton needs is looked for at the start, and a kernel that is compiled under a request is told."""
+"""What Triton needs is looked for at the start, and a kernel that is compiled under a request is reported."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_any_step_keeps_within_the_room_and_walks_all_once() -> None:
 
 
 def assert_covers(found: Words, tiles: Words) -> None:
-    """Each tile's parts are all there, in order, one behind the other, and its last one is to be merged."""
+    """Each tile's parts are all there, in order, one after the other, and its last one is to be merged."""
     at, merges, seen = 0, [], []
     while at < found.shape[1]:
         of = max(int(found[5, at]), 1)

@@ -148,7 +148,7 @@ def test_a_rank_that_fails_at_the_start_fails_the_start_with_its_words(
 
     def sums(made: TorchOptions, ranks: Ranks) -> RankBackend:
         ranks.all_reduce(torch.ones(3))
-        raise AssertionError("there was nobody to add to")
+        raise AssertionError("there was no rank to add to")
 
     with pytest.MonkeyPatch.context() as patched:
         if when == "in a sum":

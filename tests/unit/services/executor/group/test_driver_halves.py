@@ -30,7 +30,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def steps(*, samples: bool = True) -> Iterator[list[Row]]:
-    """A cut through the first prompt; a decode beside a chunk with a prefix; a chunk that feeds nobody; and a
+    """A cut through the first prompt; a decode beside a chunk with a prefix; a chunk that feeds no row; and a
     step too short to be halved."""
     yield [Row(0, 0, 120, feeds=(0,)), Row(1, 0, 60, feeds=(1,) if samples else ())]
     yield [Row(1, 60, 1, feeds=(1,)), Row(0, 120, 100), Row(2, 0, 90, feeds=(2,))]

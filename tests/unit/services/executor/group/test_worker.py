@@ -177,7 +177,7 @@ def test_part_of_a_rank_lies_after_the_parts_of_the_ranks_before(options: TorchO
 
 
 def test_rank_is_built_works_and_ends_by_the_drivers_commands(options: TorchOptions) -> None:
-    """The only one of its group, on a thread: its own driver, since nobody else computes."""
+    """The only one of its group, on a thread: its own driver, since no other rank computes."""
     ours, theirs = multiprocessing.Pipe()
     store = rendezvous(1)
     orphaned = threading.Event()
@@ -195,7 +195,7 @@ def test_rank_is_built_works_and_ends_by_the_drivers_commands(options: TorchOpti
         refused,
         maker.plan([Row(0, 0, len(PROMPT), feeds=(0,))]),
         SetSampled(1, ints([5]), ints([0])),
-        maker.plan([Row(0, len(PROMPT), 1, feeds=(0,))]),  # of the token that it was told
+        maker.plan([Row(0, len(PROMPT), 1, feeds=(0,))]),  # of the token that it received
         SetSampled(2, ints([6]), ints([1])),
         driver.CopyControl.FINISH,
     ):

@@ -49,7 +49,7 @@ class HandCopier:
         for took_s in self.slices_s:
             self.began.put(None)
             if not give_way(took_s):
-                raise ArenaError("nobody wants it any more")
+                raise ArenaError("it was given up")
         self.attached = arena.view
 
     def detach(self) -> None:
@@ -278,7 +278,7 @@ def test_the_time_of_a_copy_is_the_devices_where_it_has_a_clock(bench: Bench) ->
     assert bench.lane.stored.us == 20
     bench.copier.moved_us = 700
     bench.copy(2, 1, 2)
-    assert bench.copied().took_us == 20  # two clocks need not agree
+    assert bench.copied().took_us == 20  # two clocks may differ
 
 
 def test_a_copy_that_fails_at_its_end_is_no_copy(bench: Bench) -> None:
@@ -420,7 +420,7 @@ def test_an_arena_is_attached_in_slices_with_rests_while_steps_go_on(bench: Benc
         bench.computing = beside == "a step under way"
         bench.lane.on_stepped(1, 1 if beside == "a step just computed" else 0)
         bench.lane.map(other.name, other.generation)
-        bench.until_it_copies()  # the first slice, and now it rests: for hours, unless nobody wants the arena
+        bench.until_it_copies()  # the first slice, and now it rests: for hours, unless the arena is given up
         bench.copy(1, 4, generation=other.generation)
         bench.lane.map("", 0)
         assert bench.next() == bench.file.generation

@@ -1,4 +1,4 @@
-"""Programs on ranks of CPUs: one talks while the other computes."""
+"""Programs on ranks of CPUs: one communicates while the other computes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def program(name: str, talks: int, heard: list[str]) -> ForwardPass:
 
 
 def test_collective_runs_during_the_compute_of_the_other(lanes: CommThread) -> None:
-    """A's first talk ends when B has computed, B's when A has gone on: neither in turn, nor a thread each."""
+    """A's first collective ends when B has computed, B's when A has gone on: neither in turn, nor a thread
+    each."""
     computed = [threading.Event(), threading.Event()]
 
     def half(index: int) -> ForwardPass:
@@ -73,7 +74,9 @@ def test_collectives_of_both_programs_run_in_one_order(way: str, lanes: CommThre
     ]  # fmt: skip
     for name in "ab":
         own = [what for what in heard if what[0] == name]
-        assert own == sorted(own, key=lambda what: (what[1], what[3:]))  # what is said was computed before
+        assert own == sorted(
+            own, key=lambda what: (what[1], what[3:])
+        )  # what is exchanged was computed before
 
 
 def test_error_of_a_collective_is_raised_where_it_is_awaited(lanes: CommThread) -> None:
@@ -112,7 +115,7 @@ def test_the_first_pieces_are_noted_in_order() -> None:
     times = iter(range(0, 1_000_000, 1_000))
     notes = HostSegmentTimer(
         lambda: next(times)
-    )  # it begins at 0; each begin and each end is a microsecond later
+    )  # it starts at 0; each start and each end is a microsecond later
     for i in range(MAX_SEGMENTS + 5):
         with notes.segment(i % 4):
             pass

@@ -1,4 +1,4 @@
-"""What ranks say to each other, against what one process computes."""
+"""Collectives of ranks against what one process computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks say by copies against what a process group says, on gloo ranks with memory in files."""
+"""Exchange by copies against a process group's, on gloo ranks with memory in files."""
 
 from __future__ import annotations
 

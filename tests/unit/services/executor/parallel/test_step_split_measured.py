@@ -1,4 +1,4 @@
-"""Where halves begin to pay: measured on an engine whose steps take what the test says."""
+"""Where halves begin to pay: measured on an engine whose steps take the times of the test."""
 
 from __future__ import annotations
 

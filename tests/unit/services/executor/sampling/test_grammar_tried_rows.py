@@ -90,7 +90,7 @@ def flat(letters: list[int], rows: int) -> torch.Tensor:
 
 
 def test_draws_follow_the_softmax_of_what_may_follow(grammars: Grammars, letters: list[int]) -> None:
-    """Of a record that stands still, too: a token that the grammar took and nobody recorded is taken back."""
+    """Also when the record stands still: a token that the grammar took without a record is taken back."""
     sampler = sampler_of(grammars, {slot: opened(slot) for slot in range(SLOTS)})
     logits = flat(letters, SLOTS)
     before = logits.clone()
@@ -195,7 +195,7 @@ def test_end_of_each_compilation_is_reported_once_for_each_waiting_slot(
     assert isinstance(first, GrammarReady)
     assert (first.slot, first.generation) == (0, 1)
     assert first.compile_us > 0
-    grammars.open(opened(1))  # known: told at once
+    grammars.open(opened(1))  # known: reported at once
     assert told.get_nowait() == replace(first, slot=1)
     grammars.open(opened(2, grammar=""))
     grammars.open(opened(3, wrong("nothing")))
