@@ -1,4 +1,4 @@
-"""A client over HTTP against a server that says what a test says."""
+"""A client over HTTP against a server that sends what a test sets."""
 
 from __future__ import annotations
 

@@ -50,5 +50,5 @@ def test_tenant_waits_for_at_most_one_of_each_other_tenant(steps: list[tuple[str
 def test_a_tenant_of_which_nothing_waits_finds_room_up_to_twice_the_bound(
     own: int, held: int, tenants: int, refused: bool
 ) -> None:
-    """Anybody may invent names."""
+    """Any client may invent names."""
     assert has_no_room(own, 1, held, 10, tenants) is refused

@@ -50,7 +50,7 @@ def test_installed_packages_are_found_and_never_go_before_the_standard_library(
 
 def test_a_module_runs_beside_files_of_any_name(tmp_path: Path) -> None:
     for name in ("inspect", "argparse", "shared"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('this file is of somebody else')")
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this file is of another program')")
     command = module_command("services.launcher.serve", "--help")
     done = subprocess.run(
         command, cwd=tmp_path, env=with_import_path({}), capture_output=True, text=True, check=False

@@ -78,7 +78,7 @@ def assert_near(
 
 
 def chunks_of(cut: str) -> tuple[list[Chunk], int]:
-    """The chunks of `cut`, one behind the other from token row 1 on, and the longest part."""
+    """The chunks of `cut`, one after the other from token row 1 on, and the longest part."""
     rows, first = [], 1
     for slot, start, count in CUTS[cut][0]:
         rows.append(Chunk(slot, first, start, count))

@@ -1,4 +1,4 @@
-"""The draw of a CPU is the definition's: the same tokens from the same seeds, whatever the batch."""
+"""The draw of a CPU is the definition's: the same tokens from the same seeds, in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load client's HTTP side against servers that misbehave: what is said of them, and what is not."""
+"""The load client's HTTP side against servers that misbehave: what the report has of them, and what not."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_the_body_of_a_completion_and_of_a_chat() -> None:
         "max_tokens": 8,
         "temperature": 0,
     }
-    assert len(said) == 2  # and is said from now on
+    assert len(said) == 2  # and is reported from now on
 
 
 def test_words_and_numbers_come_from_one_generator() -> None:

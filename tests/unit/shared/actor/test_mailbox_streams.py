@@ -1,4 +1,4 @@
-"""Numbered streams: whatever the network does, each message is delivered once and in order."""
+"""Numbered streams: on any network, each message is delivered once and in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def filled(last_seq: int) -> Outbound:
 
 @dataclass
 class Wire:
-    """One stream between two ends over a network that does what `fates` say."""
+    """One stream between two ends over a network with the `fates` of messages."""
 
     fates: list[str]
     outbound: Outbound = field(default_factory=Outbound)
@@ -104,7 +104,7 @@ def test_once_and_in_order_under_any_drop_duplicate_and_reorder(
         wire.silence()
         wire.outbound.reannounce()
     assert wire.delivered == sorted(set(wire.delivered), key=int)
-    assert (wire.delivered == sent) == (wire.lost == 0), "a loss is told, and never without need"
+    assert (wire.delivered == sent) == (wire.lost == 0), "a loss is reported, and never without need"
 
 
 @given(st.lists(st.sampled_from(["keep", "twice", "first"]), max_size=60), st.integers(0, 40), st.data())

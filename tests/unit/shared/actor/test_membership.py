@@ -1,4 +1,4 @@
-"""Who is alive: heartbeats come, stop coming, and belong to incarnations."""
+"""Which actors live: heartbeats come, stop coming, and belong to incarnations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_failed_incarnation_is_gone_with_its_last_heartbeat_and_ignored_from_the
     peers, last = Peers(), Heartbeat(kind="executor", actor="e0", host_id="h", state="failed")
     peers.update(5, BEAT, 0)
     assert peers.end(5, last, 1) == Peer("executor.e0", 5, BEAT, 1)
-    assert peers.end(5, last, 2) is None, "told twice"
+    assert peers.end(5, last, 2) is None, "reported twice"
     assert not peers.update(5, BEAT, 3), "a heartbeat that was under way"
     assert peers.get("executor.e0") is None
     assert peers.end(7, last, 4) == Peer("executor.e0", 7, last, 4), "no heartbeat of it has come"
@@ -72,7 +72,7 @@ def test_new_incarnation_lives_on_when_the_death_of_the_one_before_is_announced(
     assert peers.end(5, last, 2) is None
     assert peers.ready("executor") == ["e0"]
     peers.end(6, last, 3)
-    assert peers.update(7, BEAT, 4), "the next one is heard"
+    assert peers.update(7, BEAT, 4), "the next one counts"
 
 
 def test_announced_death_is_reported_again_when_heartbeats_would_be_missed() -> None:
@@ -128,7 +128,7 @@ SCHEDULERS = [replace(BEAT, kind="scheduler", actor=name) for name in ("s0", "s1
 
 def test_scheduler_without_executors_gets_no_request_while_another_has_some() -> None:
     assert fleet(*SCHEDULERS).serving("m") == ["s0", "s1"]
-    assert fleet(*SCHEDULERS, BEAT).serving("m") == ["s0", "s1"], "it says hello, or is of an older version"
+    assert fleet(*SCHEDULERS, BEAT).serving("m") == ["s0", "s1"], "it sends hello, or is of an older version"
     peers = fleet(*SCHEDULERS, replace(BEAT, scheduler="s1"), replace(BEAT, actor="e1", scheduler="s1"))
     assert (peers.serving("m"), dict(peers.executors_of("m"))) == (["s1"], {"s1": 2})
     peers.update(1, replace(BEAT, actor="e2", scheduler="s0"), 0)

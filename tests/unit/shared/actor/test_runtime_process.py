@@ -172,7 +172,7 @@ class Slow(Actor):
         await asyncio.Event().wait()
 
     async def stop(self):
-        print("told", flush=True)
+        print("stopped", flush=True)
         STOP
 
 async def connect(name):
@@ -188,9 +188,9 @@ raise SystemExit(run(Slow(), connect, ProcessOptions(fleet="f", host_id="h")))
     ids=["in order", "hangs", "blocks", "third signal"],
 )
 def test_a_second_signal_ends_the_drain(stop: str) -> None:
-    """And it ends whatever comes after."""
+    """And it ends after any later message."""
     code = SECOND_SIGNAL.replace("STOP", stop)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False, capture_output=True, text=True
     )
-    assert (done.stdout, done.returncode) == ("told\n", 130)
+    assert (done.stdout, done.returncode) == ("stopped\n", 130)

@@ -56,7 +56,7 @@ async def test_items_left_by_a_reader_count_no_more() -> None:
 async def test_a_model_that_is_not_served_again_fails_later_requests_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A request whose own time is over before that says the same."""
+    """A request whose own time is over before that gets the same."""
     asker, sent, served = await Client.open(MemoryBroker().connect()), list[str](), True
 
     def publish(

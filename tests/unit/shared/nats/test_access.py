@@ -1,4 +1,4 @@
-"""Whose inbox an answer may go to, and where one that asks in others' names hears it."""
+"""Whose inbox an answer may go to, and where a service that acts in others' names receives it."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_a_stop_ends_at_the_first_try_that_a_collector_refuses(
 
 
 def test_the_first_metrics_are_sent_at_once(otel_env: pytest.MonkeyPatch, receiver: Receiver) -> None:
-    """And not after the minute of the SDK's interval, which is the first that tells of a collector."""
+    """And not after the minute of the SDK's interval, which is the first that reports a collector."""
     otel_env.setenv(ENDPOINT, receiver.url)
     metrics = otel_sdk.OtelMeterSink("scheduler", "s", "http/protobuf")
     metrics.put((MetricPoint("a", 1, "1"),))

@@ -1,4 +1,4 @@
-"""The page for Prometheus: its variables, its ports, its names, and what it answers to whom."""
+"""The page for Prometheus: its variables, its ports, its names, and which answer each client gets."""
 
 from __future__ import annotations
 

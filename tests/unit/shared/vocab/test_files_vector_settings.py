@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers say, and which of their keys are refused by name."""
+"""The files of sentence-transformers, and which of their keys are refused by name."""
 
 from __future__ import annotations
 

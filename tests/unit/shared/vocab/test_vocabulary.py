@@ -201,7 +201,7 @@ def test_sentencepiece_equals_score_merging(sentencepiece: Vocabulary, text: str
 
 @given(TEXTS)
 def test_sentencepiece_round_trip_with_byte_fallback(sentencepiece: Vocabulary, text: str) -> None:
-    if "▁" not in text:  # SentencePiece cannot tell it from a space
+    if "▁" not in text:  # SentencePiece cannot distinguish it from a space
         assert sentencepiece.decode(sentencepiece.encode(text)) == text
 
 

@@ -26,7 +26,7 @@ def change(file: Path, **fields: Any) -> None:
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
 def test_gguf_ends_at_the_names_of_llama_cpps_end_tokens(tmp_path: Path, kind: int) -> None:
-    """Whatever their type: they are control tokens then, and have no text."""
+    """At any type: they are control tokens then, and have no text."""
     names = ["<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>"]
     kinds = dict.fromkeys(CONTROLS, 3) | dict.fromkeys(["<|im_end|>", "<|endoftext|>", *names], kind)
     vocabulary = loaded(write_bpe_gguf(tmp_path / "m.gguf", kinds=kinds, eos_id=5))
@@ -73,7 +73,7 @@ def test_end_tokens_of_a_folder_follow_its_files(tmp_path: Path) -> None:
     assert loaded(folder).eos_ids == (2, 9, 8)
     change(folder / "config.json", eos_token_id=8)
     assert loaded(folder).eos_ids == (2, 8)
-    change(folder / "generation_config.json", max_length=5)  # it says nothing of ends
+    change(folder / "generation_config.json", max_length=5)  # it has no ends
     assert loaded(folder).eos_ids == (2, 8)
     change(folder / "generation_config.json", eos_token_id=[-1, 7, 128001])  # of another vocabulary
     assert loaded(folder).eos_ids == (2, 7)
