@@ -1,5 +1,5 @@
 """The load client against a server whose latencies are known, over both transports, on a virtual clock:
-what it reports is the truth to the microsecond, whatever is in flight.
+what it reports is the truth to the microsecond, with any number in flight.
 
 How near it is on a real clock, between processes, is measured by `python -m support.bench.truth`.
 """
@@ -113,7 +113,7 @@ def test_an_open_loop_reports_what_the_server_did(kind: str, in_flight: int, tmp
 
 
 def test_latencies_include_the_queue_under_overload(kind: str, tmp_path: Path) -> None:
-    """Two slots of 200 ms serve 10 requests a second; 40 come. A client that waited for answers, or told
+    """Two slots of 200 ms serve 10 requests a second; 40 come. A client that waited for answers, or counted
     from the sending alone, would report 100 ms."""
     latency = dataclasses.replace(LATENCY, slots=2)
     point = Point(request_rate=40, burstiness=math.inf)

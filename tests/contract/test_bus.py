@@ -14,7 +14,7 @@ Connect = Callable[[], Awaitable[Bus]]
 
 
 class Inbox:
-    """Collects deliveries and wakes who waits for a number of them."""
+    """Collects deliveries and wakes the waiter for a number of them."""
 
     def __init__(self) -> None:
         self.got: list[Delivery] = []

@@ -193,8 +193,8 @@ async def test_leaving_a_stream_cancels_it(connect: Connect, client: Client, fle
 async def test_a_stream_that_a_cut_connection_has_ended(
     connect: Connect, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever runs it was told that nobody listens, and stopped: silence is then the end. What waits in a
-    queue has said nothing yet, and may."""
+    """The runner got "no responders" and stopped: silence is then the end. A request that waits in a
+    queue has sent no frame yet, and may."""
     monkeypatch.setattr(client_module, "RESUME_S", 0.05)
     bus = await connect()
     handlers: list[Any] = []
@@ -218,7 +218,8 @@ async def test_a_stream_that_a_cut_connection_has_ended(
 async def test_a_request_that_a_broker_took_along_is_sent_again(
     connect: Connect, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same one, to whoever answers then; at first nobody may. One that has brought something is not."""
+    """The same request goes to the service that answers then; at first none may. One with a frame is not
+    sent."""
     monkeypatch.setattr(client_module, "AGAIN_S", 0.05)
     bus, service = await connect(), await connect()
     handlers: list[Any] = []
@@ -238,7 +239,7 @@ async def test_a_request_that_a_broker_took_along_is_sent_again(
     await deaf.cancel()
     await service.flush()
     handlers[0](BusFault("reconnected", "back"))
-    await asyncio.sleep(0.08)  # sent again, and nobody listens
+    await asyncio.sleep(0.08)  # sent again, and no service listens
     assert not plain.done()
     again = list[Any]()
 
@@ -254,7 +255,7 @@ async def test_a_request_that_a_broker_took_along_is_sent_again(
 
 
 async def test_requests_for_a_model_are_sent_again_on_demand(connect: Connect, fleet: str) -> None:
-    """Of every tenant, but those alone that have no reply yet."""
+    """The requests of every tenant, and only the ones that have no reply yet."""
     client, service = await Client.open(await connect()), await connect()
     arrived = {model: list[Delivery]() for model in ("m", "other")}
     for model, list_ in arrived.items():

@@ -36,7 +36,7 @@ def make(request: pytest.FixtureRequest, folder: Path) -> Make:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the arena that a GPU pins at a time: some blocks lie across two."""
+    """The bytes of the arena that a GPU pins at a time: some blocks lie across two."""
     monkeypatch.setattr(copiers, "PIN_BYTES", PIN_BYTES)
 
 

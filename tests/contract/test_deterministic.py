@@ -70,7 +70,8 @@ def test_graphs_and_launches_one_by_one_agree(name: str, dtype: str, tmp_path: P
     maker.backend.warm_up()
     assert torch.equal(of(1), launched)
     wanted = reference_logprobs(KINDS[0], prompt)[[48, 49]]
-    # Of bf16 and fp8 only that it is the same model: how near it is, `headrace eval kl` measures.
+    # For bf16 and fp8 the test shows only that it is the same model: how near it is, `headrace eval kl`
+    # measures.
     near = {"f32": 1e-3, "bf16": 0.5}.get(dtype, 2.0)
     assert (launched.double().log_softmax(-1) - wanted).abs().max() < near
 

@@ -223,7 +223,7 @@ STEPS = {7: ({1, 2, 3}, {3}, {0})}  # it names three blocks, writes one, and cop
         (copy(2, False, [0], [0]), "that step 7 copies"),
         (copy(2, False, [4], [0]), "in the table of slot 0"),
         (copy(2, True, [3], [0], after_step=6), "still to write"),
-        (copy(2, True, [1], [0], after_step=9), "that nobody planned"),
+        (copy(2, True, [1], [0], after_step=9), "that was never planned"),
         (copy(2, False, [6], [0]), "two copies of a block"),
         (copy(1, True, [5], [0]), "two copies of one job"),
     ],

@@ -133,7 +133,7 @@ class World:
                 await self.came.wait()
 
     def ready(self, keeper: Runtime, *kinds: str) -> None:
-        """A keeper hears of a service of each of these kinds."""
+        """A keeper gets the heartbeat of a service of each of these kinds."""
         for kind in kinds:
             beat = Heartbeat(
                 kind=kind, actor=kind, host_id="h", state="ready", model="m", interval_us=60_000_000
@@ -141,7 +141,7 @@ class World:
             keeper.mailbox.peers.update(1, beat, keeper.clock.now_us())
 
     def scheduler(self, keeper: Runtime, digest: str) -> None:
-        """A keeper hears of executors with this digest."""
+        """A keeper gets heartbeats of executors with this digest."""
         beat = Heartbeat(
             kind="scheduler", actor="s", host_id="h", state="ready", model="m", model_digest=digest
         )
@@ -409,7 +409,7 @@ async def test_keeper_tries_one_request_without_an_executor_and_the_others_once_
     world.ready(keeper, *NEEDED[:2], NEEDED[3])
     world.outcomes = [Unavailable("no executor")]
     await world.submit()
-    core = keeper.actor._core  # type: ignore[attr-defined]  # no message says so
+    core = keeper.actor._core  # type: ignore[attr-defined]  # no message has it
     async with asyncio.timeout(60):
         while not core.held_models:
             await asyncio.sleep(0.01)
@@ -457,7 +457,7 @@ async def test_waiting_request_is_cancelled_and_never_submitted(
 
 
 async def test_a_deleted_request_is_gone_and_never_computed_again(world: World) -> None:
-    """Of its tenant alone; one that runs is cancelled, and its late answer changes nothing."""
+    """Only requests of its tenant; one that runs is cancelled, and its late answer changes nothing."""
     keeper = await world.opened()
     world.outcomes = [None]
     await world.submit(request_id="ended")
@@ -548,14 +548,14 @@ async def test_another_reader_of_the_work_queue_is_named_and_nothing_is_accepted
     await world.submit(request_id="before")
     await world.until(world.asked)
     work = {"name": subjects.WORK_STREAM}
-    part = [{**work, "filter_subject": subjects.work_of("nobody")}]
+    part = [{**work, "filter_subject": subjects.work_of("absent")}]
     config: dict[str, dict[str, Any]] = {
         "mirror": {"mirror": work},
         "sources": {"sources": [work]},
         "filtered": {"sources": part},
     }
     if kind == "consumer":
-        mine = {"ack_policy": "explicit", "filter_subject": subjects.work_of("nobody")}
+        mine = {"ack_policy": "explicit", "filter_subject": subjects.work_of("absent")}
         await streams.make_consumer(subjects.WORK_STREAM, "mine", mine)
     else:
         await streams.make_stream("BACKUP", {"storage": "file", **config[kind]})
@@ -695,7 +695,7 @@ def actor_of(keeper: Runtime) -> KeeperActor:
 async def test_a_stream_that_is_removed_is_made_again(
     world: World, monkeypatch: pytest.MonkeyPatch, stream: str
 ) -> None:
-    """Without a restart of the keeper; the error names the stream, and the status says it."""
+    """Without a restart of the keeper; the error names the stream, and the status shows it."""
     monkeypatch.setitem(object_store.STREAM, "max_bytes", 67_108_864)
     keeper = await world.opened()
     world.ready(keeper, *NEEDED)

@@ -1,4 +1,4 @@
-"""A short chunk behind a long prefix, beside a decode, on every engine that computes: the model's own logits.
+"""A short chunk after a long prefix, beside a decode, on every engine that computes: the model's own logits.
 
 On a GPU several programs walk the prefix of such a chunk, launched one by one or by a graph.
 """

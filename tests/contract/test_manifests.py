@@ -150,7 +150,7 @@ def test_the_images_are_targets_of_the_dockerfile() -> None:
     assert needed <= targets
 
 
-# ---- who may connect to whom --------------------------------------------------------------------
+# ---- which service may connect to which --------------------------------------------------------------------
 
 
 def test_network_policies_are_made_from_the_permissions() -> None:

@@ -1,4 +1,4 @@
-"""A nats-server that speaks TLS alone, with a certificate of nobody the system knows."""
+"""A nats-server with TLS alone, and a certificate that the system does not trust."""
 
 from __future__ import annotations
 
