@@ -338,7 +338,7 @@ async def test_slow_reader_is_ended_and_delays_no_other(
     assert quick.json()["usage"]["completion_tokens"] == 50
     await pipeline.until(
         lambda: pipeline.status("scheduler")["requests"] == 0
-    )  # ended, though nobody has read it
+    )  # ended, though no client has read it
     got = b""
     while part := await loop.sock_recv(slow, 65536):
         got += part

@@ -1,4 +1,4 @@
-"""A network that loses, doubles and reorders what one service says and hears costs no answer."""
+"""A network that loses, doubles and reorders the messages of one service costs no answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REQUESTS = 75  # three at a time
 async def answers(
     fleet: VirtualFleet, client: Client, timeout_s: float = 60, requests: int = REQUESTS
 ) -> list[str]:
-    """Of plain requests and streams in turn."""
+    """Plain requests and streams in turn."""
 
     async def ask(number: int) -> str:
         body: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_a_lossy_network_costs_no_answer(
 
 @dataclass
 class DeafTo(MemoryBroker):
-    """Loses all messages of some kinds: (kind of who hears them, class of the message)."""
+    """Loses all messages of some kinds: (kind of the receiver, class of the message)."""
 
     kinds: set[tuple[str, str]] = field(default_factory=set)
 
@@ -158,7 +158,7 @@ def test_a_hole_that_is_open_longer_than_a_closed_request_is_kept_costs_no_answe
 def test_a_broker_that_is_away_for_a_minute_costs_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizers: int
 ) -> None:
-    """What was published just before and meanwhile arrives when it is back. Nobody is given up for it."""
+    """What was published just before and meanwhile arrives when it is back. No request is given up for it."""
     model = served(tmp_path)
     monkeypatch.setattr(paged_engine, "VOCAB", model.vocabulary.size)
 

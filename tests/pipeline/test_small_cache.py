@@ -1,4 +1,4 @@
-"""A KV cache that holds a part of the context: who does not say how long an answer may be is served."""
+"""A KV cache that holds a part of the context: a request without a length is served."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ async def test_standby_scheduler_without_executors_gets_no_request(pipeline: Pip
     assert len(right) == 1
     await pipeline.add("scheduler", "scheduler-0")  # the first by its name
     await pipeline.runtimes.pop("tokenizer-1").finish(5)
-    await pipeline.add("tokenizer", "tokenizer-1")  # which has seen nobody come
+    await pipeline.add("tokenizer", "tokenizer-1")  # which has seen no scheduler come
     assert await answers(pipeline) == right
     standby = pipeline.runtimes["scheduler-0"].actor.status()
     assert (standby["executors"], standby["measured"]["queue"]["rejected"]) == ({}, {})

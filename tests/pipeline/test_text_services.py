@@ -181,7 +181,7 @@ async def test_a_plain_request_and_its_trace(world: World, scheduler: HandSchedu
     assert (asked.tenant, asked.request, trace) == ("acme", "r9", TRACE)
     assert asked.sent_wall_us >= asked.received_wall_us > 0
     async with asyncio.timeout(60):
-        while len(scheduler.got) < 2:  # the last frame leaves before it is told
+        while len(scheduler.got) < 2:  # the last frame leaves before it gets the end
             await asyncio.sleep(0)
     (ended,) = scheduler.got[1:]
     assert isinstance(ended, Ended)
@@ -304,7 +304,7 @@ async def replies_to(world: World, subject: str) -> list[dict[str, Any]]:
 async def test_subject_of_a_foreign_service_is_left_to_that_service(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another version, perhaps: nothing was heard of it."""
+    """A service of another version, perhaps: no heartbeat of it came."""
     monkeypatch.setattr(queries, "LOOK_EVERY_S", 0)
     await world.run(tokenizer.build(world.settings), "t1")
     bus = world.broker.connect()
@@ -318,7 +318,7 @@ async def test_subject_of_a_foreign_service_is_left_to_that_service(
     assert [await replies_to(world, subject) for _ in range(2)] == [[{"by": "another"}]] * 2
     await questions.cancel()
     by_us, by_another = sorted(await replies_to(world, subject), key=len, reverse=True), {"by": "another"}
-    assert by_another in by_us  # and a 404, since it does not say that it listens
+    assert by_another in by_us  # and a 404, since it does not announce that it listens
     assert len(by_us) == 2
 
 
@@ -458,7 +458,7 @@ async def test_clients_get_the_death_of_a_scheduler_that_had_not_left_their_requ
     await asyncio.sleep(0)
     await world.broker.settle()
     assert shard.status()["requests"] == 1
-    actor.mailbox.epoch += 1  # whatever the next incarnation says first
+    actor.mailbox.epoch += 1  # any first message of the next incarnation
     actor.mailbox.send("detokenizer.d1", Close(seq=9, final=0, reason="moved"))
     error = json.loads((await asking).data)["error"]
     assert (error["code"], error["message"]) == (503, "the scheduler was restarted; send the request again")
@@ -640,7 +640,7 @@ async def test_answer_goes_only_below_the_inbox_of_a_permitted_requester(
         for reply in (f"_INBOX.{place}.x", f"_INBOX.{place}.headrace-gateway.1.x"):
             world.client.publish(subject, json.dumps(CHAT).encode(), reply=reply)
             async with asyncio.timeout(60):
-                while not got:  # whether anybody serves the model is asked of the server first
+                while not got:  # the server is queried first whether the model is served
                     await asyncio.sleep(0.001)
                     await world.broker.settle()
             assert set(got) == {reply}
