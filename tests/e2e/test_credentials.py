@@ -1,4 +1,4 @@
-"""A whole fleet, each process under its own credentials, and two tenants who must not meet."""
+"""A whole fleet, each process under its own credentials, and two tenants that must not meet."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_client_cannot_publish_in_another_tenants_name(guarded: Up, users:
             await bob.nc.request(f"headrace.v1.generate.acme.{MODEL}", b'{"prompt":"x"}', timeout=0.5)
         assert len(bob.refused) == 1
         assert f'publish to "headrace.v1.generate.acme.{MODEL}"' in bob.refused[0].lower()
-        for field in ("tenant", "salt", "cache_salt"):  # nor by what the request says
+        for field in ("tenant", "salt", "cache_salt"):  # nor by a field of the request
             refused = await bob.ask("bob", prompt=PROMPT, **{field: "acme"})
             assert (refused["error"]["code"], refused["error"]["param"]) == (400, field)
         assert acme.refused == []
@@ -184,7 +184,7 @@ async def test_a_stream_is_read_and_cancelled_by_its_tenant_alone(guarded: Up, u
             assert frame["type"] in ("delta", "done")
             ended = "Headrace-End" in (message.headers or {})
             seen += 1
-        assert frame["usage"]["completion_tokens"] == 200  # neither cancel was heard
+        assert frame["usage"]["completion_tokens"] == 200  # neither cancel was received
         assert seen > 1
         assert [spy.pending_msgs for spy in spies] == [0, 0, 0]
 

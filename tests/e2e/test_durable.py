@@ -152,7 +152,7 @@ def test_a_session_in_the_shell(durable: Up) -> None:
 
 
 def test_server_without_a_folder_runs_without_a_keeper_by_default(tmp_path: Path) -> None:
-    """One that shall be durable does not start. Without a keeper a submit says so."""
+    """One that shall be durable does not start. Without a keeper a submit ends in an error."""
     running: list[Up] = []
     start = starter(tmp_path, running, BY_DEFAULT_DURABLE)
     (tmp_path / "file").touch()

@@ -171,7 +171,7 @@ def swap(redis: Redis, names: list[bytes]) -> None:
 
 
 def replace(redis: Redis, names: list[bytes]) -> None:
-    """Somebody else's values, shorter than a header."""
+    """Values of another program, shorter than a header."""
     for name in names:
         redis.set(name, b"not ours")
 
@@ -244,7 +244,7 @@ def test_control_messages_stay_small_and_no_network_connection_is_made(tmp_path:
         asyncio.run(long_prompts(up))
         pids = up.children()
         called = {address for pid in pids for address in remote_addresses(pid)}
-        assert called, "they talk to the server, and kv_offload to Redis"
+        assert called, "services connect to the server, and kv_offload to Redis"
         assert {host for host, _ in called} == {"127.0.0.1"}, called
         assert redis.port in {port for _, port in called}
 

@@ -1,4 +1,4 @@
-"""Starts, drains, kills, deaths: exit statuses, nothing lost in a drain, and no process left behind."""
+"""Starts, drains, kills, deaths: exit statuses, nothing lost in a drain, and no process left."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_modules_of_pythonpath_are_imported_and_modules_of_the_working_directory
     for folder in (here, plugins):
         folder.mkdir()
     for name in ("inspect", "queue", "numpy", "torch", "services", "shared"):
-        (here / f"{name}.py").write_text("raise SystemExit('this file is of somebody else')")
+        (here / f"{name}.py").write_text("raise SystemExit('this file is of another program')")
     (plugins / "mine.py").write_text(
         "class Same:\n"
         "    def __init__(self, args, prompt_tokens): pass\n"
