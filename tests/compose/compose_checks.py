@@ -19,7 +19,7 @@ import nats
 import pytest
 from compose.stack import KINDS, MODEL, ROOT, Stack, docker, healthy, inspect
 
-CANNOT_BE_HAD = os.environ.get("CANNOT_BE_HAD", "").split()  # images.sh says so
+CANNOT_BE_HAD = os.environ.get("CANNOT_BE_HAD", "").split()  # images.sh sets it
 SERVED = Counter(KINDS) + Counter(("tokenizer", "detokenizer"))  # how many of each there are
 WANTED = ("nats", "redis", *KINDS, "jaeger", "prometheus")
 WAIT_S = 300  # a guard against hanging
@@ -246,7 +246,7 @@ async def test_service_is_restarted_by_docker_when_its_process_dies(stack: Stack
     stack.kill(victim)
     async with asyncio.timeout(WAIT_S):
         while not all(_came_back(c, started) for c, started in before.items()):
-            await asyncio.sleep(0.5)  # the engine tells nobody
+            await asyncio.sleep(0.5)  # the engine sends no message
     healthy_s = time.monotonic()
     await answered(stack, 4)
     load, _, _ = os.getloadavg()
@@ -286,7 +286,7 @@ def test_executors_see_the_arena_of_the_kv_offload_that_came_back(stack: Stack) 
 
 
 async def test_a_stop_drains(stack: Stack) -> None:
-    """What runs when every service is told to stop is finished and sent, and none has to be killed."""
+    """What runs when every service gets SIGTERM is finished and sent, and none has to be killed."""
     stopped = {kind: stack.containers(kind) for kind in KINDS}
     nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public")
     frames = await nc.subscribe(inbox := nc.new_inbox())

@@ -67,7 +67,7 @@ HANGING = (
     "shared/nats/object_store.py", "services/executor/cpu/autotune.py",
 )  # fmt: skip
 
-# Who imports a hanging folder although it is neither core nor actor: to be fewer, never more.
+# The files that import a hanging folder although they are neither core nor actor: to be fewer, never more.
 KNOWS_HANGING = {
     "services/scheduler/admission.py", "services/scheduler/lifecycle.py",
     "services/scheduler/results.py", "services/scheduler/step_planner.py",

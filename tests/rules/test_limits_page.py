@@ -1,4 +1,4 @@
-"""docs/reference/limits.md says what the code holds: each constant it names has the number it gives."""
+"""docs/reference/limits.md states what the code holds: each constant it names has the number it gives."""
 
 from __future__ import annotations
 
