@@ -458,7 +458,7 @@ def test_of_two_with_one_id_and_no_scheduler_one_is_told_at_once(core: Detokeniz
     assert [(c.inbox, json.loads(c.data)["error"]["code"]) for c in out if isinstance(c, Publish)] == [
         ("in2", 503)
     ]
-    assert core.load()["requests"] == 1
+    assert core.status()["requests"] == 1
 
 
 def test_a_stop_string_found_on_the_way_is_told_to_the_new_scheduler(core: DetokenizerCore) -> None:
