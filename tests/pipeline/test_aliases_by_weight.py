@@ -394,8 +394,8 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
                 if await stored() == both:
                     break
             await asyncio.sleep(0.05)
-    told = [each for n in (1, 2) for each in two.runtimes[f"tokenizer-{n}"].actor.status()["removed"]]
-    assert told == [subjects.ALIAS_STREAM]
+    removed = [each for n in (1, 2) for each in two.runtimes[f"tokenizer-{n}"].actor.status()["removed"]]
+    assert removed == [subjects.ALIAS_STREAM]
     monkeypatch.setattr(aliases, "LOOK_US", 3_600_000_000)
     await two.until(lambda: all(_looks_late(each) for each in two.runtimes.values()))
     await remove()

@@ -118,7 +118,7 @@ def no_idle_window(world: World) -> None:
             assert not decodes or executor.pool.coming_blocks, "rows that wait for blocks that do not come"
 
 
-def nobody_forgotten(world: World) -> None:
+def none_forgotten(world: World) -> None:
     """While no step and no copy is in flight nothing but new requests brings the next event: no request may
     wait then."""
     state = world.scheduler.state
@@ -186,7 +186,7 @@ def models(world: World) -> None:
         assert served.running_by_tenant == sum((Counter(e.running_by_tenant) for e in there), Counter())
 
 
-ALL = [memory, counts, limits, overlap, no_idle_window, nobody_forgotten, sums, models]
+ALL = [memory, counts, limits, overlap, no_idle_window, none_forgotten, sums, models]
 
 
 class Turns:

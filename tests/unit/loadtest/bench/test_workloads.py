@@ -197,13 +197,13 @@ def test_the_body_of_a_completion_and_of_a_chat() -> None:
         "prompt": [1, 2], "max_tokens": 8, "temperature": 1, "ignore_eos": True, "slo_class": "batch",
         "top_p": 0.9,
     }  # fmt: skip
-    said = [{"role": "system", "content": "s"}]
-    assert body_of(Turn("hello", 8), said, Options(ignore_eos=False)) == {
+    messages = [{"role": "system", "content": "s"}]
+    assert body_of(Turn("hello", 8), messages, Options(ignore_eos=False)) == {
         "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}],
         "max_tokens": 8,
         "temperature": 0,
     }
-    assert len(said) == 2  # and is reported from now on
+    assert len(messages) == 2  # and is reported from now on
 
 
 def test_words_and_numbers_come_from_one_generator() -> None:

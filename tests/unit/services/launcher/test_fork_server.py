@@ -55,12 +55,12 @@ async def test_each_has_its_own_environment_and_its_status_arrives(output: int) 
         await (await forks.start((*SERVE, "scheduler"), ENV | {"HEADRACE_STEP_TOKENS": "no"}, output)).wait()
         == 1
     )
-    told = os.pread(output, 4096, 0)
+    read = os.pread(output, 4096, 0)
     assert await (await forks.start((*SERVE, "unknown"), ENV, output)).wait() == 2
     forks.close()
-    assert b"HEADRACE_STEP_TOKENS" in told
-    assert b"HEADRACE_WINDOW" not in told
-    assert REFUSED in os.pread(output, 4096, len(told))
+    assert b"HEADRACE_STEP_TOKENS" in read
+    assert b"HEADRACE_WINDOW" not in read
+    assert REFUSED in os.pread(output, 4096, len(read))
 
 
 async def test_a_command_line_may_be_no_utf_8(output: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
-from support.scheduler.world_checks import nobody_forgotten
+from support.scheduler.world_checks import none_forgotten
 
 from services.scheduler import preemption, prefix_cache
 from services.scheduler.kv_tiers import load, lookups, store
@@ -367,7 +367,7 @@ def test_a_tail_is_of_the_last_pause() -> None:
 @pytest.mark.parametrize("tier", ["tiered", "loadtest.policies:swap"])
 def test_the_place_of_a_victim_is_seen_to_at_once(tier: str) -> None:
     """Where no step is in flight, nothing but a tick would bring another look."""
-    world = World(Limits(overlap="single", policy=Policy(tier=tier)), now_us=1_000, checks=[nobody_forgotten])
+    world = World(Limits(overlap="single", policy=Policy(tier=tier)), now_us=1_000, checks=[none_forgotten])
     world.add_engine(blocks=12, slots=6)
     world.add_tier(FakeTier(capacity=64))
     for number in range(6):

@@ -687,8 +687,8 @@ def test_null_and_empty_fields_of_an_earlier_answer_mean_none(
     path: Path, template: str, dumped: dict[str, Any]
 ) -> None:
     served = model_with(path, template)
-    said = {"role": "assistant", "content": "Hi 12"}
-    bare, asked = ({"messages": [*CHAT["messages"], turn]} for turn in (said, {**said, **dumped}))
+    answered = {"role": "assistant", "content": "Hi 12"}
+    bare, asked = ({"messages": [*CHAT["messages"], turn]} for turn in (answered, {**answered, **dumped}))
     assert list(prepared(served, asked).tokens) == list(prepared(served, bare).tokens)
 
 

@@ -41,7 +41,7 @@ async def test_heartbeats_have_the_states_of_a_life(fleet: Fleet) -> None:
     states = [state for _, state in fleet.beats]
     assert states == ["starting", "ready", "draining", "stopped"]
     assert runtime.state == "stopped"
-    assert [what for what, _ in actor.told if what in ("start", "drain", "stop")] == [
+    assert [what for what, _ in actor.events if what in ("start", "drain", "stop")] == [
         "start",
         "drain",
         "stop",
@@ -64,12 +64,12 @@ async def test_process_settles_before_the_actor_requests_work(fleet: Fleet) -> N
 async def test_watcher_gets_each_heartbeat_and_a_report_when_the_broker_brings_none_back(
     fleet: Fleet,
 ) -> None:
-    told: list[str] = []
+    events: list[str] = []
     runtime = fleet.runtime(Recorder())
 
     def note(state: str, source: str, epoch: int) -> None:
         assert (source, epoch) == ("executor.a", runtime.mailbox.epoch)
-        told.append(state)
+        events.append(state)
 
     runtime.on_heartbeat = note
     await runtime.start()
@@ -83,7 +83,7 @@ async def test_watcher_gets_each_heartbeat_and_a_report_when_the_broker_brings_n
     runtime.upkeep()
     runtime.send_heartbeat()
     await runtime.finish(1.0)
-    assert [state for state, _ in itertools.groupby(told)] == [
+    assert [state for state, _ in itertools.groupby(events)] == [
         "ready",
         "cut_off",
         "ready",
@@ -132,8 +132,8 @@ async def test_handlers_wait_for_start_but_not_for_ready(fleet: Fleet) -> None:
     await fleet.broker.settle()
     fleet.put(Envelope("scheduler.s", 1, 1, cancel("early")))
     await fleet.broker.settle()
-    told = [what for what, _ in actor.told]
-    assert told[0] == "start"
+    events = [what for what, _ in actor.events]
+    assert events[0] == "start"
     assert actor.of("receive") == ["early"]
     assert (await fleet.ask(subjects.STATUS))["state"] == "starting"
     actor.gate.set()
@@ -147,13 +147,13 @@ async def test_messages_that_arrive_while_subscribing_are_kept_for_after_start(f
     deliver = runtime._guarded(actor.receive)
     deliver("scheduler.s", cancel("one"), "")
     deliver("scheduler.s", cancel("two"), "-trace")
-    assert actor.told == []
+    assert actor.events == []
     assert runtime._status() == {}
     runtime.send_heartbeat()
-    assert actor.told == [], "facts are not asked for before start"
+    assert actor.events == [], "facts are not asked for before start"
     await runtime.start()
     await fleet.broker.settle()
-    assert actor.told[0] == ("start", "")
+    assert actor.events[0] == ("start", "")
     assert actor.of("receive") == ["one", "two-trace"]
 
 
@@ -182,17 +182,19 @@ async def test_an_exception_in_a_handler_fails_the_actor(fleet: Fleet, handler: 
     await fleet.started(Recorder("scheduler"), "s")
     error = await asyncio.wait_for(runtime.failed(), 10)
     assert str(error) == f"broken in {handler}"
-    told = len(actor.of("receive", "peer", "lost", "restart"))
+    events = len(actor.of("receive", "peer", "lost", "restart"))
     fleet.put(Envelope("scheduler.s", 2, 2, cancel("three")))
     await fleet.broker.settle()
-    assert len(actor.of("receive", "peer", "lost", "restart")) == told, "a failed actor handles nothing more"
+    assert len(actor.of("receive", "peer", "lost", "restart")) == events, (
+        "a failed actor handles nothing more"
+    )
     assert await fleet.ask(f"$SRV.STATS.headrace-executor.{runtime.actor_id}")
     await runtime.finish(1.0)
     await runtime.finish(1.0)
     await fleet.broker.settle()
     assert actor.of("drain") == []
     assert actor.of("stop") == [""]
-    assert [state for who, state in fleet.beats if who == "executor.a"][-1] == "failed"
+    assert [state for origin, state in fleet.beats if origin == "executor.a"][-1] == "failed"
 
 
 @pytest.mark.parametrize("moment", ["drain", "stop"])

@@ -19,7 +19,7 @@ NAMES = [f"{i}-{answer.form}" for i, answer in enumerate(ANSWERS)]
 def test_the_whole_answer(answer: Answer) -> None:
     found = read(answer.form, answer.text, thinking=answer.opened)
     assert found.reasoning == (THOUGHT if answer.thinks else "")
-    assert found.content == (TEXT if answer.says else "")
+    assert found.content == (TEXT if answer.has_text else "")
     assert [(name, json.loads(arguments)) for name, arguments in found.calls] == [
         ("get_weather", FIRST),
         ("get_time", SECOND),

@@ -58,8 +58,8 @@ def test_each_service_has_its_port_from_the_first_upwards() -> None:
     first = 20_000 + os.getpid() % 10_000
     found = ScrapeTargets({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": str(first)}, ["gateway", "executor-0"])
     assert found.addresses == {"gateway": ("127.0.0.1", first), "executor-0": ("127.0.0.1", first + 1)}
-    told = found.variables("executor-0")
-    assert prometheus_address({**ON, **told}) == ("127.0.0.1", first + 1)
+    found_variables = found.variables("executor-0")
+    assert prometheus_address({**ON, **found_variables}) == ("127.0.0.1", first + 1)
     assert found.shown() == (
         f"gateway http://127.0.0.1:{first}/metrics, executor-0 http://127.0.0.1:{first + 1}/metrics"
     )

@@ -135,7 +135,7 @@ def test_a_group_chooses_the_same_in_halves(watched: Watched, folder: Path) -> N
     assert not any(each.segments for each in wanted)
 
 
-def told_not_to(ranks: Ranks, folder: Path) -> tuple[int, tuple[Segment, ...]]:
+def split_forbidden(ranks: Ranks, folder: Path) -> tuple[int, tuple[Segment, ...]]:
     made = options(folder, overlap_comm="off")
     backend = TorchBackend(made, load(made, ranks))
     pending = backend.forward(replace(opened(backend).plan(next(steps())), two_stream=True))
@@ -145,4 +145,4 @@ def told_not_to(ranks: Ranks, folder: Path) -> tuple[int, tuple[Segment, ...]]:
 
 
 def test_ranks_do_not_split_steps_when_the_setting_forbids_it(folder: Path) -> None:
-    assert on_ranks(2, told_not_to, folder) == [(0, ())] * 2
+    assert on_ranks(2, split_forbidden, folder) == [(0, ())] * 2

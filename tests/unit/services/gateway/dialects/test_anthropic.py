@@ -147,11 +147,11 @@ def test_null_fields_of_blocks_mean_none() -> None:
     tool = {**TOOL, "description": None, "input_schema": {"properties": {"a": {"const": None}}}}
     choice = {"type": "auto", "name": None, "disable_parallel_tool_use": None}
     body = read({**ASKED, "messages": messages, "tools": [tool], "tool_choice": choice})
-    _, called, returned, said, _ = body["messages"]
+    _, called, returned, answered, _ = body["messages"]
     arguments = [call["function"]["arguments"] for call in called["tool_calls"]]
     assert arguments == [{}, {}, {}, {"a": None}]
     assert returned == {"role": "tool", "tool_call_id": "c", "content": ""}
-    assert said == {"role": "assistant", "content": ""}
+    assert answered == {"role": "assistant", "content": ""}
     assert body["tools"][0]["function"]["parameters"] == tool["input_schema"]
 
 
@@ -261,8 +261,8 @@ HEAD = {"model": "m", "created": 9, "answer_format": "hermes"}
 
 
 def native(text: str, reason: str = "stop", **more: str) -> dict[str, Any]:
-    said = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": said, "logprobs": None, "finish_reason": reason, **more}
+    answered = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": answered, "logprobs": None, "finish_reason": reason, **more}
     return {**HEAD, "id": "r", "choices": [choice], "usage": USAGE}
 
 

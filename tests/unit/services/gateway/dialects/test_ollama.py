@@ -261,10 +261,10 @@ def test_a_call_is_whole_in_its_line() -> None:
 
 def test_a_plain_answer() -> None:
     call = read_call(read({**CHAT, "stream": False}, OllamaChatRequest), chat=True, request_id="r")
-    said = {"role": "assistant", "content": "Hello"}
-    choice = {"index": 0, "message": said, "logprobs": None, "finish_reason": "stop"}
+    answered = {"role": "assistant", "content": "Hello"}
+    choice = {"index": 0, "message": answered, "logprobs": None, "finish_reason": "stop"}
     native = {"created": 9, "model": "m", "choices": [choice], "usage": USAGE, "timings": TIMINGS}
-    assert ollama.whole_answer(call, [native], (), chat=True) == {**HEAD, "message": said, **ENDING}
+    assert ollama.whole_answer(call, [native], (), chat=True) == {**HEAD, "message": answered, **ENDING}
 
 
 def test_errors() -> None:

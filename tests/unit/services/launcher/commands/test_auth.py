@@ -24,9 +24,9 @@ USERS = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gat
 
 
 def make(folder: Path, *tenants: str, force: bool = False, tls: Tls | None = None) -> list[str]:
-    said: list[str] = []
-    auth.generate(folder, Plan(URL, "default", tenants, force, tls), said.append)
-    return said
+    made: list[str] = []
+    auth.generate(folder, Plan(URL, "default", tenants, force, tls), made.append)
+    return made
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -83,8 +83,8 @@ def test_again_changes_nothing(tmp_path: Path) -> None:
 def test_a_new_tenant_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     make(tmp_path)
     before = contents(tmp_path)
-    said = make(tmp_path, "a.b")
-    assert [line.partition(": ")[0] for line in said] == [
+    made = make(tmp_path, "a.b")
+    assert [line.partition(": ")[0] for line in made] == [
         str(tmp_path / "tenants/a=2Eb/headrace.toml"), str(tmp_path / "nats/users.conf")
     ]  # fmt: skip
     after = contents(tmp_path)

@@ -105,7 +105,7 @@ def test_peers_are_shown_once_there_are_some() -> None:
 
 
 def test_words_where_there_is_no_tier() -> None:
-    assert kv.draw([], []) == list(kv.NOBODY)
+    assert kv.draw([], []) == list(kv.NO_STORE)
     off = store(VirtualKv(Arena(0)))
     assert kv.draw([off], []) == [f"kv_offload.k  ready  {kv.OFF}"]
     assert kv.draw([{**off, "not_shared": True}], []) == [f"kv_offload.k  ready  {kv.NOT_SHARED}"]
@@ -178,6 +178,6 @@ def test_sizes(count: float, text: str) -> None:
 
 
 def test_a_password_is_not_shown() -> None:
-    told = build(Settings(l1="off", l2="redis://user:secret@h:6380/0")).status()
-    assert told["l2_url"] == "redis://h:6380/0"
+    tier_status = build(Settings(l1="off", l2="redis://user:secret@h:6380/0")).status()
+    assert tier_status["l2_url"] == "redis://h:6380/0"
     assert build(Settings(l1="off")).status()["l2_url"] == ""
