@@ -267,8 +267,8 @@ class Sequence(StepFields):
 
     @property
     def planned_length(self) -> int:
-        """Its length after every step in flight: a decode samples a token, and so does the end of a
-        prompt."""
+        """Its length after every step in flight, if all drafts are kept: a decode samples a token, and so
+        does the end of a prompt."""
         return self.opened_length if self.computed < self.opened_length else self.computed + 1
 
     @property
@@ -279,6 +279,18 @@ class Sequence(StepFields):
     @property
     def is_live(self) -> bool:
         return self.phase in (Phase.WAITING, Phase.RUNNING)
+
+    @property
+    def due_us(self) -> int:
+        """When it is overdue; for a closing one, when the wait for its Ended is over."""
+        request = self.request
+        if self.is_live:
+            begun = any(s.admitted_us for s in request.sequences)
+            start_us = request.executor_deadline_us or request.start_deadline_us
+            return request.deadline_us if begun or not start_us else min(request.deadline_us, start_us)
+        return (  # without a detokenizer none has its Close yet
+            self.close_deadline_us if request.shard else max(self.close_deadline_us, request.deadline_us)
+        )
 
     def leave(self) -> None:
         """Forget the executor; rows in flight are ignored from now on."""
