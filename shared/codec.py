@@ -209,7 +209,7 @@ def _options_bytes(message: Paged) -> int:
     if new and size > MAX_OPTIONS_BYTES:  # a resumed request has a few more fields
         raise PayloadTooLarge(
             f"the options of the request take {size} bytes, over {MAX_OPTIONS_BYTES}: "
-            "shorten its grammar, stop strings or logit_bias"
+            "shorten its grammar, stop strings, logit_bias or prediction"
         )
     return size
 

@@ -375,7 +375,7 @@ def close_of(sequence: Sequence, now_us: int, final: int, reason: str) -> messag
         executor=sequence.last_executor,
         chunks=chunks_of(sequence, now_us),
         vector=sequence.vector,
-        accepted_drafts=sequence.drafting.accepted,
+        accepted_drafts=sequence.drafting.accepted if sequence.request.tokenized.prediction else -1,
         rejected_drafts=sequence.drafting.rejected,
     )
 
