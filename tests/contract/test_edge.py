@@ -186,6 +186,7 @@ STAYS = [
     "headrace.v1.delete.public.r", "headrace.v1.keep.public.r", "headrace.v1.done.public.r",
     "headrace.v1.files.public.put", "headrace.v1.batches.public.create", "headrace.v1.status",
     "headrace.v1.trace.r", "headrace.v1.policy.s", "headrace.v1.events.s",
+    "headrace.v1.sleep.s", "headrace.v1.load.m",
     f"headrace.v1.generate.public.{HERE}", f"headrace.v1.tokenize.public.{HERE}",
     "_INBOX.public.headrace-keeper.r", "_R.d.r", "$JS.ACK.HR_WORK.tenant-public.1.1.1.1.1", "$SRV.PING",
 ]  # fmt: skip

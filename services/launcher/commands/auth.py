@@ -239,7 +239,8 @@ def authorization(folder: Path, fleet: str) -> str:
         users = path.read_text()
     except OSError as error:
         raise SetupError(f"no credentials for services ({error}): run `headrace auth {folder}`") from None
-    if not all(_list(access.of_service(kind, fleet).subscribe) in users for kind in access.SERVICES):
+    lists = [{*json.loads(found)} for found in re.findall(r"subscribe: \{ allow: (\[.*?\])", users)]
+    if not all({*access.of_service(kind, fleet).subscribe} in lists for kind in access.SERVICES):
         raise SetupError(
             f"{path} is for another version or fleet: run `headrace auth {folder}` again, which keeps all "
             "passwords"

@@ -252,6 +252,9 @@ def test_users_of_another_version_or_fleet_are_told(tmp_path: Path) -> None:
         auth.authorization(tmp_path, "default")
     make(tmp_path, "late")
     assert auth.authorization(tmp_path, "default") == users.read_text()
+    one, other = '"hr.default.metrics"', '"headrace.v1.status"'  # another version writes them in another order
+    users.write_text(users.read_text().replace(one, "?").replace(other, one).replace("?", other))
+    assert auth.authorization(tmp_path, "default") == users.read_text()
 
 
 def test_urls() -> None:
@@ -273,5 +276,5 @@ def test_urls() -> None:
 def test_no_tenant_reaches_a_mailbox_or_another_tenant() -> None:
     allowed = access.of_tenant("acme")
     assert all(".acme." in p or p == "headrace.v1.models.acme" for p in allowed.publish)
-    assert allowed.subscribe == ("_INBOX.acme.>", "headrace.v1.done.acme.*")
+    assert {*allowed.subscribe} == {"_INBOX.acme.>", "headrace.v1.done.acme.*"}
     assert not allowed.answers
