@@ -355,7 +355,7 @@ class TokenizerActor(Actor):
     def _take(self, pending: PendingRequest) -> None:
         """Prepare the next request, in the background if it is long."""
         delivery, clock = pending.delivery, self._mailbox.clock
-        if any(standby.gives_way(pending) for standby in self._standby):
+        if any(standby.give_way(pending) for standby in self._standby):
             return
         tracer, given = self._mailbox.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)

@@ -248,7 +248,7 @@ class StandbyShell:
         """A request of this tokenizer is accepted by a scheduler, or refused."""
         self._core.on_done(key, self._now_us())
 
-    def gives_way(self, pending: PendingRequest) -> bool:
+    def give_way(self, pending: PendingRequest) -> bool:
         """Whether another tokenizer may have taken over this request, before it is prepared."""
         return bool(self._others()) and self._core.give_way(pending, self._now_us())
 

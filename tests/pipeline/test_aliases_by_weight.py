@@ -408,7 +408,10 @@ def _looks_late(runtime: Runtime) -> bool:
     actor = runtime.actor
     if not isinstance(actor, TokenizerActor):
         return True
-    return actor._aliases[0]._looks_at_us > runtime.clock.now_us() + 1_000_000_000 and not actor._aliases[0]._tasks
+    return (
+        actor._aliases[0]._looks_at_us > runtime.clock.now_us() + 1_000_000_000
+        and not actor._aliases[0]._tasks
+    )
 
 
 class SetClock(SystemClock):

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import json
 
-from services.launcher.commands.status import Facts, percent, services_of, size
-from services.launcher.session import Target, find_fleet
+from services.launcher.console import percent, size
+from services.launcher.session import Facts, Target, find_fleet, services_of
 
 NOBODY = (
     "no kv_offload runs in this fleet: what device memory loses is computed again.",
