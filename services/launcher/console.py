@@ -101,11 +101,6 @@ def size(count: float) -> str:
     return f"{count:,.3g} {_UNITS[-1]}"
 
 
-def percent(part: float, whole: float) -> str:
-    """A share in percent; a dash if `whole` is 0."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
 class StatusLine:
     """The last line of a terminal, replaced by each `show` and empty after the block. Elsewhere nothing is
     shown."""

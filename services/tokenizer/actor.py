@@ -63,7 +63,8 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, BusFault, Delivery, Subscription
 from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
-from shared.telemetry.readings import MetricPoint, Metrics
+from shared.telemetry.counters import Counted, TokenizerCounter, in_status, lately, points
+from shared.telemetry.readings import Metrics
 from shared.vocab.files import resolve, served_names
 from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
@@ -199,30 +200,27 @@ class TokenizerActor(Actor):
             (membership.TOKENS, membership.vocabulary_number(self._model.vocabulary.tokens_digest)),
             (membership.AGE, self._mailbox.age_s),
         )
-        core = self._core
-        counts = {
-            "requests": core.requests,
-            "prompt_tokens": core.prompt_tokens,
-            "refused_503": core.unavailable,
-        }
+        counts = lately(self._counted)
         return HeartbeatPayload(model=self._name, aliases=self._model.aliases, load=load, counts=counts)
 
     @property
     def metrics(self) -> Metrics:
+        return points(self._counted)
+
+    @property
+    def _counted(self) -> Counted:
         core = self._core
-        taken_over = sum(standby.taken_over for standby in self._standby)
-        return (
-            MetricPoint("headrace.tokenizer.pending", self._pending, "{request}"),
-            MetricPoint("headrace.tokenizer.copies", self._copies, "{request}"),
-            MetricPoint("headrace.tokenizer.taken_over", taken_over, "{request}", is_counter=True),
-            MetricPoint("headrace.tokenizer.requests", core.requests, "{request}", is_counter=True),
-            MetricPoint("headrace.tokenizer.failed", core.failed, "{request}", is_counter=True),
-            MetricPoint("headrace.tokenizer.unavailable", core.unavailable, "{request}", is_counter=True),
-            MetricPoint("headrace.tokenizer.prompt_tokens", core.prompt_tokens, "{token}", is_counter=True),
-        )
+        return {
+            TokenizerCounter.PENDING: self._pending,
+            TokenizerCounter.COPIES: sum(map(len, self._standby)),
+            TokenizerCounter.TAKEN_OVER: sum(standby.taken_over for standby in self._standby),
+            TokenizerCounter.REQUESTS: core.requests,
+            TokenizerCounter.FAILED: core.failed,
+            TokenizerCounter.UNAVAILABLE: core.unavailable,
+            TokenizerCounter.PROMPT_TOKENS: core.prompt_tokens,
+        }
 
     def status(self) -> dict[str, object]:
-        core = self._core
         return {
             "model": self._name,
             "context": self._context(),
@@ -230,14 +228,8 @@ class TokenizerActor(Actor):
             "answer_format": self._model.answer_format.name if self._model.answer_format else OFF,
             "calls": self._model.template.skills(with_tools=True).calls_are,
             "models_here": sorted(self._queries.served()) if self._listens else [],
-            "pending": self._pending,
             "removed": {name: age_s for part in self._aliases for name, age_s in part.removed.items()},
-            "copies": self._copies,
-            "taken_over": sum(standby.taken_over for standby in self._standby),
-            "requests": core.requests,
-            "failed": core.failed,
-            "unavailable": core.unavailable,
-            "prompt_tokens": core.prompt_tokens,
+            **in_status(self._counted),
         }
 
     async def drain(self) -> None:
@@ -264,10 +256,6 @@ class TokenizerActor(Actor):
     @property
     def _pending(self) -> int:
         return self._core.pending + self._background.waiting + len(self._tenant_queue) + len(self._arrivals)
-
-    @property
-    def _copies(self) -> int:
-        return sum(map(len, self._standby))
 
     def _context(self) -> int:
         """Tokens of the longest prompt with its answer: the model's context, or less if the KV cache of the
