@@ -60,7 +60,7 @@ KV = "kv_offload.k"
 _HOSTS = (f"test-actor-{os.getpid()}-{i}" for i in itertools.count())
 
 
-def test_the_size_of_l1() -> None:
+def test_l1_size_follows_the_setting_and_the_memory() -> None:
     assert size_bytes("off", 100 * GIB, 100 * GIB) == 0
     assert size_bytes("512", GIB, GIB) == 512 * MIB
     assert size_bytes("auto", 40 * GIB + 5, 100 * GIB) == 10 * GIB

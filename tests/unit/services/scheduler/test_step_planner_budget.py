@@ -96,7 +96,7 @@ def test_a_cold_start_is_careful() -> None:
 @pytest.mark.parametrize(
     ("share", "tokens"), [("whole", lambda decodes: 4_096 - decodes), ("block", lambda decodes: 16)]
 )
-def test_other_shares(share: str, tokens: Callable[[int], int]) -> None:
+def test_shares_of_the_policy_change_the_budget(share: str, tokens: Callable[[int], int]) -> None:
     assert budget(8, share) == tokens(8)
 
 

@@ -51,7 +51,7 @@ BODY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_waterfall() -> None:
+def test_waterfall_is_drawn() -> None:
     # 75 columns less the widest label (17) and 40 for figures are under the least bar, 20: 1 ms a column
     assert draw_trace(BODY, 75) == [
         "r  chat m  tenant t  ended: stop",

@@ -62,7 +62,7 @@ def test_links_are_few_and_the_ring_is_bounded() -> None:
     assert steps.between({"other"}, 0, 10**9) == []
 
 
-def test_a_step_span() -> None:
+def test_step_span_has_these_attributes() -> None:
     steps = StepLog()
     steps.add(record(7, 10), 9, [], iter([Asked(1)]))
     (span,) = step_spans(steps.unsent[0])
