@@ -213,7 +213,7 @@ async def test_the_others_take_the_part_of_a_model_that_has_gone(
 
 
 @pytest.mark.parametrize("connect", ["nats"], indirect=True)
-async def test_the_operators_commands(
+async def test_operators_commands_change_the_weights(
     two: Two, nats_server: NatsServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = Target(nats_server.url, "big")
