@@ -252,7 +252,7 @@ async def test_request_over_the_payload_limit_is_refused(up: Up, nc: Nats) -> No
     await assert_well(up, nc, pids)
 
 
-async def test_a_long_prompt_does_not_stop_the_beats(up: Up, nc: Nats) -> None:
+async def test_a_long_prompt_does_not_stop_the_heartbeats(up: Up, nc: Nats) -> None:
     """600 kB of digits take two seconds to tokenize; the beat interval here is 0.2 s, death 0.6 s."""
     (tokenizer,) = [s for s in (await statuses(nc)).values() if s["kind"] == "tokenizer"]
     heartbeats = await nc.subscribe(f"hr.default.beat.tokenizer.{tokenizer['id']}")

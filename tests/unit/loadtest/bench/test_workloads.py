@@ -88,7 +88,7 @@ def test_prompts_share_their_prefix_and_nothing_else() -> None:
     assert all(other[:30] == first[:30] for other in others)
 
 
-def test_text_in_the_place_of_token_ids() -> None:
+def test_text_may_stand_in_place_of_token_ids() -> None:
     made = conversations("shared-prefix", chat=True, prompts=8, input_len=20, prefix_len=30, prefixes=2)
     prompts = [prompt_of(each).split() for each in made]
     assert {len(prompt) for prompt in prompts} == {50}

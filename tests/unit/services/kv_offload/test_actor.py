@@ -324,7 +324,7 @@ async def house(host: str) -> AsyncIterator[House]:
     assert scheduler.failure is None
 
 
-async def test_blocks_come_back_from_the_segment_that_the_beat_names(house: House) -> None:
+async def test_blocks_come_back_from_the_segment_that_the_heartbeat_names(house: House) -> None:
     kv = await house.start(l2=False)
     await house.store(1, 2, 3)
     assert await house.look_up(1, 2, 3, 4) == [1, 1, 1, 0]

@@ -206,7 +206,7 @@ def test_a_mode_slower_than_single_is_dropped_for_a_time(
     assert found == ["single", "single", "single" if banned else "run_ahead", "run_ahead"]
 
 
-def test_two_batch_with_one_half_empty_goes_on() -> None:
+def test_two_batch_with_one_micro_batch_empty_goes_on() -> None:
     world = World(Limits(overlap="two_batch"))
     world.add_engine()
     world.ask("alone", [5, 6], 9)

@@ -76,7 +76,7 @@ def test_step_span_has_these_attributes() -> None:
     assert step_trace(steps.unsent[0]) == step_trace(steps.unsent[0])
 
 
-def test_the_halves_of_a_step_are_spans_below_it() -> None:
+def test_the_micro_batches_of_a_step_are_spans_below_it() -> None:
     steps, pieces = StepLog(), (0, 0, 10, 2, 10, 12, 1, 10, 11)
     steps.add(dataclasses.replace(record(7, 10), segments=pieces), 9, [], iter([Asked(1)]))
     whole, *halves = step_spans(steps.unsent[0])
