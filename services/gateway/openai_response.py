@@ -36,7 +36,7 @@ from shared.client.client import ACCEPTED_S, QUIET
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
 from shared.openai.answer_parts import AnswerReader, reader_of
-from shared.openai.call import Call, error_body, read_call, read_vectors_call
+from shared.openai.call import Call, read_call, read_vectors_call
 from shared.openai.whole_answer import answer, stop_reason, total, vectors
 
 Body = dict[str, Any]
@@ -344,7 +344,6 @@ class Api:
 
     answer: Callable[[Call, Sequence[Body], Sequence[str]], Body] = answer
     chunks: Callable[[Call, Sequence[str]], Chunks] = ChunkBuilder
-    error: Callable[[HeadraceError, str], Body] = error_body
     read: Callable[[Body], Body] = dict  # raises BadRequest
     to_call: Callable[..., Call] = read_call
     ignored: Callable[[Body], Sequence[str]] = lambda fields: ()  # what of a valid request changes nothing

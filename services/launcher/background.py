@@ -31,6 +31,7 @@ from shared.messages import Heartbeat
 from shared.nats import subjects
 from shared.nats.interface import Bus, Delivery
 from shared.processes import module_command, with_import_path
+from shared.telemetry.counters import SchedulerCounter
 
 UNTIL_IDLE = "--until-idle"  # the flag of `up`
 LAST_LINES = 10  # shown of a start that failed
@@ -91,7 +92,7 @@ async def until_idle(bus: Bus, fleet: str, keep_alive_s: float, may_end: Callabl
             envelope = codec.decode(delivery.data)
             beat, source = envelope.message, envelope.source
             if isinstance(beat, Heartbeat) and beat.kind in _WORKERS:
-                if dict(beat.load).get("requests") or loads.get(source) != beat.load:
+                if SchedulerCounter.REQUESTS.loaded(beat.load) or loads.get(source) != beat.load:
                     used.set()
                 loads[source] = beat.load
 

@@ -137,7 +137,7 @@ def test_a_streamed_chat_byte_for_byte(core: DetokenizerCore) -> None:
     assert published[3].headers == {"Headrace-End": "1", "traceparent": TRACE}
     assert sent_to_scheduler(out) == [Ended(seq=7, index=5, reason="length")]
     assert core.is_idle
-    assert core.load() == {
+    assert core.status() == {
         "sequences": 0,
         "requests": 0,
         "failover": 0,
@@ -314,7 +314,7 @@ def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(cor
         503,
         "the scheduler has gone; send the request again",
     )
-    assert core.load()["requests"] == 1
+    assert core.status()["requests"] == 1
 
 
 def test_lost_part_of_a_stream_is_reported_when_nothing_is_open(core: DetokenizerCore) -> None:
@@ -330,7 +330,7 @@ def test_a_lost_part_of_a_stream_costs_no_answer(core: DetokenizerCore, stream: 
     )
     assert sent_to_scheduler(core.on_stream_lost(SCHEDULER)) == [Detached(seqs=ints())]
     assert run(core, tokens(4, "e"), close(5), close(0, "moved", seq=9)) == []
-    assert core.load()["requests"] == 1, "one was moved elsewhere meanwhile"
+    assert core.status()["requests"] == 1, "one was moved elsewhere meanwhile"
     out = run(core, opened(stream=stream, attempt=2, tokens=ints(3 + b for b in b"abcde")), close(5))
     *_, last = frames(out)
     if stream:

@@ -461,7 +461,7 @@ def test_one_of_two_requests_with_one_id_gets_an_error_at_once_without_a_schedul
     assert [(c.inbox, json.loads(c.data)["error"]["code"]) for c in out if isinstance(c, Publish)] == [
         ("in2", 503)
     ]
-    assert core.load()["requests"] == 1
+    assert core.status()["requests"] == 1
 
 
 def test_stop_string_found_during_failover_is_sent_to_the_new_scheduler(core: DetokenizerCore) -> None:

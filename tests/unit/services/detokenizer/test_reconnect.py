@@ -134,7 +134,7 @@ def test_a_stream_is_begun_again_with_all_its_text(letters: Vocabulary) -> None:
     assert (at.text, at.ends[0]["type"], at.order.attempt) == ("river mill wheel lock", "done", 2)
     at.turn()
     assert at.core.is_idle
-    assert at.core.load()["frames"] == 7  # accepted, two deltas; accepted, two deltas, done: none twice
+    assert at.core.status()["frames"] == 7  # accepted, two deltas; accepted, two deltas, done: none twice
 
 
 @pytest.mark.parametrize("late", [0, 1, 5, TURNS - 2])

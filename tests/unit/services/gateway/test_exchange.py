@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.app import Keys, read_keys
-from services.gateway.errors import NotAuthorized, SlowRequest, headers_of
 from services.gateway.exchange import (
     MAX_IGNORED,
     Exchange,
     ExchangeCounters,
+    NotAuthorized,
+    SlowRequest,
     fresh_id,
     given_id,
+    headers_of,
     headers_of_exchange,
     spans,
 )
+from services.gateway.visitors import Keys, read_keys
 from shared.client.client import SlowReader
 from shared.errors import (
     BadRequest,

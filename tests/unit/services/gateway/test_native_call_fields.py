@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.errors import Unprocessable
+from services.gateway.exchange import Unprocessable
 from services.gateway.native_call import fields_of, model_of
 from shared.api import REQUEST_ID
 from shared.errors import BadRequest

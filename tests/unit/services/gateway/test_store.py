@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.errors import Gone, NoKeeper, StoreAway
+from services.gateway.exchange import Gone, NoKeeper, StoreAway
 from services.gateway.store import Pause, Store, call_of
 from shared.errors import (
     BadRequest,

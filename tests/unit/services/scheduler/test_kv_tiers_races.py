@@ -121,6 +121,7 @@ def test_slow_copy_of_a_tail_delays_no_other() -> None:
     preemption.preempt(state, executor, sequence, "for a test", [sequence])
     tail = executor.pool.block_of.get(sequence.tail.key)
     assert tail is not None
+    world.check_every = 0
     executor.pool.begin_copy([tail])  # and nothing comes back
     world.ask("second", PROMPT[::-1], 2)
     for _ in range(2 * lookups.MOST_WAIT_US // 10_000):
@@ -171,6 +172,7 @@ def test_a_load_does_not_write_what_a_fork_still_reads() -> None:
     ((source, _),) = executor.fork_copies
     leader = executor.running[0]
     assert leader.table[1] == source
+    world.check_every = 0
     leader.stop_ids = frozenset(range(1_000))
     assert world.deliver()  # the leader ends, the plan with the copy is sent
     assert executor.forked_step == executor.step
@@ -322,6 +324,7 @@ def test_tier_without_room_gets_no_repeated_stores_for_running_sequences() -> No
         assert world.deliver_tier() or world.deliver("e1")
     executor = only(world)
     executor.headroom_pm = 1_000
+    world.check_every = 0
     executor.pool.reserve(executor.pool.free_blocks - 2)  # others are promised the rest
     world.tier.no_room = True
     asked_us = world.now_us

@@ -10,9 +10,16 @@ import pytest
 
 from shared.errors import SetupError
 from shared.telemetry import metrics
-from shared.telemetry.metrics import MAX_CONNECTIONS, ScrapePoint, ScrapeTargets, answer, to_prometheus
+from shared.telemetry.metrics import (
+    MAX_CONNECTIONS,
+    ScrapePoint,
+    ScrapeTargets,
+    answer,
+    process_metrics,
+    to_prometheus,
+)
 from shared.telemetry.otel import METRICS, is_on, prometheus_address
-from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics, process_metrics
+from shared.telemetry.readings import HistogramPoint, MetricPoint, Metrics
 
 ON = {"OTEL_METRICS_EXPORTER": "prometheus"}
 COUNTED: Metrics = (MetricPoint("n", 3, "1", is_counter=True),)

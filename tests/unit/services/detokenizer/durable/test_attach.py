@@ -198,7 +198,7 @@ def test_any_sequence_of_attaches_gives_the_answer(
             assert scores == [s["logprob"] for s in choice["logprobs"]["content"]][: len(scores)]
     assert reader.end["usage"] == answer["usage"]
     assert world.core.is_idle
-    assert world.core.load()["frames"] == len(world.published)
+    assert world.core.status()["frames"] == len(world.published)
 
 
 def begun(letters: Vocabulary, **more: Any) -> World:
@@ -330,7 +330,7 @@ def test_a_failure_reaches_the_reader(letters: Vocabulary, stream: bool) -> None
         if stream
         else "the engine broke"
     )
-    assert world.core.load()["requests"] == 0
+    assert world.core.status()["requests"] == 0
 
 
 def test_moved_stream_starts_over_in_its_new_inbox_after_an_outage(letters: Vocabulary) -> None:
@@ -400,4 +400,4 @@ def test_another_scheduler_goes_on_with_the_reader(letters: Vocabulary) -> None:
     for frame in world.inboxes["a"]:
         reader.read(frame)
     assert (reader.begun, reader.texts, reader.end is None) == (1, {0: "river mill"}, False)
-    assert world.core.load()["requests"] == 0
+    assert world.core.status()["requests"] == 0

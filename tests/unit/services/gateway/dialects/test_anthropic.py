@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.dialects import anthropic
 from services.gateway.dialects.anthropic import MessageEvents, message, read
-from services.gateway.errors import NotAuthorized
+from services.gateway.exchange import NotAuthorized
 from services.tokenizer.prepare import _max_tokens, _too_long, read_request
 from shared.api import ChatRequest
 from shared.errors import BadRequest, EngineError, HeadraceError, Overloaded, Unavailable, UnknownModel

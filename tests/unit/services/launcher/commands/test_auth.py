@@ -10,7 +10,7 @@ from pathlib import Path
 import bcrypt
 import pytest
 
-from services.gateway.app import read_keys
+from services.gateway.visitors import read_keys
 from services.launcher.cli import main
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan, Tls
