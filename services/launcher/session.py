@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shared.nats.bus import NatsBus
 
 CONNECT_TIMEOUT_S = 5.0  # a busy machine takes seconds for the first answer
-LOOK_S = 0.1  # between two looks whether a fleet is ready
+READY_POLL_S = 0.1  # between two looks whether a fleet is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def find_target(loaded: Loaded, *, wait: bool = False) -> Target:
         if not is_announced:
             is_announced = True
             print("the fleet starts: waiting for it", file=sys.stderr, flush=True)
-        time.sleep(LOOK_S)
+        time.sleep(READY_POLL_S)
     note = note or next((run for run in runs(path) if run.nats_url), None)
     here = note if note is not None and settings.nats_url in ("", note.nats_url) else None
     if note is None and not settings.nats_url and loaded.origins["fleet"] != "default":

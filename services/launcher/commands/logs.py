@@ -21,7 +21,7 @@ from shared.errors import BadRequest, SetupError
 
 FILE_BYTES = 4 * 1024 * 1024  # some 40,000 lines
 SUFFIX = ".log"
-LOOK_S = 0.2  # between two looks at the files: new lines are shown before a person misses them
+FILES_POLL_S = 0.2  # between two looks at the files: new lines are shown before a person misses them
 
 
 class LogFiles:
@@ -78,7 +78,7 @@ def logs(note: RunState | None, service: str, last: int, *, follow: bool) -> Non
             for line in tail.new():
                 print(lines.text(name, line))
         sys.stdout.flush()
-        time.sleep(LOOK_S if follow else 0)
+        time.sleep(FILES_POLL_S if follow else 0)
 
 
 class Tail:

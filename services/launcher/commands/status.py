@@ -64,7 +64,7 @@ async def services_of(target: Target, fleet: str) -> list[Facts]:
 
 
 async def _answers(bus: Bus, fleet: str) -> list[Facts]:
-    answers = await request_all(bus, subjects.STATUS, ANSWER_S)
+    answers = await request_all(bus, subjects.STATUS, STATUS_WAIT_S)
     services = sorted((a for a in answers if a.get("fleet") == fleet), key=_order)
     if not services:
         fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))
@@ -100,7 +100,7 @@ async def top(target: Target, fleet: str, interval_s: float, count: int) -> None
                         *text,
                     ]
                 )
-                if turn == count or await _is_set_within(ended, interval_s - ANSWER_S):
+                if turn == count or await _is_set_within(ended, interval_s - STATUS_WAIT_S):
                     return
                 try:
                     text = lines(Fleet(fleet, url, await _answers(bus, fleet)), _width())
@@ -143,7 +143,9 @@ def _screen(ended: asyncio.Event) -> Iterator[Callable[[list[str]], None]]:
 
 Facts = dict[str, Any]
 
-ANSWER_S = 0.5  # to wait for answers: a ready service needs milliseconds, one that starts may need longer
+STATUS_WAIT_S = (
+    0.5  # to wait for answers: a ready service needs milliseconds, one that starts may need longer
+)
 ID_DIGITS = 4  # shown of an id, more if two start alike
 GROWS = 10  # requests by which a queue has grown in ten seconds to be reported as a problem
 FULL_PCT = 95
@@ -371,8 +373,9 @@ def _silent(fleet: Fleet) -> Iterator[str]:
         for kind, actor in members:
             if (kind, actor) not in there:
                 yield (
-                    f"{fleet.name_of(kind, actor)} has not answered within {ANSWER_S} s, and {scheduler} "
-                    "counts on it: it is busy, stopped or cut off. Try again; its log has the reason."
+                    f"{fleet.name_of(kind, actor)} has not answered within {STATUS_WAIT_S} s, and "
+                    f"{scheduler} counts on it: it is busy, stopped or cut off. Try again; its log has the "
+                    "reason."
                 )
 
 

@@ -60,7 +60,7 @@ async def test_requests_that_a_pull_has_not_brought_are_pulled_without_another_q
             pass
 
     monkeypatch.setattr(queues, "Puller", Pulls)
-    monkeypatch.setattr(queues, "LOOK_S", 3_600.0)
+    monkeypatch.setattr(queues, "CONSUMERS_POLL_S", 3_600.0)
     for _ in range(2):
         found.on_stored("a")
     running = asyncio.create_task(found.run())
