@@ -69,7 +69,7 @@ STATE: Body = {  # checkpoints: the last one of each request; full, it drops the
     "max_bytes": STATE_BYTES, "max_age": STATE_S * 1_000_000_000, "allow_direct": True,
 }  # fmt: skip
 OPEN_AGAIN_S = 1.0
-LOOK_S = 10.0  # between two looks at the streams
+STREAMS_POLL_S = 10.0  # between two looks at the streams
 TICK_S = 0.5
 MAX_ASKED = 1_024  # submits and results in work at a time
 
@@ -438,7 +438,7 @@ async def keep_streams(store: ObjectStore, replicas: int, away: Rarely) -> None:
     while True:
         await asyncio.sleep(OPEN_AGAIN_S)  # also between two calls that miss one: JetStream may be off
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(STREAMS_POLL_S):
                 await lacking.wait()
         lacking.clear()
         try:

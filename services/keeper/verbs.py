@@ -51,7 +51,7 @@ from shared.openai.batch_lines import MAX_FILE_BYTES
 
 CHECK_US = 10_000_000  # a tokenizer takes up to three seconds for a megabyte
 REPLIES = f"{access.INBOX}.*.{access.user_of('keeper')}.*"  # answers to the requests of all keepers
-LOOK_US = 5_000_000  # between two looks at the size of the stream; it fills in minutes
+SIZE_POLL_US = 5_000_000  # between two looks at the size of the stream; it fills in minutes
 RUNS_US = 100_000  # for another keeper to answer, far longer than it takes: a reader of a state waits for it
 RECORD_ROOM = 4_096  # bytes of a record beside its request and its answer
 SUBMIT_TRIES = 8  # of a second: a stream whose leader has died has another after six; clients wait for ten
@@ -182,7 +182,7 @@ class Verbs:
 
     async def _has_room_to_keep(self, now_us: int) -> bool:
         """True while the records take at most half of their stream."""
-        if now_us >= self._looked_us + LOOK_US:
+        if now_us >= self._looked_us + SIZE_POLL_US:
             self._looked_us = now_us
             used, most = await self._streams.room(subjects.RECORD_STREAM)
             self._half_full = most > 0 and 2 * used > most

@@ -197,7 +197,7 @@ TRIES_OF_HOST = 8  # at a time, of one keeper
 MAX_LINE = 4_096  # bytes of a status line
 LIST_PART = 20  # a list of all events takes at most this part of the time: a full stream has 200,000 events
 OPEN_AGAIN_S = 1.0
-LOOK_S = 2.0  # between looks for events that are due again, or that other keepers stored
+EVENTS_POLL_S = 2.0  # between looks for events that are due again, or that other keepers stored
 AGAIN_US = 5_000_000  # until a record whose event could not be stored is delivered again
 _STATUS = re.compile(rb"HTTP/1\.[01] ([0-9]{3})\b")
 
@@ -318,7 +318,7 @@ class Webhooks:
             while True:
                 now = asyncio.get_running_loop().time()
                 if now >= looks_at:
-                    looks_at = now + LOOK_S
+                    looks_at = now + EVENTS_POLL_S
                     hosts.refresh()
                     origins = {target_of(origin).key: origin for origin in hosts.value}
                     await self._cut(origins)

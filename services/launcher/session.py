@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0  # a busy machine takes seconds for the first answer
 DECIDE_S = 5.0  # for a scheduler, which may decide upon the result of a step first: milliseconds
-ANSWER_S = 0.5  # to wait for answers: a ready service needs milliseconds, one that starts may need longer
-LOOK_S = 0.1  # between two looks whether a fleet is ready
+STATUS_WAIT_S = 0.5  # a ready service answers in milliseconds, one that starts may need longer
+READY_POLL_S = 0.1  # between two looks whether a fleet is ready
 
 
 Facts = dict[str, Any]  # the answer of a service about itself
@@ -69,7 +69,7 @@ def find_target(loaded: Loaded, *, wait: bool = False) -> Target:
         if not is_announced:
             is_announced = True
             print("the fleet starts: waiting for it", file=sys.stderr, flush=True)
-        time.sleep(LOOK_S)
+        time.sleep(READY_POLL_S)
     note = note or next((run for run in runs(path) if run.nats_url), None)
     here = note if note is not None and settings.nats_url in ("", note.nats_url) else None
     if note is None and not settings.nats_url and loaded.origins["fleet"] != "default":
@@ -127,7 +127,7 @@ async def answers_of(bus: Bus, fleet: str) -> list[Facts]:
     """The same, over a connection."""
     from shared.client.client import request_all
 
-    answers = await request_all(bus, subjects.STATUS, ANSWER_S)
+    answers = await request_all(bus, subjects.STATUS, STATUS_WAIT_S)
     services = sorted((a for a in answers if a.get("fleet") == fleet), key=_order)
     if not services:
         fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))

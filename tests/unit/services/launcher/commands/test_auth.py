@@ -74,7 +74,7 @@ def test_servers_configuration_has_the_passwords_only_as_hashes(tmp_path: Path) 
         assert bcrypt.checkpw(password.encode(), line.split('"')[3].encode())
 
 
-def test_again_changes_nothing(tmp_path: Path) -> None:
+def test_auth_again_changes_nothing(tmp_path: Path) -> None:
     make(tmp_path, "acme")
     before = contents(tmp_path)
     assert make(tmp_path) == []
@@ -263,7 +263,7 @@ def test_users_of_another_version_or_fleet_are_an_error(tmp_path: Path) -> None:
     assert credentials.authorization(tmp_path, "default") == users.read_text()
 
 
-def test_urls() -> None:
+def test_urls_are_parsed_and_shown() -> None:
     one = access.parse("tls://headrace-executor:pw@h:4222?ca=/ca.pem")
     assert one == access.Login(("tls://headrace-executor:pw@h:4222",), "headrace-executor", "/ca.pem")
     assert one.inbox_prefix == "_INBOX.headrace-executor"
