@@ -34,6 +34,7 @@ from shared.config import Settings, WatchedFile
 from shared.errors import SetupError, drain_over
 from shared.nats import access
 from shared.processes import UnixListener, bind, http_url, unix_url
+from shared.telemetry.counters import GatewayCounter, in_load, in_status, lately
 from shared.telemetry.readings import Metrics
 
 log = logging.getLogger("headrace.gateway")
@@ -152,8 +153,8 @@ class GatewayActor(Actor):
     def heartbeat_payload(self) -> HeartbeatPayload:
         if self._endpoints is None:
             return HeartbeatPayload()
-        load = (("http_port", self._http.address[1]), ("active", self._endpoints.counters.active))
-        return HeartbeatPayload(load=load, counts={"requests": self._endpoints.counters.requests})
+        counted = {GatewayCounter.PORT: self._http.address[1], **self._endpoints.counters.counted}
+        return HeartbeatPayload(load=in_load(counted), counts=lately(counted))
 
     @property
     def metrics(self) -> Metrics:
@@ -162,15 +163,11 @@ class GatewayActor(Actor):
     def status(self) -> dict[str, object]:
         if self._endpoints is None:
             return {}
-        counters = self._endpoints.counters
         return {
             "url": self._http.url,
             "health": self._endpoints.health.why or "ok",
-            "active": counters.active,
-            "lines": len(self._endpoints.connections),
-            "requests": counters.requests,
-            "chunks": counters.chunks,
-            "slow_readers": counters.slow_readers,
+            GatewayCounter.LINES.status: len(self._endpoints.connections),
+            **in_status(self._endpoints.counters.counted),
         }
 
     def _model_of(self, name: str, tenant: str, request: str) -> str:

@@ -38,7 +38,9 @@ from shared.openai.call import error_body, error_status
 from shared.openai.whole_answer import total
 from shared.replies import to_json
 from shared.telemetry import traces as c
-from shared.telemetry.readings import Attributes, HistogramPoint, MetricPoint, Metrics
+from shared.telemetry.counters import Counted, GatewayCounter, points
+from shared.telemetry.counters import Counter as Declared
+from shared.telemetry.readings import HistogramPoint, Metrics
 from shared.telemetry.traces import SpanRecord
 
 EXCHANGE = "headrace.exchange"  # where a request's Exchange is kept in its scope
@@ -49,7 +51,6 @@ _ID_BYTES = 12
 _GIVEN_CHARS = 96  # of the client's id, as a prefix of the request's own
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-OURS = "headrace.gateway"
 
 
 DEFAULT_RETRY_MS = 1_000
@@ -265,9 +266,9 @@ class Durations:
         self.counts[bisect_left(BOUNDS_S, took_s)] += 1
         self.total_s += took_s
 
-    def histogram(self, name: str, attributes: Attributes = ()) -> HistogramPoint:
+    def histogram(self, of: Declared, *attributes: str) -> HistogramPoint:
         """The histogram as a metric."""
-        return HistogramPoint(name, BOUNDS_S, list(self.counts), self.total_s, "s", attributes)
+        return of.histogram(BOUNDS_S, self.counts, self.total_s, *attributes)
 
 
 class ExchangeCounters:
@@ -308,24 +309,27 @@ class ExchangeCounters:
         """Requests that have ended."""
         return sum(sum(took.counts) for took in self._took.values())
 
+    @property
+    def counted(self) -> Counted:
+        """Those without attributes."""
+        return {
+            GatewayCounter.ACTIVE: self.active,
+            GatewayCounter.REQUESTS: self.requests,
+            GatewayCounter.CHUNKS: self.chunks,
+            GatewayCounter.SLOW_READERS: self.slow_readers,
+        }
+
     def metrics(self) -> Metrics:
         """All counters."""
-        counted = [
-            MetricPoint("http.server.active_requests", self.active, "{request}"),
-            MetricPoint(f"{OURS}.chunks", self.chunks, "{chunk}", is_counter=True),
-            MetricPoint(f"{OURS}.slow_readers", self.slow_readers, "{stream}", is_counter=True),
-        ]
         took = [
-            durations.histogram(
-                "http.server.request.duration", ((c.HTTP_ROUTE, route), (c.HTTP_STATUS, str(status)))
-            )
+            durations.histogram(GatewayCounter.DURATION, route, str(status))
             for (route, status), durations in sorted(self._took.items())
         ]
         first = [
-            durations.histogram(f"{OURS}.time_to_first_chunk", ((c.HTTP_ROUTE, route),))
+            durations.histogram(GatewayCounter.FIRST_CHUNK, route)
             for route, durations in sorted(self._first.items())
         ]
-        return [*counted, *took, *first]
+        return [*points(self.counted), *took, *first]
 
 
 log = logging.getLogger("headrace.gateway")

@@ -43,7 +43,8 @@ from shared.nats.interface import Delivery, Subscription
 from shared.nats.jetstream import JetStream, Made, Taken, Unwritten, deliveries
 from shared.processes import Rarely
 from shared.replies import error_reply
-from shared.telemetry.readings import MetricPoint, Metrics
+from shared.telemetry.counters import Counted, KeeperCounter, in_status, lately, points
+from shared.telemetry.readings import Metrics
 
 log = logging.getLogger("headrace.keeper")
 
@@ -131,30 +132,29 @@ class KeeperActor(Actor):
                 task.result()  # a failed loop fails the actor, as a failed handler does
 
     def heartbeat_payload(self) -> HeartbeatPayload:
-        return HeartbeatPayload(counts={"submitted": self._verbs.submitted, "stored": self._core.stored})
+        return HeartbeatPayload(counts=lately(self._counted))
 
     @property
     def metrics(self) -> Metrics:
-        own = self._core
-        return (
-            MetricPoint("headrace.keeper.queued", self._queues.queued, "{request}"),
-            MetricPoint("headrace.keeper.in_flight", len(own), "{request}"),
-            MetricPoint("headrace.keeper.submitted", self._verbs.submitted, "{request}", is_counter=True),
-            MetricPoint("headrace.keeper.kept", self._verbs.kept, "{response}", is_counter=True),
-            MetricPoint("headrace.keeper.stored", own.stored, "{request}", is_counter=True),
-            MetricPoint("headrace.keeper.refused", own.refused, "{request}", is_counter=True),
-            *(point for part in self._parts for point in part.metrics),
-        )
+        return points(self._counted)
+
+    @property
+    def _counted(self) -> Counted:
+        own: Counted = {
+            KeeperCounter.QUEUED: self._queues.queued,
+            KeeperCounter.IN_FLIGHT: len(self._core),
+            KeeperCounter.SUBMITTED: self._verbs.submitted,
+            KeeperCounter.KEPT: self._verbs.kept,
+            KeeperCounter.STORED: self._core.stored,
+            KeeperCounter.REFUSED: self._core.refused,
+            KeeperCounter.HELD_BACK: self._core.held_back,
+        }
+        return {**own, **{each: count for part in self._parts for each, count in part.counted.items()}}
 
     def status(self) -> dict[str, object]:
         found: dict[str, object] = {
-            "queued": self._queues.queued,
+            **in_status(self._counted),
             "taken_by": self._queues.taker,
-            "in_flight": len(self._core),
-            "submitted": self._verbs.submitted,
-            "stored": self._core.stored,
-            "refused": self._core.refused,
-            "held_back": self._core.held_back,
             "unwritten": self._unwritten.facts(),
             "removed": self._made.facts(),
         }

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.keeper.core import EXPIRED, KEPT_S, TRY_AGAIN, Answered, Away, Key
@@ -31,7 +31,7 @@ from shared.api import read_json
 from shared.client.client import Client, error_of
 from shared.nats import subjects
 from shared.nats.interface import Delivery, NoResponders, RequestTimeout
-from shared.telemetry.readings import MetricPoint, Metrics
+from shared.telemetry.counters import Counted, KeeperCounter
 
 SUBMIT, RESULT, CANCEL = "submit", "result", "cancel"  # verbs of the centre
 MOST_CALLS = 64  # at a time: a keeper refuses more than 1,024, and other edges call it, too
@@ -280,11 +280,8 @@ class Forwarder(Part):
         return len(self._core)
 
     @property
-    def metrics(self) -> Metrics:
-        return (MetricPoint("headrace.keeper.forwarded", len(self), "{request}"),)
-
-    def status(self) -> Mapping[str, object]:
-        return {"forwarded": len(self)}
+    def counted(self) -> Counted:
+        return {KeeperCounter.FORWARDED: len(self)}
 
     def forward(self, work: Work, age_us: int) -> None:
         """Have a request that has waited for `age_us` answered by the centre; an event `Answered` follows."""

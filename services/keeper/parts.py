@@ -22,7 +22,7 @@ from shared.errors import BadRequest, HeadraceError
 from shared.nats.interface import Bus, Delivery
 from shared.nats.jetstream import JetStream
 from shared.processes import Rarely
-from shared.telemetry.readings import Metrics
+from shared.telemetry.counters import Counted
 
 # Capabilities beside durable requests: each makes a Part (parts.py) of a Keeper.
 PARTS = (
@@ -131,10 +131,10 @@ class Part:
         """Give back what is in work: this keeper stops."""
 
     @property
-    def metrics(self) -> Metrics:
-        """The counters."""
-        return ()
+    def counted(self) -> Counted:
+        """Its counters."""
+        return {}
 
     def status(self) -> Mapping[str, object]:
-        """For `headrace status`."""
+        """What `headrace status` has beside them."""
         return {}

@@ -44,7 +44,7 @@ from shared.errors import BadRequest, HeadraceError, Unavailable
 from shared.nats import subjects
 from shared.nats.interface import Delivery
 from shared.nats.jetstream import REMOVED_S, Puller, Taken, deliveries
-from shared.telemetry.readings import MetricPoint, Metrics
+from shared.telemetry.counters import Counted, KeeperCounter
 
 MAX_URL_CHARS = 2_048
 SECRET, MIN_SECRET_BYTES, MAX_SECRET_BYTES = "whsec_", 24, 64  # as the specification has them
@@ -270,15 +270,13 @@ class Webhooks(Part):
         self._turn(key)
 
     @property
-    def metrics(self) -> Metrics:
-        return (
-            MetricPoint("headrace.keeper.webhooks", self.delivered, "{event}", is_counter=True),
-            MetricPoint("headrace.keeper.webhooks_failed", self.failed, "{try}", is_counter=True),
-            MetricPoint("headrace.keeper.webhooks_given_up", self.given_up, "{event}", is_counter=True),
-            MetricPoint(
-                "headrace.keeper.webhooks_dropped", self._dropped.total(), "{event}", is_counter=True
-            ),
-        )
+    def counted(self) -> Counted:
+        return {
+            KeeperCounter.HOOKS: self.delivered,
+            KeeperCounter.HOOKS_FAILED: self.failed,
+            KeeperCounter.HOOKS_GIVEN_UP: self.given_up,
+            KeeperCounter.HOOKS_DROPPED: self._dropped.total(),
+        }
 
     def status(self) -> Mapping[str, object]:
         """The events that found no room, by origin, of hosts that have lost one within REMOVED_S."""

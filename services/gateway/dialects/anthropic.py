@@ -364,7 +364,7 @@ def ignored(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> l
 def _turns(asked: CountTokensRequest) -> list[Body]:
     turns: list[Body] = [{"role": "system", "content": _text(asked.system)}] if asked.system else []
     for message in asked.messages:
-        for turn in _results(message.content) + _said(message.role, message.content):
+        for turn in _results(message.content) + _messages_of(message.role, message.content):
             if turns and turns[-1]["role"] == turn["role"] != "tool":
                 before = turns.pop()
                 texts = [each["content"] for each in (before, turn) if each["content"]]
@@ -389,7 +389,7 @@ def _results(content: Sequence[Mapping[str, Any]]) -> list[Body]:
     ]
 
 
-def _said(role: str, content: Sequence[Mapping[str, Any]]) -> list[Body]:
+def _messages_of(role: str, content: Sequence[Mapping[str, Any]]) -> list[Body]:
     """A message without its results of calls; none if it holds nothing else."""
     kept = [block for block in content if block["type"] != "tool_result"]
     if content and not kept:
@@ -424,15 +424,15 @@ def message(call: Call, natives: Sequence[Body], echoed: Sequence[str]) -> Body:
     """The answer to a plain request."""
     whole = answer(call, natives, echoed)
     (choice,) = whole["choices"]
-    said = choice["message"]
+    answered = choice["message"]
     content: list[Body] = []
-    if reasoning := said.get("reasoning_content"):
+    if reasoning := answered.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
-    if said["content"]:
-        content.append({"type": "text", "text": said["content"]})
+    if answered["content"]:
+        content.append({"type": "text", "text": answered["content"]})
     content += [
         {"type": "tool_use", "id": each["id"], "name": each["function"]["name"], "input": _input(each)}
-        for each in said.get("tool_calls", ())
+        for each in answered.get("tool_calls", ())
     ]
     return {**_message(whole, content), **_ending(choice), "usage": _usage(whole["usage"])}
 

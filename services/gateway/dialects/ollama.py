@@ -211,9 +211,9 @@ def whole_answer(call: Call, natives: Sequence[Body], echoed: Sequence[str], *, 
     """The answer to a plain request, of `/api/chat` or `/api/generate`."""
     whole = answer(call, natives, echoed)
     (choice,) = whole["choices"]
-    said = choice.get("message") or {"content": choice["text"]}
-    calls = [_call(each["function"]) for each in said.get("tool_calls", ())]
-    content = _content(chat, said["content"] or "", said.get("reasoning_content", ""), calls)
+    turn = choice.get("message") or {"content": choice["text"]}
+    calls = [_call(each["function"]) for each in turn.get("tool_calls", ())]
+    content = _content(chat, turn["content"] or "", turn.get("reasoning_content", ""), calls)
     return {**_head(whole), **content, **_ending(choice["finish_reason"], whole)}
 
 

@@ -136,9 +136,9 @@ class ResponseEvents:
         fields = error["error"]
         if self._stored:
             place = Place(self._attempt, max(self._number, self._after, 0))
-            said = {name: fields[name] for name in ("code", "message", "param")}
-            said = {"type": "error", **said, "sequence_number": place.sequence_number}
-            return f"event: error\ndata: {_json(said)}\n\n".encode("utf-8", "replace")
+            error_event = {name: fields[name] for name in ("code", "message", "param")}
+            error_event = {"type": "error", **error_event, "sequence_number": place.sequence_number}
+            return f"event: error\ndata: {_json(error_event)}\n\n".encode("utf-8", "replace")
         failure = {"code": "server_error", "message": fields["message"]}
         return self.write([*self._held, *self._written(self._failing("failed", failure))])
 
@@ -284,11 +284,11 @@ class Responses:
             why = f"`previous_response_id`: {previous} has no answer, its status is {state['status']}"
             raise BadRequest(why, param="previous_response_id")
         call, own = call_of(state), fields["messages"]
-        before, said = call.bodies[0]["messages"], output.said(call, state["answer"])
+        before, answered = call.bodies[0]["messages"], output.answer_turn(call, state["answer"])
         if call.keep["response"].get("instructions"):
             before = before[1:]
         system = 1 if repeated["instructions"] else 0
-        return {**fields, "messages": [*own[:system], *before, said, *own[system:]]}
+        return {**fields, "messages": [*own[:system], *before, answered, *own[system:]]}
 
     def keeping(
         self, frames: AsyncGenerator[Body], events: ResponseEvents, call: Call, client: Client

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 
 from services.keeper.batches import batch_core
@@ -27,7 +27,7 @@ from shared.nats.interface import Delivery, NoResponders, RequestTimeout
 from shared.nats.jetstream import StreamFull, Taken, deliveries
 from shared.nats.object_store import ObjectStore, new_id
 from shared.openai.batch_lines import InputCheck, read_line
-from shared.telemetry.readings import MetricPoint, Metrics
+from shared.telemetry.counters import Counted, KeeperCounter
 
 log = logging.getLogger("headrace.keeper")
 
@@ -84,14 +84,8 @@ class Batches(Part):
             self._away.warning("there is no store of files, and no batch: %s", error.message)
 
     @property
-    def metrics(self) -> Metrics:
-        return (
-            MetricPoint("headrace.keeper.batches", len(self), "{batch}"),
-            MetricPoint("headrace.keeper.batch_lines", self.in_flight, "{request}"),
-        )
-
-    def status(self) -> Mapping[str, object]:
-        return {"batches": len(self), "lines_in_flight": self.in_flight}
+    def counted(self) -> Counted:
+        return {KeeperCounter.BATCHES: len(self), KeeperCounter.BATCH_LINES: self.in_flight}
 
     def on_delivery(self, delivery: Delivery, age_us: int) -> bool:
         """The work queue delivers a batch that it has had for `age_us` by the clock of the store."""

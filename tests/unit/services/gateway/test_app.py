@@ -1,4 +1,4 @@
-"""What the pages that need no key say."""
+"""The contents of the pages that need no key."""
 
 from __future__ import annotations
 
@@ -52,17 +52,15 @@ def opened(keys: str = "", origins: Sequence[str] = ()) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(away(keys, origins)), base_url="http://gateway")
 
 
-@pytest.mark.parametrize(("keys", "told"), [("acme one\n", MET_503), ("", SECRET)])
-async def test_health_quotes_nobodys_request_where_there_are_keys(
-    tmp_path: Path, keys: str, told: str
-) -> None:
+@pytest.mark.parametrize(("keys", "reason"), [("acme one\n", MET_503), ("", SECRET)])
+async def test_health_quotes_no_request_where_there_are_keys(tmp_path: Path, keys: str, reason: str) -> None:
     path = tmp_path / "keys"
     path.write_text(keys)
     async with opened(str(path) if keys else "") as http:
         asked = await http.get("/v1/models", headers={"authorization": "Bearer one"})
         assert (asked.status_code, asked.json()["error"]["message"]) == (503, SECRET)
         health = await http.get("/health")
-        assert (health.status_code, health.json()["reason"]) == (503, told)
+        assert (health.status_code, health.json()["reason"]) == (503, reason)
 
 
 @pytest.mark.parametrize(
