@@ -13,11 +13,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.launcher.commands.record import ask_scheduler
-from services.launcher.commands.status import Facts, services_of
 from services.launcher.console import actions_of
-from services.launcher.host_agent import ASLEEP, CHANGING, LOADED, UNLOADED
-from services.launcher.session import Target, connected, find_fleet
+from services.launcher.session import Facts, Target, ask_scheduler, connected, find_fleet, services_of
+from services.launcher.supervisor import ASLEEP, CHANGING, LOADED, UNLOADED
 from shared.client.client import Client, error_of, request_all
 from shared.errors import BadRequest, Unavailable
 from shared.nats import subjects
@@ -25,7 +23,7 @@ from shared.nats.interface import Bus, NoResponders, RequestTimeout
 
 WAIT_US = 10_000_000  # JetStream may be asked first, for a second each
 MOST_DIGITS = 12  # the tokenizer knows the highest weight
-ANSWER_S = 1.0  # for the answers of all hosts
+HOSTS_WAIT_S = 1.0  # for the answers of all hosts
 # What a host answers to `load` and `unload`, by the state of the model there.
 _STATES = {
     "load": {
@@ -153,7 +151,7 @@ async def load(target: Target, fleet: str, what: str, model: str) -> int:
 
 async def _ask_hosts(bus: Bus, model: str, what: str) -> list[Facts]:
     try:
-        return await request_all(bus, subjects.load(model), ANSWER_S, body=what.encode())
+        return await request_all(bus, subjects.load(model), HOSTS_WAIT_S, body=what.encode())
     except NoResponders:
         return []
 

@@ -367,7 +367,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(900)
-def test_any_history() -> None:
+def test_invariants_hold_in_any_history() -> None:
     Machine.events = 0
     examples = int(os.environ.get("HEADRACE_MACHINE_EXAMPLES", "0"))
     run_state_machine_as_test(
