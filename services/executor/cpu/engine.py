@@ -110,9 +110,9 @@ class TorchBackend:
         torch.set_num_threads(loaded.threads)  # they compute; fewer may have laid out the weights
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
-        self._speculation = speculation_of(self._slots.tokens) if alone else None
+        self._speculation = speculation_of(self._slots.tokens) if alone and options.max_drafts else None
         if self._speculation is not None:
-            self.info = replace(self.info, max_drafts=self._speculation.max_drafts)
+            self.info = replace(self.info, max_drafts=min(options.max_drafts, self._speculation.max_drafts))
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact, sequences=kinds.sequences)
         self._host_rows = HostRows(options.processors, grammars_of(options, self.info), device)
         self._computed: torch.cuda.Event | None = None  # the end of the last forward, on a GPU

@@ -221,6 +221,11 @@ def measured(state: State, counts: dict[str, Any]) -> dict[str, dict[str, object
             "prefix_hit_pct": counters.prefix_hit_pm / 10,
             "recompute_overhead_pct": counters.recompute_overhead_pm / 10,
         },
+        "drafts": {
+            **counts["drafts"],
+            "accepted_pct": round(100 * counters.accepted_tokens / max(counters.draft_tokens, 1), 1),
+            "tokens_a_row": round(1 + counters.accepted_tokens / max(counters.drafts, 1), 2),
+        },
         "tiers": counts["tiers"],
     }
 

@@ -68,6 +68,7 @@ def engine_of(folder: Path, **options: Any) -> TorchBackend:
             threads=2,
             max_context=256,
             processors={"wait": Wait},
+            max_drafts=8,
             **options,
         )
     )
