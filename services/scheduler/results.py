@@ -283,8 +283,8 @@ def _learn(state: State, executor: Executor, flight: InFlight, result: StepResul
     overlap.learn_lead(executor, flight, result)
     shape = flight.shape
     if flight.drafts:
-        drafts = sum(result.drafted) if executor.reads_again else flight.drafts
-        shape = shape.with_drafts(drafts, again=executor.reads_again)
+        drafts = flight.drafts if executor.has_graphs else sum(result.drafted)
+        shape = shape.with_drafts(drafts, again=not executor.has_graphs)
     costs.observe(shape, took_us)
     costs.observe_loop(max(0, state.now_us - flight.planned_us - result.queued_us - lived_us))
     if result.host_us:

@@ -7,7 +7,7 @@ A draft is kept where the sampler chooses it, so drafts change the time of a ste
     result n    2 tokens: one draft was kept, two refused      computed: p + 3
 
 So `Sequence.computed` is an upper bound while drafts are in flight, and exact otherwise. A row has blocks up
-to that bound. KV behind the device's length is written again before a row reads it.
+to that bound. KV after the device's length is written again before a row reads it.
 
 How many: by price, unless `Limits.speculate` is a number. A draft is worth its place in a step while it
 brings more tokens for its part of the step's time than the step has for all of its time: of a row whose
@@ -58,7 +58,7 @@ def add_drafts(
         expected_pm += count * s.drafting.found_pm
     if columns.drafts:
         executor.count_decodes(columns.drafts)
-        columns.found_drafts = expected_pm // 1_000 if executor.reads_again else columns.drafts
+        columns.found_drafts = columns.drafts if executor.has_graphs else expected_pm // 1_000
 
 
 def _with_blocks(executor: Executor, columns: StepColumns, s: Sequence, count: int) -> int:
@@ -95,14 +95,14 @@ def _choose(executor: Executor, shape: StepShape, rows: list[Sequence]) -> None:
     offers = _offers(executor, rows)
     for s in rows:
         s.drafting.count = 0
-    graphs, most = not executor.reads_again, executor.hello.max_drafts
+    graphs, most = executor.has_graphs, executor.hello.max_drafts
     sizes = [k for k in GRAPHS if k <= most] if graphs else _halves(len(offers))
-    predict_us, again = executor.cost_model.predict_us, executor.reads_again
+    predict_us = executor.cost_model.predict_us
     best, tokens, took_us = 0, len(rows) * (1_000 + MARGIN_PM), max(predict_us(shape), 1)
     for size in sizes:
         part = [offer for offer in offers if offer[1] <= size] if graphs else offers[:size]
         added = size * len(rows) if graphs else size
-        of_us = max(predict_us(shape.with_drafts(added, again=again)), 1)
+        of_us = max(predict_us(shape.with_drafts(added, again=not graphs)), 1)
         gained = 1_000 * len(rows) + sum(-offer[0] for offer in part)
         if gained * took_us > tokens * of_us:
             best, tokens, took_us = size, gained, of_us
@@ -113,7 +113,7 @@ def _choose(executor: Executor, shape: StepShape, rows: list[Sequence]) -> None:
 def _offers(executor: Executor, rows: list[Sequence]) -> list[tuple[int, int, int, Sequence]]:
     """(minus its probability per mille, which draft of its row, sequence) for each draft that a row may have,
     the likeliest first. Where only drafts that are found cost something, they count as found."""
-    offers, most, graphs = [], executor.hello.max_drafts, not executor.reads_again
+    offers, most, graphs = [], executor.hello.max_drafts, executor.has_graphs
     for s in rows:
         chance = s.drafting.found_pm if graphs else 1_000
         for nth in range(1, most + 1 if s.request.tokenized.speculate else 1):

@@ -329,7 +329,7 @@ def _send(state: State, executor: Executor, columns: StepColumns) -> None:
     if columns.micro_batch is not None:
         executor.pace.micro_batch = columns.micro_batch
     expected = (
-        shape.with_drafts(columns.found_drafts, again=executor.reads_again) if columns.drafts else shape
+        shape.with_drafts(columns.found_drafts, again=not executor.has_graphs) if columns.drafts else shape
     )
     predicted_us = (
         executor.cost_model.predict_us(expected) if executor.cost_model.seen >= overlap.MIN_SEEN else 0

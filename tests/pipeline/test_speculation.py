@@ -1,4 +1,4 @@
-"""Answers with and without drafts are the same, whatever else a request or a fleet asks for."""
+"""Answers with and without drafts are the same, with anything else that a request or a fleet asks for."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def drafts_of(pipeline: Pipeline) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("fleet", FLEETS)
-async def test_answers_are_those_without_drafts(fleet: str) -> None:
+async def test_drafts_change_no_answer(fleet: str) -> None:
     pipeline = await start(**FLEETS[fleet])
     bodies = [{**CHAT, **more} for more in REQUESTS.values()]
     without = await asyncio.gather(*(answer(pipeline, {**body, "speculate": False}) for body in bodies))
@@ -85,7 +85,7 @@ async def test_answers_are_those_without_drafts(fleet: str) -> None:
     await pipeline.stop()
 
 
-async def test_a_fleet_without_drafts_has_none() -> None:
+async def test_speculate_off_gives_no_drafts() -> None:
     pipeline = await start(speculate="off")
     await answer(pipeline, CHAT)
     assert drafts_of(pipeline)["rows"] == 0
@@ -108,7 +108,7 @@ WRONG = ("Paris", {"type": "content"}, {"type": "text", "content": "x"}, {"type"
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_a_prediction_of_another_shape_is_the_clients_error(wrong: object) -> None:
+async def test_prediction_of_another_shape_is_the_clients_error(wrong: object) -> None:
     pipeline = await start()
     with pytest.raises(BadRequest) as caught:
         await pipeline.client.complete({**CHAT, "prediction": wrong})

@@ -219,7 +219,7 @@ class TorchBackend:
         """Sample a step whose `pending.plan` has a row for each draft."""
         slots, positions, host_us = list(pending.plan.sample_slots), pending.positions, 0
         at_once: Tensor | None = None  # without work that needs the tokens before
-        if not (self._host_rows.has_work(slots) or self._sampler.counts_tokens(slots)):
+        if not (self._host_rows.has_work(slots) or self._sampler.has_penalties(slots)):
             at_once = self._sampler.choose(logits, slots, positions)
         kept, tokens = list[int](), list[int]()  # rows with a token
 

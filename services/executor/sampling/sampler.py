@@ -120,7 +120,7 @@ class Sampler:
         stages = self._asking((*_LOGITS, *self._left), [slot])
         return bool(stages) or slot in self._bias or slot in self._unending
 
-    def counts_tokens(self, slots: list[int]) -> bool:
+    def has_penalties(self, slots: list[int]) -> bool:
         """Whether a slot of these has penalties, which change with each token."""
         return bool(self._asking(_COUNTING, slots))
 

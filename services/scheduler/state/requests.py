@@ -139,7 +139,7 @@ class Drafting:
     """The drafts of a sequence: tokens that its executor foresees, and computes beside its next token.
 
     `Sequence.computed` counts a draft as computed when its step is planned, and no longer once the result
-    says that it was refused. So it is an upper bound of the slot's length, by at most `in_flight`."""
+    has refused it. So it is an upper bound of the slot's length, by at most `in_flight`."""
 
     in_flight: int = 0  # drafts of its steps without a result
     count: int = -1  # that its next row may have; -1: not chosen yet

@@ -217,10 +217,10 @@ class Executor:
         self.source = f"executor.{self.hello.executor}"
 
     @property
-    def reads_again(self) -> bool:
-        """Whether a draft that is found takes as long as a row. Else its steps are recorded graphs, which
-        compute the rows of a slot together and take as long whatever is found."""
-        return not self.hello.max_draft_rows
+    def has_graphs(self) -> bool:
+        """Whether its steps are recorded: they compute the rows of a slot together, and take as long with
+        any drafts. Else each draft that is found takes as long as a row."""
+        return self.hello.max_draft_rows > 0
 
     def add(self, sequence: Sequence) -> None:
         """Run a sequence here, in the micro-batch with fewer rows or in its parent's."""

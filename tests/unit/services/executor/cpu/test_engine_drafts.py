@@ -91,7 +91,7 @@ def generated(engine: TorchBackend, most: int, predictions: dict[int, list[int]]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_are_those_without_drafts(mode: str, tmp_path: Path) -> None:
+def test_drafts_change_no_token(mode: str, tmp_path: Path) -> None:
     engine = engine_of(tmp_path / "tiny", **MODES[mode])
     plain = generated(engine, 0)
     assert plain.kept == dict.fromkeys(range(len(CASES)), 0)

@@ -27,7 +27,7 @@ def by_hand(tokens: Sequence[int], most: int) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 4])
-def test_drafts_are_those_of_a_search_by_hand(vocab: int) -> None:
+def test_following_finds_what_a_search_by_hand_does(vocab: int) -> None:
     dice = random.Random(vocab)
     found = 0
     for _ in range(200):
@@ -56,24 +56,24 @@ def drafts_of(tokens: list[int], prompt: int, prediction: list[int], most: int =
     return [token for token in row if token != NO_DRAFT]
 
 
-def test_a_prediction_is_followed_from_the_answers_first_token_on() -> None:
+def test_prediction_is_followed_from_the_first_token_on() -> None:
     assert drafts_of([1, 2, 50], 2, [50, 51, 52, 53, 54, 55]) == [51, 52, 53, 54]
 
 
-def test_a_prediction_is_followed_again_after_an_edit() -> None:
+def test_prediction_is_followed_again_after_an_edit() -> None:
     assert drafts_of([1, 2, 50, 99, 52, 53], 2, [50, 51, 52, 53, 54, 55]) == [54, 55]
 
 
-def test_the_longer_end_wins_over_the_prediction() -> None:
+def test_prediction_loses_against_a_longer_end() -> None:
     own = [7, 8, 9, 10, 11, 12]
     assert drafts_of([*own, 60, 7, 8, 9, 10], 6, [9, 10, 70, 71]) == [11, 12, 60, 7]
 
 
-def test_a_text_without_repetition_has_no_drafts() -> None:
+def test_drafter_finds_nothing_in_a_text_without_repetition() -> None:
     assert drafts_of([*range(40)], 20, []) == []
 
 
-def test_a_closed_slot_has_no_prediction() -> None:
+def test_close_forgets_the_prediction_of_a_slot() -> None:
     known = ints([1, 50])
     drafter = PromptDrafts(lambda slot: known)
     opened = SlotOpen(

@@ -52,7 +52,7 @@ def rows_of(drafts: dict[int, list[int]], lengths: dict[int, int]) -> DraftRows:
 LENGTHS = {5: 41, 6: 10, 7: 21}
 
 
-def test_each_draft_has_a_row_at_its_place() -> None:
+def test_spread_makes_a_row_for_each_draft() -> None:
     rows = rows_of({5: [70, 71, 72, 73], 7: [80]}, LENGTHS)
     planned = plan([5, 6, 7], [43, 9, 20], [3, 1, 4], [AT_DEVICE, FROM_DEVICE, AT_DEVICE])
     spread, drafts = rows.spread(planned, lambda slot: False)
@@ -64,7 +64,7 @@ def test_each_draft_has_a_row_at_its_place() -> None:
     assert drafts == Drafts(ints([70, 71, 80]), ints([2, 0, 1]))
 
 
-def test_rows_without_drafts_start_where_their_slots_are() -> None:
+def test_spread_places_rows_where_their_slots_are() -> None:
     rows = rows_of({}, LENGTHS)
     planned = plan([5, 7], [43, 25], [3, 1], [AT_DEVICE, AT_DEVICE])
     spread, drafts = rows.spread(planned, lambda slot: False)
@@ -72,7 +72,7 @@ def test_rows_without_drafts_start_where_their_slots_are() -> None:
     assert (spread.starts, spread.counts, spread.from_device) == (ints([40, 20]), ints([1, 1]), ints([1, 1]))
 
 
-def test_a_slot_that_has_ended_has_no_drafts() -> None:
+def test_spread_gives_no_draft_to_a_slot_that_has_ended() -> None:
     rows = rows_of({5: [70], 7: [80]}, LENGTHS)
     spread, drafts = rows.spread(plan([5, 7], [40, 20], [2, 2], [2, 2]), lambda slot: slot == 5)
     assert spread.slots == ints([5, 7, 7])
@@ -107,23 +107,23 @@ def run(tokens: list[int], ends: Set[int] = frozenset(), fails: dict[int, str] |
     return made.ids, list(made.done), made.errors, asked
 
 
-def test_drafts_are_kept_up_to_the_first_wrong_one() -> None:
+def test_choose_keeps_drafts_up_to_the_first_wrong_one() -> None:
     ids, done, errors, asked = run([70, 99, 72, 73, 5, 80, 6])
     assert (ids, done, errors) == ([[70, 99], [5], [80, 6]], [0, 0, 0], {})
     assert asked == [[0, 4, 5], [1, 6]]  # a place is chosen only after its drafts were right
 
 
-def test_all_drafts_are_kept_if_all_are_right() -> None:
+def test_choose_keeps_all_drafts_if_all_are_right() -> None:
     ids, _, _, asked = run([70, 71, 72, 73, 5, 81, 6])
     assert ids == [[70, 71, 72, 73], [5], [81]]
     assert asked == [[0, 4, 5], [1], [2], [3]]
 
 
-def test_a_token_that_ends_its_slot_is_the_last() -> None:
+def test_choose_stops_at_a_token_that_ends_its_slot() -> None:
     ids, done, _, _ = run([70, 71, 72, 73, 5, 80, 6], ends={1, 4})
     assert (ids, done) == ([[70, 71], [5], [80, 6]], [1, 1, 0])
 
 
-def test_a_place_that_fails_behind_kept_drafts_is_left_to_the_next_step() -> None:
+def test_choose_leaves_a_later_failure_to_the_next_step() -> None:
     ids, done, errors, _ = run([70, 71, 72, 73, 5, 80, 6], fails={1: "nan", 4: "nan"})
     assert (ids, done, errors) == ([[70], [-1], [80, 6]], [0, 2, 0], {1: "nan"})
