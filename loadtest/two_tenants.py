@@ -97,7 +97,7 @@ class Felt:
 
 async def ask(address: tuple[str, int], felt: Felt, number: int) -> None:
     """One streamed answer of eight tokens."""
-    body = {"model": MODEL, "prompt": f"Tell me number {number}.", "max_tokens": 8, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": f"Number {number}.", "max_tokens": 8, "ignore_eos": True}
     began_s, first_s, ended = time.monotonic(), 0.0, False
     reader, writer = await asyncio.open_connection(*address, limit=2**20)
     writer.write(request_bytes({**body, "stream": True}, PATH, HEADERS.format("key-b")))

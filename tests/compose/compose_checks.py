@@ -19,7 +19,7 @@ import nats
 import pytest
 from compose.stack import KINDS, MODEL, ROOT, Stack, docker, healthy, inspect
 
-CANNOT_BE_HAD = os.environ.get("CANNOT_BE_HAD", "").split()  # images.sh says so
+CANNOT_BE_HAD = os.environ.get("CANNOT_BE_HAD", "").split()  # images.sh sets it
 SERVED = Counter(KINDS) + Counter(("tokenizer", "detokenizer"))  # how many of each there are
 WANTED = ("nats", "redis", *KINDS, "jaeger", "prometheus")
 WAIT_S = 300  # a guard against hanging
@@ -237,7 +237,7 @@ async def test_prometheus_scrapes_every_container(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("victim", [*KINDS, "redis", "nats"])
-async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None:
+async def test_service_is_restarted_by_docker_when_its_process_dies(stack: Stack, victim: str) -> None:
     """What takes long is the start of two executors at once: see what is printed. Their kernels are compiled
     once, in the volume `kernels`."""
     before = {c: inspect(c, "{{.State.StartedAt}}") for c in stack.containers(victim)}
@@ -246,7 +246,7 @@ async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None
     stack.kill(victim)
     async with asyncio.timeout(WAIT_S):
         while not all(_came_back(c, started) for c, started in before.items()):
-            await asyncio.sleep(0.5)  # the engine tells nobody
+            await asyncio.sleep(0.5)  # the engine sends no message
     healthy_s = time.monotonic()
     await answered(stack, 4)
     load, _, _ = os.getloadavg()
@@ -257,7 +257,7 @@ async def test_what_dies_comes_back_by_itself(stack: Stack, victim: str) -> None
     assert "compiling kernels" not in stack.compose("logs", "--since", seconds, victim)
 
 
-async def test_what_hangs_is_replaced(stack: Stack) -> None:
+async def test_service_is_replaced_when_it_hangs(stack: Stack) -> None:
     """All at once: their checks kill each, and the engine starts it again."""
     hung = (*KINDS, "nats")
     before = {c: inspect(c, "{{.State.StartedAt}}") for kind in hung for c in stack.containers(kind)}
@@ -286,7 +286,7 @@ def test_executors_see_the_arena_of_the_kv_offload_that_came_back(stack: Stack) 
 
 
 async def test_a_stop_drains(stack: Stack) -> None:
-    """What runs when every service is told to stop is finished and sent, and none has to be killed."""
+    """What runs when every service gets SIGTERM is finished and sent, and none has to be killed."""
     stopped = {kind: stack.containers(kind) for kind in KINDS}
     nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public")
     frames = await nc.subscribe(inbox := nc.new_inbox())

@@ -1,7 +1,7 @@
 """The public traces replayed over NATS: the server finds in its cache what the trace repeats, to the token.
 At full length on the simulated engine.
 
-Of two requests that follow each other closely the later may be first there: it computes, the other one hits.
+The later of two requests that follow each other closely may be first there: it computes, the other hits.
 """
 
 from __future__ import annotations

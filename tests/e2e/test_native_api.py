@@ -196,7 +196,7 @@ async def last_code(replies: Any) -> int:
             return json.loads(message.data)["error"]["code"]
 
 
-async def test_what_gets_no_answer_does_no_harm(up: Up, nc: Nats) -> None:
+async def test_message_without_an_answer_does_no_harm(up: Up, nc: Nats) -> None:
     pids, services = sorted(up.children()), await statuses(nc)
     scheduler = f"hr.default.scheduler.{services['scheduler']['id']}.in"
     detokenizer = services["detokenizer"]["id"]

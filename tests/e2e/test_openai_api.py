@@ -143,7 +143,7 @@ def test_a_port_that_is_taken(start_up: StartUp) -> None:
 
 
 def health(http: httpx.Client, status: int) -> dict[str, str]:
-    """What `/health` says once it has this status."""
+    """The body of `/health` once it has this status."""
     while (state := http.get("/health")).status_code != status:
         pass
     return dict(state.json())

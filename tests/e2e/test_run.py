@@ -119,7 +119,7 @@ def test_an_idle_fleet_ends_and_the_next_prompt_starts_another(shell: Shell) -> 
     assert len(set(shell.pids)) == 2
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing(shell: Shell) -> None:
+def test_failed_start_prints_the_reason_and_leaves_nothing(shell: Shell) -> None:
     code, text, said = shell.run("run", MODEL, "Hi", HEADRACE_LOGITS_PROCESSORS="x=nowhere:Nothing")
     assert (code, text) == (1, "")
     assert "No module named 'nowhere'" in said

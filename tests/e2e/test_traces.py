@@ -184,7 +184,7 @@ def test_a_clients_trace_goes_on_and_failures_are_traced(receiver: Receiver, sta
     assert {s.resource["service.name"] for s in receiver.spans} == {"llm"}
 
 
-@pytest.mark.timed  # what is told once a minute
+@pytest.mark.timed  # a report once a minute
 def test_a_dead_collector_costs_a_line(start_up: StartUp) -> None:
     up = start_up(
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_BSP_SCHEDULE_DELAY="50",
@@ -202,6 +202,6 @@ def test_a_dead_collector_costs_a_line(start_up: StartUp) -> None:
     assert up.stop(signal.SIGTERM) == 0
     lines = up.log.read_text().splitlines()
     spans = [line for line in lines if f"spans did not arrive at {where}" in line]
-    assert len(spans) <= 3, "each of three services may tell once a minute"
+    assert len(spans) <= 3, "each of three services may report once a minute"
     assert len([line for line in lines if "metrics: do not arrive at" in line]) == 5, "once for each service"
     assert not [line for line in lines if "Traceback" in line or "opentelemetry" in line]

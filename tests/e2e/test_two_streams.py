@@ -38,7 +38,7 @@ def common_ns(one: Received, other: Received) -> int:
     return max(0, min(one.end_ns, other.end_ns) - max(one.start_ns, other.start_ns))
 
 
-def test_ranks_talk_under_the_compute_of_the_other_half(tmp_path: Path, receiver: Receiver) -> None:
+def test_ranks_communicate_during_the_compute_of_the_other_half(tmp_path: Path, receiver: Receiver) -> None:
     traced = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "100", **SMALL_L1}
     ranks = (*RANKS, "--model", str(write_small_llama(tmp_path / "small-llama")))
     with running_up(tmp_path, *ranks, "--overlap", "auto/two_stream", **traced) as up:

@@ -159,7 +159,7 @@ async def test_nonsense_before_and_during_requests_changes_no_answer(pipeline: P
         ({"slots": [BIG], "sample_slots": [BIG]}, f"the plan names slot {BIG}, which is not open"),
     ],
 )
-async def test_a_step_that_nobody_planned_costs_the_incarnation_only(
+async def test_unplanned_step_costs_the_incarnation_only(
     pipeline: Pipeline, columns: dict[str, list[int]], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     want = await pipeline.client.complete(ASK)
@@ -186,7 +186,7 @@ async def test_a_slot_that_does_not_exist_fails_the_next_step_typed(pipeline: Pi
     await pipeline.assert_idle()
 
 
-async def test_a_slot_with_a_token_that_the_weights_lack_is_nobody_elses_error(pipeline: Pipeline) -> None:
+async def test_token_outside_the_weights_is_an_error_of_its_own_slot_alone(pipeline: Pipeline) -> None:
     want = await pipeline.client.complete(ASK)
     opened = SlotOpen(slot=3, generation=1, seq=1, prompt_tokens=1, tokens=ints([BIG]))
     say(pipeline, "scheduler", "executor", opened)

@@ -156,7 +156,7 @@ async def test_a_service_that_may_only_answer_reaches_any_inbox(pipeline: Guarde
     await keeper.drain()
 
 
-async def test_our_client_and_the_operator_ask_as_before(pipeline: Guarded) -> None:
+async def test_client_and_operator_work_as_before_with_accounts(pipeline: Guarded) -> None:
     bus = await pipeline.connection("acme")
     client = await Client.open(bus, "acme")
     for each in (client, pipeline.client.as_tenant("acme")):
@@ -210,7 +210,7 @@ async def test_a_client_that_waits_for_one_reply_and_vanishes_is_noticed(pipelin
     assert await end_of(pipeline, "alone") == ("error", "the client has gone")
 
 
-async def test_its_own_account_cancels_and_attaches(pipeline: Guarded) -> None:
+async def test_tenant_cancels_and_attaches_in_its_own_account(pipeline: Guarded) -> None:
     async with plain(pipeline, "acme") as first, plain(pipeline, "acme") as second:
         left = await started(first, "acme", "moved")
         read = await second.subscribe(inbox := second.new_inbox())

@@ -160,7 +160,7 @@ async def test_an_alias_changes_while_requests_run(two: Two) -> None:
 
 
 @pytest.mark.parametrize("connect", ["memory"], indirect=True)
-async def test_what_an_alias_cannot_be(two: Two) -> None:
+async def test_impossible_alias_is_refused(two: Two) -> None:
     await two.set("chat", big=1)
     with pytest.raises(BadRequest, match="'new' is a name of model 'new'"):
         await two.set("new", big=1)

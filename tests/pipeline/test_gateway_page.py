@@ -94,7 +94,7 @@ async def files_of(http: httpx.AsyncClient, path: str) -> dict[str, httpx.Respon
         ("/", "page api chat chats dom fleet markdown marked requests"),
     ],
 )
-async def test_its_files_are_open_and_come_from_here_alone(
+async def test_page_files_need_no_key_and_come_from_the_gateway_alone(
     http: httpx.AsyncClient, path: str, scripts: str
 ) -> None:
     files = await files_of(http, path)
@@ -177,7 +177,7 @@ async def test_a_request_without_a_key_is_in_no_list(http: httpx.AsyncClient) ->
     assert await seen(http, "three") == before
 
 
-async def test_its_data_need_the_key(http: httpx.AsyncClient) -> None:
+async def test_page_data_need_the_key(http: httpx.AsyncClient) -> None:
     for path in ("/requests", "/requests/x", "/fleet"):
         assert (await http.get(path)).status_code == 401
     assert (await http.get("/fleet", headers=key("one"))).status_code == 403
@@ -203,7 +203,7 @@ async def test_the_list_is_bounded(http: httpx.AsyncClient) -> None:
     assert {line["error"] for line in listed.values()} == {"invalid_request_error"}
 
 
-async def test_without_keys_everything_is_shown(pipeline: Pipeline) -> None:
+async def test_page_shows_everything_without_keys(pipeline: Pipeline) -> None:
     url = await add_gateway(pipeline, "open")
     await healthy(pipeline, "open")
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:

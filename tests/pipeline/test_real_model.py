@@ -1,4 +1,4 @@
-"""SmolLM2-135M in f32 through all five services: the reference ids of transformers, whatever the
+"""SmolLM2-135M in f32 through all five services: the reference ids of transformers, at any
 window, the chunk budget and the company. Ids are read off the wire, not guessed from text. One step at a
 time: test_kv_real_model.py."""
 
@@ -128,7 +128,7 @@ async def test_seeded_sampling_does_not_depend_on_its_company(over_nats: tuple[P
     pipeline, tap = over_nats
 
     def body(request: str, seed: int) -> dict[str, Any]:
-        question = [{"role": "user", "content": "Tell me about rivers."}]
+        question = [{"role": "user", "content": "Describe some rivers."}]
         sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": seed, "max_tokens": 24}
         return {"model": MODEL, "messages": question, "request_id": request, **sampling}
 

@@ -92,7 +92,7 @@ class Host:
             await self.agent.apply_rule()
 
     async def later(self, by_us: int) -> None:
-        """Let time go on, and hear the heartbeats of then."""
+        """Let time go on, and receive the heartbeats of then."""
         self.clock.advance(by_us)
         now_us, peers = self.clock.now_us(), self.agent.peers
         seen = lambda: [peers.get(source) for source in peers.sources()]  # noqa: E731

@@ -1,4 +1,5 @@
-"""Two tenants and one id: whatever reads or ends a request by its id does so for the tenant that owns it.
+"""Two tenants and one id: each command that reads or ends a request by its id does so for the tenant that
+owns it.
 
 The HTTP paths are those of the application and the verbs those of the permissions: a new one is tried, too.
 """

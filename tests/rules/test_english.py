@@ -54,14 +54,14 @@ def flaws(line: int, text: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     "source", [s for s in product() if s.name.split("/")[0] in PRODUCT], ids=lambda s: s.name
 )
-def test_the_product_speaks_plainly(source: Source) -> None:
+def test_product_is_in_plain_english(source: Source) -> None:
     assert [flaw for line, text in prose(source) for flaw in flaws(line, text)] == []
 
 
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda p: p.name
 )
-def test_the_docs_speak_plainly(page: Path) -> None:
+def test_docs_are_in_plain_english(page: Path) -> None:
     text = re.sub(
         r"```.*?```", lambda block: re.sub(r"[^\n]", "", block[0]), page.read_text(), flags=re.DOTALL
     )

@@ -23,7 +23,7 @@ INTERVAL_US = 3_600_000_000  # an hour by the fake clock; nothing heartbeats by 
 
 
 class Recorder(Actor):
-    """Writes down what it is told."""
+    """Writes down each event that it gets."""
 
     def __init__(self, kind: str = "executor") -> None:
         self.kind = kind

@@ -103,7 +103,7 @@ class Trial:
 
     @property
     def goals(self) -> dict[str, float]:
-        """Kept by those that are not slow, whatever the noise."""
+        """Kept by clients that are not slow, at any noise."""
         return {"ttft": 2 * self.first_ms, "tpot": 2 * self.gap_ms}
 
     @property

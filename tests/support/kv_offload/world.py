@@ -1,5 +1,5 @@
 """A kv_offload core among schedulers, executors and an L2, all of them played by a test: memory that
-remembers whose bytes lie at each offset, and calls to L2 that end when and how the test says."""
+remembers whose bytes lie at each offset, and calls to L2 that end when and how the test decides."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class World:
         return self.core.state
 
     def handle(self, event: Event) -> list[Message]:
-        """What the core says to it, L2 aside."""
+        """The core's messages to it, L2 aside."""
         before = len(self.sent)
         for command in self.core.handle(event, self.now_us):
             match command:

@@ -104,10 +104,10 @@ class World:
     refusals: dict[str, str] = field(default_factory=dict)  # engines that are kept out, and why
     moved: list[tuple[str, int]] = field(default_factory=list)
     hellos: deque[ExecHello] = field(default_factory=deque)  # of engines that sleep or are awake again
-    naps: list[str] = field(default_factory=list)  # what they were told, and which
+    naps: list[str] = field(default_factory=list)  # the command and the engine
     auto_end: bool = True
     events: int = 0
-    took_us: int = 0  # of a step, and as much for 16 rows more; 0: the engines do not say
+    took_us: int = 0  # of a step, and as much for 16 rows more; 0: the engines report none
     checks: list[Callable[[World], None]] = field(default_factory=list)  # made after each event
     side: TierSide = field(default_factory=TierSide)
 
@@ -238,7 +238,8 @@ class World:
         return self.side.copies
 
     def add_tier(self, tier: FakeTier, name: str = "k1", host: str = "h") -> None:
-        """kv_offload is ready: its arena is mapped by the engines of its host, and the scheduler is told."""
+        """kv_offload is ready: its arena is mapped by the engines of its host, and the scheduler gets its
+        heartbeat."""
         self.side.tier, self.side.name, self.side.host = tier, name, host
         self.map_arena()
         self.handle(TierReady(name, tier.arena.generation, host, tier.arena.generation, tier.tiers))
@@ -372,13 +373,13 @@ class World:
                 self.refusals.pop(name, None)
             case ExecSleep(exec_epoch=epoch) | ExecWake(exec_epoch=epoch):
                 hello, asleep = self.engines[name].hello, isinstance(command.message, ExecSleep)
-                assert (hello.exec_epoch, hello.asleep) == (epoch, not asleep), "it was told before"
+                assert (hello.exec_epoch, hello.asleep) == (epoch, not asleep), "it had the command before"
                 self.naps.append(f"{'sleep' if asleep else 'wake'} {name}")
                 self.side.engine_dropped(name)  # a long copy may still run
                 self.hellos.append(dataclasses.replace(hello, exec_epoch=epoch + 1, asleep=asleep))
             case ExecReset():
                 self.resets.append(name)
-                self._forget_copies(name)  # it says hello when they have ended, and tells of none
+                self._forget_copies(name)  # its hello comes when they have ended, and reports none
             case Accepted(request=request):
                 self.accepted.append(request)
             case Rejected() as rejected:
@@ -412,7 +413,7 @@ class World:
         self.copies[name] = deque()
 
     def _new_incarnation(self, name: str) -> None:
-        """An engine starts: none of its copies goes on, nobody writes for it into the arena."""
+        """An engine starts: none of its copies goes on, nothing writes for it into the arena."""
         self._forget_copies(name)
         self.map_arena()
         if self.side.tier is not None:

@@ -1,4 +1,4 @@
-"""What must hold of the scheduler after every event, whatever has happened: checks for `World.checks`.
+"""What must hold of the scheduler after every event, after any history: checks for `World.checks`.
 
 Each recounts from the sequences alone what the scheduler keeps up to date as it goes.
 """
@@ -115,12 +115,12 @@ def no_idle_window(world: World) -> None:
             decodes, prompts = ready_rows(executor, world.limits.overlap == "run_ahead", None)
             assert not prompts
             assert all(_wants_block(executor, s) for s in decodes)
-            assert not decodes or executor.pool.coming_blocks, "rows that wait for blocks of nobody"
+            assert not decodes or executor.pool.coming_blocks, "rows that wait for blocks that do not come"
 
 
 def nobody_forgotten(world: World) -> None:
-    """While no step and no copy is in flight nothing but new requests brings the next event: nobody may wait
-    then."""
+    """While no step and no copy is in flight nothing but new requests brings the next event: no request may
+    wait then."""
     state = world.scheduler.state
     if state.tiers.jobs or state.tiers.lookups:
         return

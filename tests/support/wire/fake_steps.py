@@ -1,4 +1,4 @@
-"""The fake scheduler's half that speaks with the executor: slots, plans, results."""
+"""The fake scheduler's half that works with the executor: slots, plans, results."""
 
 from __future__ import annotations
 

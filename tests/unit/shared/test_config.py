@@ -70,7 +70,7 @@ def test_a_mistake_in_a_variable_or_flag_names_it(monkeypatch: pytest.MonkeyPatc
         load(flags={"fleet": "a b"})
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="no configuration file"):
         load(tmp_path / "none.toml")
 

@@ -64,7 +64,7 @@ def instructions_in(code: bytes) -> bytes:
 
 
 @pytest.mark.skipif(HERE is None, reason="this CPU is of no kind")
-def test_what_is_compiled_here_is_for_the_kind_and_not_for_this_cpu(
+def test_prebuilt_code_is_for_the_kind_of_cpu_and_not_for_this_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert HERE is not None

@@ -125,7 +125,7 @@ def test_a_block_of_a_copy_in_flight_is_not_given_out(first: Message, then: Mess
         send(then)
 
 
-def test_after_its_answer_it_is() -> None:
+def test_copy_slot_is_free_after_its_answer() -> None:
     made = engine()
     made.open(opened(0))
     made.copy(copy(1, True, 3), 0)

@@ -57,7 +57,7 @@ async def cancelled(fleet: Fleet, runtime: Runtime) -> None:
 
 
 async def read_by_nobody(fleet: Fleet, runtime: Runtime) -> None:
-    await opened(fleet)  # the server says that nobody listens to the first frame
+    await opened(fleet)  # the server reports no responders to the first frame
 
 
 async def without_scheduler(fleet: Fleet, runtime: Runtime) -> None:
@@ -92,7 +92,7 @@ async def closed(fleet: Fleet, runtime: Runtime) -> None:
         ("services.detokenizer.actor", "stamped", closed),
     ],
 )
-async def test_an_error_behind_a_timer_is_no_silence(
+async def test_error_in_a_timer_fails_the_detokenizer(
     fleet: Fleet,
     runtime: Runtime,
     monkeypatch: pytest.MonkeyPatch,
@@ -100,7 +100,7 @@ async def test_an_error_behind_a_timer_is_no_silence(
     broken: str,
     cause: object,
 ) -> None:
-    """Whoever waits for that text would wait for ever: a supervisor starts it again, and schedulers open
+    """The reader of that text would wait for ever: a supervisor starts it again, and schedulers open
     their requests elsewhere."""
 
     def fail(*args: object) -> None:
@@ -134,7 +134,7 @@ def resumption(**more: Any) -> bytes:
         (resumption(), ""),
     ],
 )
-async def test_a_keeper_is_told_why_a_checkpoint_is_of_no_use(
+async def test_keeper_gets_the_reason_when_a_checkpoint_is_of_no_use(
     fleet: Fleet, runtime: Runtime, data: bytes, why: str
 ) -> None:
     told: list[Delivery] = []

@@ -317,7 +317,7 @@ def test_a_lost_scheduler_fails_only_its_own_requests_where_nothing_was_kept(cor
     assert core.status()["requests"] == 1
 
 
-def test_a_lost_part_of_a_stream_is_told_though_nothing_is_open(core: DetokenizerCore) -> None:
+def test_lost_part_of_a_stream_is_reported_when_nothing_is_open(core: DetokenizerCore) -> None:
     """The Open of a request may be among it: only the scheduler knows of that one."""
     assert core.on_stream_lost(SCHEDULER) == [SendTo(SCHEDULER, Detached(seqs=ints()))]
 
@@ -345,7 +345,7 @@ def test_a_lost_part_of_a_stream_costs_no_answer(core: DetokenizerCore, stream: 
     assert core.is_idle
 
 
-def test_what_is_not_opened_again_is_asked_for_again(core: DetokenizerCore) -> None:
+def test_request_that_is_not_opened_again_is_requested_again(core: DetokenizerCore) -> None:
     """The word about the loss may be lost itself."""
     run(core, opened())
     core.on_stream_lost(SCHEDULER)
@@ -392,7 +392,7 @@ def test_a_request_that_is_never_opened_again_is_taken_over(core: DetokenizerCor
     assert [request.opened.request for request in core.streams] == ["r1", "r2"]
 
 
-def test_a_scheduler_that_is_silent_is_not_asked_to_open_again(core: DetokenizerCore) -> None:
+def test_silent_scheduler_gets_no_request_to_open_again(core: DetokenizerCore) -> None:
     """Another one will go on with its requests."""
     run(core, opened())
     core.on_stream_lost(SCHEDULER)

@@ -1,4 +1,5 @@
-"""The detokenizer when schedulers die: whom it asks to go on, with what, and what readers see of it."""
+"""The detokenizer when schedulers die: which one it sends requests to, with what, and what readers see of
+it."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ def text(found: list[dict[str, Any]], choice: int = 0) -> str:
     return "".join(part["delta"]["content"] for part in parts if part["index"] == choice)
 
 
-def test_a_stream_goes_on_at_another_scheduler_behind_its_last_token(core: DetokenizerCore) -> None:
+def test_stream_goes_on_at_another_scheduler_after_its_last_token(core: DetokenizerCore) -> None:
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "abc"), now_us=51_000))
     assert core.failover.on_lost(A, "the scheduler has gone") == []
     out = core.failover.advance(["b"], 4_001_000)
@@ -195,7 +196,7 @@ def test_a_scheduler_that_was_only_stopped_has_lost_nothing(core: DetokenizerCor
     assert core.is_idle
 
 
-def test_a_new_incarnation_under_the_same_name_is_asked(core: DetokenizerCore) -> None:
+def test_new_incarnation_under_the_same_name_gets_the_request(core: DetokenizerCore) -> None:
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
     core.failover.on_lost(A, "restarted", void=True)
@@ -203,13 +204,13 @@ def test_a_new_incarnation_under_the_same_name_is_asked(core: DetokenizerCore) -
     assert isinstance(ask, SendTo)
     assert ask.scheduler == A
     out = give(core, A, *opens(resumed([ask]), 700))
-    assert told(out) == []  # nobody there knows the old number
+    assert told(out) == []  # no reader there has the old number
     out = give(core, A, tokens(700, 2, "c"), Close(seq=700, final=3, reason="length"))
     assert text(frames(out)) == "c"
     assert core.is_idle
 
 
-def test_who_cannot_serve_yet_is_asked_again_and_others_before(core: DetokenizerCore) -> None:
+def test_scheduler_that_cannot_serve_yet_is_tried_again_after_the_others(core: DetokenizerCore) -> None:
     begin(core)
     core.failover.on_lost(A, "the scheduler has gone")
     first = rendezvous("r1", ["b", "c"])
@@ -240,7 +241,7 @@ def test_silence_ends_with_a_cancel_and_a_503(core: DetokenizerCore) -> None:
     assert frames(out)[0]["error"]["code"] == 503
 
 
-def test_the_scheduler_that_was_asked_dies_too(core: DetokenizerCore) -> None:
+def test_request_goes_on_when_the_second_scheduler_dies_too(core: DetokenizerCore) -> None:
     begin(core)
     core.failover.on_lost(A, "gone")
     core.failover.advance(["b"], 0)
@@ -273,7 +274,7 @@ def test_a_refusal_for_good_is_the_clients_answer(core: DetokenizerCore, code: i
     assert len(core.failover) == 0
 
 
-def test_what_another_detokenizer_has_is_forgotten_without_a_word(core: DetokenizerCore) -> None:
+def test_request_of_another_detokenizer_is_forgotten_silently(core: DetokenizerCore) -> None:
     begin(core)
     core.failover.on_lost(A, "gone")
     core.failover.advance(["b"], 0)
@@ -282,7 +283,7 @@ def test_what_another_detokenizer_has_is_forgotten_without_a_word(core: Detokeni
     assert core.is_idle
 
 
-def test_answers_that_were_not_asked_for_mean_nothing(core: DetokenizerCore) -> None:
+def test_unrequested_answers_are_ignored(core: DetokenizerCore) -> None:
     begin(core)
     refused = Rejected(tenant="t", request="r1", attempt=1, code=400, message="never")
     assert give(core, B, refused, Accepted(tenant="t", request="other", attempt=1)) == []
@@ -292,8 +293,8 @@ def test_answers_that_were_not_asked_for_mean_nothing(core: DetokenizerCore) -> 
     assert not core.is_idle
 
 
-def test_a_tokenizer_that_has_asked_anew_begins_a_new_attempt(core: DetokenizerCore) -> None:
-    """It had not heard that the dead one accepted the request."""
+def test_tokenizers_second_submission_starts_a_new_attempt(core: DetokenizerCore) -> None:
+    """It had no word that the dead one accepted the request."""
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "ab")))
     core.failover.on_lost(A, "gone")
     out = give(core, B, *opens(ASKED, 90, attempt=2), tokens(90, 0, "abc"))
@@ -306,7 +307,7 @@ def test_a_tokenizer_that_has_asked_anew_begins_a_new_attempt(core: DetokenizerC
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_cancel_that_nobody_else_could_hear(core: DetokenizerCore, before: bool) -> None:
+def test_cancel_is_kept_while_the_scheduler_is_dead(core: DetokenizerCore, before: bool) -> None:
     """It came while the scheduler was dead, before that was noticed or after."""
     begin(core)
     core.failover.on_cancelled("t", "another")
@@ -337,7 +338,7 @@ def test_a_reader_that_has_gone_needs_no_other_scheduler(
 
 
 def test_an_answer_of_the_one_thought_dead_is_the_only_one(core: DetokenizerCore) -> None:
-    """It comes back after another was asked, and is quicker."""
+    """It comes back after another got the request, and is faster."""
     begin(core)
     core.failover.on_lost(A, "gone")
     asked = resumed(core.failover.advance(["b"], 0))
@@ -360,7 +361,7 @@ def test_text_that_waits_to_be_sent_is_not_lost_on_the_way(core: DetokenizerCore
     assert text(frames(core.flush(0))) == "ab"
 
 
-def test_one_whose_options_leave_no_room_is_refused_rather_than_fatal() -> None:
+def test_request_whose_options_leave_no_room_is_refused_rather_than_fatal() -> None:
     class FullPort:
         def send(self, to: str, message: Message, trace: str) -> None:
             raise PayloadTooLarge("too long")
@@ -399,8 +400,8 @@ def test_one_that_was_given_up_and_has_only_been_slow_gets_no_reader(core: Detok
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_nothing_follows_the_last_word_to_a_client(core: DetokenizerCore, late: bool) -> None:
-    """B was asked, and opens the request after its client has been told."""
+def test_last_frame_to_a_client_is_followed_by_nothing(core: DetokenizerCore, late: bool) -> None:
+    """B got the request, and opens it after its client got the error."""
     begin(core)
     core.failover.on_lost(A, "gone")
     asked = resumed(core.failover.advance(["b"], 0))
@@ -449,7 +450,9 @@ def test_one_that_is_moved_away_and_opened_here_again(core: DetokenizerCore) -> 
     assert [f["type"] for f in frames(out)] == ["accepted", "delta", "done"]
 
 
-def test_of_two_with_one_id_and_no_scheduler_one_is_told_at_once(core: DetokenizerCore) -> None:
+def test_one_of_two_requests_with_one_id_gets_an_error_at_once_without_a_scheduler(
+    core: DetokenizerCore,
+) -> None:
     begin(core)
     core.failover.on_lost(A, "gone")
     again = dataclasses.replace(ASKED, inbox="in2")
@@ -461,7 +464,7 @@ def test_of_two_with_one_id_and_no_scheduler_one_is_told_at_once(core: Detokeniz
     assert core.status()["requests"] == 1
 
 
-def test_a_stop_string_found_on_the_way_is_told_to_the_new_scheduler(core: DetokenizerCore) -> None:
+def test_stop_string_found_during_failover_is_sent_to_the_new_scheduler(core: DetokenizerCore) -> None:
     """Late tokens of the dead one complete it, after the request for the rest has left."""
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
@@ -533,8 +536,8 @@ def test_an_id_used_again_after_its_request_was_given_up_is_an_orphan_of_its_own
     assert (asked.inbox, list(asked.generated)) == ("in2", [1])
 
 
-@pytest.mark.parametrize("how", ["cancelled before", "its reader leaves", "nobody goes on"])
-def test_of_an_adopted_request_its_scheduler_is_told_by_name(core: DetokenizerCore, how: str) -> None:
+@pytest.mark.parametrize("how", ["cancelled before", "its reader leaves", "no scheduler goes on"])
+def test_scheduler_of_an_adopted_request_gets_its_end_by_name(core: DetokenizerCore, how: str) -> None:
     """Its sequences are not known here, and a word without them would mean that messages were lost."""
     core.handle(A, dataclasses.replace(ASKED, shard="d2"), "", 1, 1)
     if how == "cancelled before":

@@ -200,7 +200,7 @@ def test_an_answer_that_ends_before_its_reader_is_back_waits_for_it(letters: Voc
     assert at.core.is_idle
 
 
-def test_what_ended_long_before_is_forgotten(letters: Vocabulary) -> None:
+def test_stream_that_ended_long_ago_is_forgotten(letters: Vocabulary) -> None:
     at = line(letters)
     at.open()
     at.tokens("x")
@@ -228,7 +228,7 @@ def test_a_reader_that_stays_away_has_gone(letters: Vocabulary) -> None:
     assert not at.core.reconnect.is_active
 
 
-def test_a_failure_is_told_again_as_well(letters: Vocabulary) -> None:
+def test_failure_is_sent_again_as_well(letters: Vocabulary) -> None:
     at = line(letters)
     at.open()
     at.tokens("part")
@@ -255,7 +255,7 @@ def test_text_that_the_replay_has_sent_leaves_no_empty_frame(letters: Vocabulary
     assert (at.text, len(at.ends)) == ("ab", 1)
 
 
-def test_what_is_kept_of_a_long_stream_is_its_text(letters: Vocabulary) -> None:
+def test_long_stream_is_kept_as_its_text(letters: Vocabulary) -> None:
     at = line(letters)
     at.open()
     for _ in range(2 * MAX_SENT):
@@ -345,7 +345,7 @@ def test_a_broker_that_dies_again_loses_no_end(letters: Vocabulary, stream: bool
 
 
 def test_the_end_itself_is_seen_to_arrive(letters: Vocabulary) -> None:
-    """A reader that heard the new attempt and was cut off before the text."""
+    """A reader that received the new attempt and was cut off before the text."""
     at = line(letters)
     at.open()
     at.tokens("done")
@@ -382,7 +382,7 @@ def test_another_detokenizer_continues_after_any_number_of_new_attempts(letters:
 
 
 def test_a_503_that_comes_before_the_news_of_the_return_is_no_departure(letters: Vocabulary) -> None:
-    """What waited for the broker leaves first, and nobody listens yet."""
+    """What waited for the broker leaves first, and no reader listens yet."""
     at = line(letters)
     at.open()
     at.tokens("ab")
@@ -396,7 +396,7 @@ def test_a_503_that_comes_before_the_news_of_the_return_is_no_departure(letters:
     assert (at.text, len(at.ends)) == ("ab", 1)
 
 
-def test_what_has_moved_is_not_replayed(letters: Vocabulary) -> None:
+def test_moved_stream_is_not_replayed(letters: Vocabulary) -> None:
     at = line(letters)
     at.open()
     at.cut()

@@ -265,7 +265,7 @@ def test_stop_index_is_the_token_that_completes_it(letters: Vocabulary) -> None:
     ids = array("i", [3 + byte for byte in b"a STOP b"])
     assert stream.add_tokens(0, ids)
     assert (stream.stop_index, stream.taken) == (6, 6)
-    assert not stream.add_tokens(8, ids)  # behind a stop string: dropped
+    assert not stream.add_tokens(8, ids)  # after a stop string: dropped
     delta = stream.drain()
     assert (delta.first, delta.count, delta.text) == (0, 6, "a ")
     assert stream.close(8, "length") == 6
@@ -294,7 +294,7 @@ def test_the_space_of_the_first_word(tmp_path: Path, shape: str) -> None:
 
 @pytest.mark.parametrize("stop", [(), ("zz", "!")])
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_token_has_no_text_unless_asked_for(
+def test_stop_token_has_no_text_unless_requested(
     letters: Vocabulary, stop: tuple[str, ...], include: bool
 ) -> None:
     """It counts as a token, and as one of a prefix that is sent again; nor does it complete a stop string."""

@@ -1,4 +1,4 @@
-"""The executor's shell on the memory bus: incarnations, whom it obeys, what it drops."""
+"""The executor's shell on the memory bus: incarnations, which scheduler it obeys, what it drops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from shared.messages import (
 
 
 class HandScheduler(Hand):
-    """Says to the executor what a test says."""
+    """Sends the executor a test's messages."""
 
     def __init__(self, model: str = "m", requests: int = 0) -> None:
         super().__init__("scheduler")
@@ -108,7 +108,7 @@ async def test_an_incarnation_is_never_older_than_its_process(
     assert (await hand.until(ExecHello)).exec_epoch >= runtime.mailbox.epoch
 
 
-async def test_it_says_hello_until_it_is_welcome(fleet: Fleet) -> None:
+async def test_executor_repeats_its_hello_until_it_is_welcomed(fleet: Fleet) -> None:
     hand = HandScheduler()
     await fleet.started(hand, "s")
     actor, runtime = await executor(fleet)
@@ -129,7 +129,7 @@ async def test_it_says_hello_until_it_is_welcome(fleet: Fleet) -> None:
     assert actor.status()["scheduler"] == "scheduler.s"
 
 
-async def test_its_process_settles_before_it_says_hello(fleet: Fleet) -> None:
+async def test_executors_process_settles_before_its_hello(fleet: Fleet) -> None:
     """The answer to a hello is work, and settling takes longer than a load of KV blocks."""
     hand, chosen = HandScheduler(), list[object]()
     await fleet.started(hand, "s")
@@ -141,7 +141,7 @@ async def test_its_process_settles_before_it_says_hello(fleet: Fleet) -> None:
     assert [*chosen, actor.status()["scheduler"]] == ["", "scheduler.s"]
 
 
-async def test_one_that_is_kept_out_says_why_and_goes_on_saying_hello(
+async def test_executor_that_is_kept_out_logs_the_reason_and_repeats_its_hello(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     hand = HandScheduler()
@@ -164,7 +164,7 @@ async def test_one_that_is_kept_out_says_why_and_goes_on_saying_hello(
 
 
 class Speaker(Hand):
-    """A tokenizer or detokenizer whose tokens have a number; 0: of an earlier version, which tells none."""
+    """A tokenizer or detokenizer whose tokens have a number; 0: of an earlier version, which sends none."""
 
     def __init__(self, kind: str, number: int) -> None:
         super().__init__(kind)
@@ -184,7 +184,7 @@ def speaking(digest: str = f"{7:012x}") -> SimBackend:
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "detokenizer"])
-async def test_an_executor_whose_ids_mean_other_tokens_does_not_join_until_they_mean_the_same(
+async def test_executor_does_not_join_while_its_token_ids_differ_from_the_fleets(
     fleet: Fleet, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     hand, speaker = HandScheduler(), Speaker(kind, 8)
@@ -208,7 +208,7 @@ async def test_an_executor_whose_ids_mean_other_tokens_does_not_join_until_they_
     assert "kept_out" not in actor.status()
 
 
-async def test_an_executor_that_serves_ends_when_the_fleet_speaks_otherwise(fleet: Fleet) -> None:
+async def test_serving_executor_ends_when_the_fleet_has_other_token_ids(fleet: Fleet) -> None:
     hand, speaker = HandScheduler(), Speaker("detokenizer", 7)
     await fleet.started(hand, "s")
     speaks = await fleet.started(speaker, "p")
@@ -224,7 +224,7 @@ async def test_an_executor_that_serves_ends_when_the_fleet_speaks_otherwise(flee
 
 
 @pytest.mark.parametrize(("digest", "number"), [("", 8), (f"{7:012x}", 0), (f"{7:012x}", 7)])
-async def test_it_joins_a_fleet_that_speaks_alike_or_does_not_say(
+async def test_executor_joins_a_fleet_with_the_same_or_no_vocabulary_digest(
     fleet: Fleet, digest: str, number: int
 ) -> None:
     hand = HandScheduler()
@@ -234,7 +234,7 @@ async def test_it_joins_a_fleet_that_speaks_alike_or_does_not_say(
     await hand.until(ExecHello)
 
 
-async def test_it_waits_for_a_scheduler(fleet: Fleet) -> None:
+async def test_executor_waits_for_a_scheduler(fleet: Fleet) -> None:
     actor, runtime = await executor(fleet)
     runtime.upkeep()
     assert actor.status()["scheduler"] == ""
@@ -295,7 +295,12 @@ class Colleague(Hand):
 @pytest.mark.parametrize(
     ("requests", "wanted"),
     [((0, 0, 0), "b"), ((0, 2, 0), "b"), ((3, 2, 0), "a"), ((0, 0, 4), "c")],
-    ids=["the one that others have chosen", "also with requests", "one whose requests nobody computes", "so"],
+    ids=[
+        "the one that others have chosen",
+        "also with requests",
+        "one whose requests no executor computes",
+        "so",
+    ],
 )
 async def test_a_second_scheduler_stands_by(fleet: Fleet, requests: tuple[int, ...], wanted: str) -> None:
     for name, count in zip("abc", requests, strict=True):
@@ -305,7 +310,7 @@ async def test_a_second_scheduler_stands_by(fleet: Fleet, requests: tuple[int, .
     assert actor.status()["scheduler"] == f"scheduler.{wanted}"
 
 
-async def test_its_beats_name_the_scheduler_that_has_welcomed_it(fleet: Fleet) -> None:
+async def test_executors_heartbeats_name_the_scheduler_that_welcomed_it(fleet: Fleet) -> None:
     hand = HandScheduler()
     ours = await fleet.started(hand, "s")
     actor, _ = await executor(fleet)
@@ -407,7 +412,7 @@ async def test_another_scheduler_is_not_obeyed(fleet: Fleet) -> None:
     assert foreign.of(ExecHello) == []
 
 
-async def test_when_its_scheduler_goes_it_turns_to_another(fleet: Fleet) -> None:
+async def test_executor_turns_to_another_scheduler_when_its_own_goes(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
     other = HandScheduler()
     await fleet.started(other, "s2")
@@ -455,7 +460,7 @@ async def test_a_failed_step_is_reported_and_counted(fleet: Fleet) -> None:
     assert actor.status()["failed_steps"] == 1
 
 
-async def test_what_no_engine_can_compute_is_the_error_of_its_own_rows(fleet: Fleet) -> None:
+async def test_impossible_computation_is_the_error_of_its_own_rows(fleet: Fleet) -> None:
     actor, hand, hello = await welcomed(fleet)
     good, bad = opened(0), dataclasses.replace(opened(1), tokens=ints([300, 32_000]))
     for message in (good, bad):
@@ -489,7 +494,7 @@ async def test_an_engine_that_fails_three_steps_in_a_row_fails_the_executor(flee
 
 
 class Stuck(SimBackend):
-    """Its first forward pass returns when the test says so."""
+    """Its first forward pass returns when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(SimOptions(model="m", timing="step=0"))
@@ -502,7 +507,7 @@ class Stuck(SimBackend):
 
 
 @pytest.mark.parametrize("news", ["_on_result", "_on_grammar"])
-async def test_an_error_over_what_the_device_says_fails_the_executor(
+async def test_malformed_report_of_the_device_fails_the_executor(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, news: str
 ) -> None:
     """Its scheduler would wait for that step, or that grammar, for ever."""
@@ -554,7 +559,7 @@ async def test_an_engine_that_is_gone_fails_the_executor_without_an_answer(fleet
     engine.released.set()
 
 
-async def test_an_engine_whose_file_has_changed_fails_the_executor_without_an_answer(fleet: Fleet) -> None:
+async def test_engine_with_a_changed_file_fails_the_executor_without_an_answer(fleet: Fleet) -> None:
     class Changed(SimBackend):
         def forward(self, plan: StepPlan) -> Pending:
             raise EngineGone("the model's file m.gguf was cut off")
@@ -668,7 +673,7 @@ def test_more_threads_than_can_help_are_refused_before_a_model_loads() -> None:
             engine_builder(settings)()
 
 
-async def test_what_the_engine_says_of_grammars_goes_to_the_scheduler_while_their_slot_is_open(
+async def test_grammar_reports_of_the_engine_go_to_the_scheduler_while_their_slot_is_open(
     fleet: Fleet,
 ) -> None:
     actor, hand, hello = await welcomed(fleet)
@@ -687,7 +692,7 @@ async def test_what_the_engine_says_of_grammars_goes_to_the_scheduler_while_thei
     assert hand.of(GrammarReady) == [ready]
 
 
-async def test_the_next_result_tells_how_long_publishing_the_last_one_took(fleet: Fleet) -> None:
+async def test_next_result_has_the_time_that_publishing_the_last_one_took(fleet: Fleet) -> None:
     late_us = 350
     actor, hand, hello = await welcomed(fleet)
     hand.say(opened(), plan(hello.exec_epoch, 1))
@@ -700,7 +705,7 @@ async def test_the_next_result_tells_how_long_publishing_the_last_one_took(fleet
 
 
 class Napping(SimBackend):
-    """Says when it sleeps; wakes when a test lets it."""
+    """Reports when it sleeps; wakes when a test lets it."""
 
     def __init__(self) -> None:
         super().__init__(SimOptions(model="m", timing="step=0"))
@@ -719,7 +724,7 @@ class Napping(SimBackend):
 
 
 async def napping(fleet: Fleet) -> tuple[ExecutorActor, Runtime, HandScheduler, Napping, ExecHello]:
-    """An executor that was told to sleep and has done so."""
+    """An executor that got the command to sleep and has done so."""
     hand, engine = HandScheduler(), Napping()
     await fleet.started(hand, "s")
     actor, runtime = await executor(fleet, lambda: engine)
@@ -733,7 +738,7 @@ async def napping(fleet: Fleet) -> tuple[ExecutorActor, Runtime, HandScheduler, 
     return actor, runtime, hand, engine, hello
 
 
-async def test_it_sleeps_and_wakes_as_a_new_incarnation(fleet: Fleet) -> None:
+async def test_executor_sleeps_and_wakes_as_a_new_incarnation(fleet: Fleet) -> None:
     actor, runtime, hand, engine, asleep = await napping(fleet)
     hand.say(opened(), plan(asleep.exec_epoch, 1), ExecWake(exec_epoch=asleep.exec_epoch - 1))
     await fleet.broker.settle()
@@ -742,7 +747,7 @@ async def test_it_sleeps_and_wakes_as_a_new_incarnation(fleet: Fleet) -> None:
     await fleet.broker.settle()
     runtime.upkeep()
     await fleet.broker.settle()
-    assert len(hand.of(ExecHello)) == 2, "it says hello when it is awake"
+    assert len(hand.of(ExecHello)) == 2, "its hello comes when it is awake"
     engine.may_wake.set()
     hello = await hand.until(ExecHello, 3)
     assert (hello.asleep, hello.exec_epoch > asleep.exec_epoch) == (False, True)

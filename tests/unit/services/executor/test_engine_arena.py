@@ -1,4 +1,4 @@
-"""The executor's shell and the host's arena: which one it maps, what it copies, and what it tells."""
+"""The executor's shell and the host's arena: which one it maps, what it copies, and what it reports."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ async def test_an_arena_is_mapped_although_the_clock_went_back(world: World) -> 
 
 
 async def test_no_hello_before_the_copies_of_the_incarnation_before_have_ended(world: World) -> None:
-    """The scheduler gives their blocks to others as soon as it hears it."""
+    """The scheduler gives their blocks to others as soon as it gets the message."""
     with segment(ROOM * SIZE) as file:
         hello = await world.start(file)
         world.copier.hold = True
@@ -285,7 +285,7 @@ async def test_no_hello_before_the_copies_of_the_incarnation_before_have_ended(w
         assert world.copier.pieces == [[0, 1]]
         assert (await world.copied(world.copy(9, store=False))).status == "ok"
         assert world.copier.pieces == [[0, 1], [9]]
-        assert len(world.scheduler.of(KvCopied)) == 1  # of the old ones nothing is said
+        assert len(world.scheduler.of(KvCopied)) == 1  # the old ones are not reported
 
 
 async def test_copies_of_a_new_incarnation_wait_until_the_device_has_begun_it(world: World) -> None:

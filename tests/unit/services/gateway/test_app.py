@@ -1,4 +1,4 @@
-"""What the pages that need no key say."""
+"""The contents of the pages that need no key."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ def opened(keys: str = "", origins: Sequence[str] = ()) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize(("keys", "told"), [("acme one\n", MET_503), ("", SECRET)])
-async def test_health_quotes_nobodys_request_where_there_are_keys(
-    tmp_path: Path, keys: str, told: str
-) -> None:
+async def test_health_quotes_no_request_where_there_are_keys(tmp_path: Path, keys: str, told: str) -> None:
     path = tmp_path / "keys"
     path.write_text(keys)
     async with opened(str(path) if keys else "") as http:

@@ -1,4 +1,4 @@
-"""What `/health` says of several models: one that is served is enough."""
+"""`/health` of several models: one that is served is enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEAT = Heartbeat(kind="", actor="x", host_id="h", state="ready")
 
 
 class Served:
-    """Peers of the models a, b and c, and who of them answers a probe."""
+    """Peers of the models a, b and c, and which of them answers a probe."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answering: set[str] = set()
@@ -37,7 +37,7 @@ class Served:
         self.peers.update(1, heartbeat, 0)
 
     async def beats(self, count: int = 1) -> str:
-        """Look so often; what it says then."""
+        """Look so often; the status then."""
         for _ in range(count):
             self.health.check(self.peers)
             for _ in range(4):

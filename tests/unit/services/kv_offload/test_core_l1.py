@@ -43,7 +43,7 @@ def resident(world: World) -> list[int]:
     return sorted(int.from_bytes(name[1], "big") for name in world.state.l1.entries)
 
 
-def test_without_an_arena_nothing_is_stored_and_every_question_is_answered() -> None:
+def test_core_without_an_arena_stores_nothing_and_answers_every_query() -> None:
     world = World(blocks=0)
     reserve = KvReserve(job=2, owner="e", keys=key(1), value_bytes=PAGE, lease_us=1)
     prefetch = KvPrefetch(job=4, owner="e", keys=key(1), deadline_us=1, lease_us=1)
@@ -71,10 +71,10 @@ def test_without_an_arena_nothing_is_stored_and_every_question_is_answered() -> 
     assert (world.state.counters.lookups, world.state.counters.hit_rate) == (2, 0)
 
 
-def test_what_is_stored_is_found_and_read_with_its_valid_tokens() -> None:
+def test_stored_block_is_found_and_read_with_its_valid_tokens() -> None:
     world = World()
     assert world.reserve(1, 1, 2, valid_tokens=ints([16, 5])) == [0, PAGE]
-    assert tiers(world.look_up(1, 2)) == [0, 0], "nobody reads it before the commit"
+    assert tiers(world.look_up(1, 2)) == [0, 0], "it is not read before the commit"
     assert world.commit(1, 1, 1) == [1, 1]
     assert tiers(world.look_up(1, 2)) == [1, 1]
     answer = ready(world.prefetch(2, 1, 2, 3))
@@ -102,14 +102,14 @@ def test_another_layout_has_other_values() -> None:
     assert len(world.state.l1.entries) == 2
 
 
-def test_what_is_not_written_is_free_again() -> None:
+def test_unwritten_range_is_free_again() -> None:
     world = World(3)
     world.reserve(1, 1, 2)
     assert world.commit(1, 0, 1) == [0, 1]
     world.reserve(2, 3, priority=1)
     world.say(KvRelease(jobs=ints([2])))
     assert world.reserve(3, 4, 5, priority=1) == [0, 2 * PAGE]
-    assert world.commit(3) == [0, 0], "a commit that says nothing of a key has not written it"
+    assert world.commit(3) == [0, 0], "a commit without a key has not written it"
 
 
 def test_a_key_that_is_there_needs_no_copy_and_stays_until_the_commit() -> None:
@@ -158,7 +158,7 @@ def test_the_coldest_goes_first_and_of_a_request_its_tail() -> None:
         assert set(before) - set(resident(world)) == {gone}
 
 
-def test_nothing_is_evicted_in_vain() -> None:
+def test_no_block_is_evicted_in_vain() -> None:
     world = World(10)
     world.store(1, 1, 2)
     assert world.reserve(2, 3, value_bytes=20 * PAGE) == [-1]
@@ -260,7 +260,7 @@ def test_a_late_release_frees_the_ranges() -> None:
     assert world.state.quarantined_bytes == 0
 
 
-def test_a_reservation_that_found_no_room_leaves_nothing_behind() -> None:
+def test_reservation_without_room_leaves_nothing() -> None:
     world = World(blocks=0)
     world.reserve(1, 1, lease_us=100)
     world.wait(100)
@@ -295,7 +295,7 @@ def test_an_executor_that_was_only_silent_may_go_on_writing() -> None:
     assert world.state.quarantined_bytes == 0, "a living executor is done by now, or was replaced"
 
 
-def test_an_owner_of_whom_nothing_is_known_is_gone_until_it_is_seen() -> None:
+def test_unknown_owner_counts_as_gone_until_it_is_seen() -> None:
     for seen, after_us in ((False, QUARANTINE_US), (True, LIVE_US)):
         world = World()
         world.reserve(1, 1, lease_us=0)
@@ -349,7 +349,7 @@ def test_the_leases_of_a_silent_scheduler_go_on_to_their_deadline() -> None:
     assert world.state.l1.pinned_bytes == 0
 
 
-def test_what_leaves_the_last_tier_is_told_to_every_scheduler_that_is_there() -> None:
+def test_block_that_leaves_the_last_tier_is_reported_to_every_present_scheduler() -> None:
     world = World(10)
     world.say(KvLookup(job=1, keys=b""), "scheduler.b")
     world.say(KvLookup(job=1, keys=b""), "scheduler.c")

@@ -55,7 +55,7 @@ class Read:
 
 
 class Tiers(RuleBasedStateMachine):
-    """Drives the core; the model says what may be."""
+    """Drives the core; the model decides what may be."""
 
     @initialize(blocks=st.sampled_from([4, 10, 20]), l2=st.booleans())
     def start(self, blocks: int, l2: bool) -> None:
@@ -73,7 +73,7 @@ class Tiers(RuleBasedStateMachine):
         self.jobs += 1
         return self.jobs
 
-    # ---- what the core says ---------------------------------------------------------------------
+    # ---- messages of the core ---------------------------------------------------------------------
 
     def hear(self, messages: list[Message]) -> None:
         for message in messages:
@@ -114,7 +114,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(numbers=NUMBERS, lease_us=LEASE_US)
     def store_after_an_expiry(self, numbers: list[int], lease_us: int) -> None:
-        """What one reservation left behind, the next one may want."""
+        """What one reservation left, the next one may want."""
         self.reserve(numbers, True, 0, False)
         self.write_late()
         self.reserve(numbers, True, lease_us, lease_us > 0)
@@ -266,14 +266,14 @@ class Tiers(RuleBasedStateMachine):
         assert l1.taken_bytes == held * PAGE + world.state.quarantined_bytes
 
     def teardown(self) -> None:
-        """Everybody goes; then nothing is leased, and the arena takes as much as an empty one."""
+        """Every owner goes; then nothing is leased, and the arena takes as much as an empty one."""
         if not hasattr(self, "world"):
             return
         world, state = self.world, self.world.state
         self.hear(world.handle(Restarted(SCHEDULER)))
         world.handle(PeerLost(EXECUTOR))
         world.handle(PeerSeen(EXECUTOR, self.executor_epoch))  # back: it was only silent
-        world.say(ArenaReleased(executor="e", arena_generation=2))  # of another arena: says nothing
+        world.say(ArenaReleased(executor="e", arena_generation=2))  # of another arena: proves nothing
         world.handle(PeerLost(EXECUTOR))
         world.wait(61 * SECOND)
         world.end_all()  # a block on its way to L2 cannot make room

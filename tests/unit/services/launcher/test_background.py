@@ -88,7 +88,7 @@ def test_stop_ends_every_fleet_of_its_name(loaded: Loaded) -> None:
         background.stop(path, print)
 
 
-def test_a_stop_says_what_it_waits_for(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_prints_what_it_waits_for(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "TOLD_S", 0.01)
     path, told = path_for(loaded.settings), list[str]()
     child = subprocess.Popen(
@@ -114,7 +114,7 @@ def fail(started: list[str]) -> None:
     raise SetupError("stop here")
 
 
-def test_it_ends_a_time_after_the_last_request_and_only_if_it_may() -> None:
+def test_background_fleet_ends_a_time_after_the_last_request_if_permitted() -> None:
     async def live() -> list[float]:
         broker, loop, asked = MemoryBroker(), asyncio.get_running_loop(), list[float]()
 

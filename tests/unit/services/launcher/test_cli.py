@@ -102,7 +102,7 @@ def test_metavars_have_a_meaning() -> None:
     assert (found["backend"], found["dtype"]) == ("{auto,torch,dummy,sim}", "DTYPE")
 
 
-def test_config_show_says_where_each_value_comes_from(
+def test_config_show_prints_the_source_of_each_value(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HEADRACE_SLOTS", "3")
@@ -244,7 +244,7 @@ def test_text_that_is_not_utf_8_is_an_error(tmp_path: Path, capsys: pytest.Captu
         (["pull", "xyzzy"], ""),
     ],
 )
-def test_a_mistyped_word_is_told_with_the_nearest_one(
+def test_mistyped_word_is_an_error_with_the_nearest_one(
     words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -344,7 +344,7 @@ def test_doctor_shows_on_a_terminal_what_it_checks(
     assert "python …" in capsys.readouterr().out
 
 
-def test_doctor_says_which_dtype_and_threads_and_what_would_be_faster(
+def test_doctor_prints_dtype_and_threads_and_the_faster_choice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")

@@ -16,7 +16,7 @@ FULL = b'HTTP/1.0 503 \r\n\r\n{"status":"unavailable","error":"JetStream stream:
 OK = b'HTTP/1.0 200 OK\r\n\r\n{"status":"ok"}'
 
 
-def test_a_full_disk_is_told_once_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_once_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[str]()
     disk = FullDisk(str(tmp_path), told.append)
     assert not disk.has_space_again(OK)
@@ -28,7 +28,7 @@ def test_a_full_disk_is_told_once_and_waited_for(tmp_path: Path, monkeypatch: py
     assert told[1:] == ["nats-server could not write durable requests, and there is space: it starts again"]
 
 
-def test_a_server_whose_disk_is_read_only_is_not_restarted_for_it_could_not_start(
+def test_server_with_a_read_only_disk_is_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, errors = list[str](), [OSError(errno.EROFS, os.strerror(errno.EROFS))]

@@ -49,7 +49,7 @@ def ended_pid() -> int:
 # ---- the embedded server ------------------------------------------------------------------------
 
 
-def test_the_server_says_where_it_is_and_that_it_is_well(nats_server: NatsServer) -> None:
+def test_server_reports_its_address_and_its_health(nats_server: NatsServer) -> None:
     assert nats_server.url.startswith("nats://127.0.0.1:")
     with urllib.request.urlopen(f"{nats_server.monitoring_url}/healthz") as answer:
         assert json.load(answer) == {"status": "ok"}
@@ -115,7 +115,7 @@ async def test_a_server_that_hangs_is_killed_and_started_again(monkeypatch: pyte
     server.stop()
 
 
-async def test_a_server_that_cannot_be_started_again_is_told_and_tried_again(
+async def test_server_that_cannot_be_started_again_is_reported_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "BACKOFF_FIRST_S", 0.01)
@@ -159,7 +159,7 @@ def test_a_stolen_monitoring_port_does_not_keep_the_server_down() -> None:
     server.stop()
 
 
-def test_a_taken_port_is_told() -> None:
+def test_taken_port_is_an_error_that_names_it() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -190,7 +190,7 @@ def test_a_default_port_that_is_not_the_trouble_does_not_hide_it() -> None:
         servers.start_by_default(extra="no_such_option: 1\n")
 
 
-def test_a_server_that_ends_at_once_is_told_in_its_own_words() -> None:
+def test_server_that_ends_at_once_is_an_error_in_its_own_words() -> None:
     with pytest.raises(SetupError, match=r"the nats-server ended at once: .*no_such_option"):
         servers.start(extra="no_such_option: 1\n")
 
@@ -224,7 +224,7 @@ def test_a_missing_server_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp
     ("fleet", "port", "named"),
     [("default", 8000, ""), ("default", 4222, ""), ("two", 8000, " --fleet two"), ("default", 8001, None)],
 )
-def test_a_taken_port_is_told_with_the_fleet_that_has_it(fleet: str, port: int, named: str | None) -> None:
+def test_taken_port_is_an_error_with_the_fleet_that_has_it(fleet: str, port: int, named: str | None) -> None:
     """Also while it starts, when it has only a note of its own."""
     settings = Settings(fleet="default")
     here = replace(
@@ -326,7 +326,7 @@ def test_a_request_waits_for_a_fleet_that_starts(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("_bare")
-def test_where_a_client_command_goes() -> None:
+def test_client_command_goes_to_the_fleet_it_finds() -> None:
     alone = find_target(load())
     assert (alone.nats_url, alone.model) == ("nats://127.0.0.1:4222", "smollm2-135m-instruct")
     note(os.getpid()).write(session.path_for(load().settings))
@@ -341,7 +341,9 @@ def test_where_a_client_command_goes() -> None:
 
 
 @pytest.mark.usefixtures("_bare")
-def test_a_named_fleet_that_is_not_here_is_told_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_fleet_that_is_not_here_is_an_error_with_the_present_fleets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     free = [True]
     monkeypatch.setattr(session, "is_free", lambda port: {4222: free[0]}[port])
     nosuch = load(flags={"fleet": "nosuch"})
@@ -368,12 +370,12 @@ def test_every_kind_has_a_builder(kind: str) -> None:
     assert callable(builder(kind))
 
 
-def test_an_unknown_kind_is_told() -> None:
+def test_unknown_kind_is_an_error() -> None:
     with pytest.raises(SetupError, match="there is no service 'gpu': choose one of gateway, tokenizer"):
         builder("gpu")
 
 
-def test_lmcache_phones_nobody_takes_no_device_and_files_are_private(
+def test_lmcache_sends_no_usage_takes_no_device_and_its_files_are_private(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[dict[str, str | None]] = []

@@ -1,4 +1,4 @@
-"""What `headrace up` tells of the fleet that it has started."""
+"""What `headrace up` prints of the fleet that it has started."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ from shared.replies import to_json
         ("", False, ""),
     ],
 )
-def test_what_a_seed_promises(dtype: str, deterministic: bool, told: str) -> None:
+def test_promise_of_a_seed_depends_on_the_dtype_and_the_mode(
+    dtype: str, deterministic: bool, told: str
+) -> None:
     assert same_seed(dtype, deterministic=deterministic) == told
 
 
-def test_on_few_cores_one_tokenizer_and_detokenizer_of_each_model_start_first() -> None:
+def test_one_tokenizer_and_detokenizer_of_each_model_start_first_on_few_cores() -> None:
     specs = service_specs({"gateway": 1, "kv_offload": 1})
     for model in ("m", "n"):
         counts = {"tokenizer": 2, "executor": 2, "detokenizer": 1}
@@ -51,7 +53,7 @@ def test_on_few_cores_one_tokenizer_and_detokenizer_of_each_model_start_first() 
 
 
 @pytest.mark.parametrize(("models", "executors", "told"), [("a", 1, "1"), ("a", 2, "2"), ("ab", 1, "2")])
-async def test_an_executor_knows_how_many_share_l1(
+async def test_executor_gets_the_number_that_shares_l1(
     models: str, executors: int, told: str, tmp_path: Path
 ) -> None:
     for name in models:
@@ -100,7 +102,7 @@ async def test_no_death_is_announced_while_the_nats_server_is_away(
     assert capsys.readouterr() == ("", "")
 
 
-async def test_its_own_connection_is_closed_before_a_failed_start_ends(
+async def test_own_connection_is_closed_before_a_failed_start_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop would cancel the end of the connection, and print what that raises below the reason."""
@@ -247,7 +249,7 @@ def answer(bus: Bus, status: dict[str, str], asked: Delivery) -> None:
 
 
 @pytest.mark.parametrize(("kinds", "dtype"), [(("tokenizer", "executor"), "bf16"), (("tokenizer",), "")])
-async def test_the_dtype_is_asked_of_an_executor(kinds: tuple[str, ...], dtype: str) -> None:
+async def test_dtype_comes_from_an_executor(kinds: tuple[str, ...], dtype: str) -> None:
     broker = MemoryBroker()
     for kind in kinds:
         bus = broker.connect()

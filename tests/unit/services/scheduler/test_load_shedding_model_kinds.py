@@ -19,7 +19,7 @@ PROMPT = [*range(5, 14)]
 
 
 def of_kinds(*digests: str, **limits: object) -> World:
-    """Executors e1, e2, ... with these model digests, that said hello in this order."""
+    """Executors e1, e2, ... with these model digests, that sent hello in this order."""
     world = World(Limits(**limits))  # type: ignore[arg-type]  # test shorthand
     for i, digest in enumerate(digests, 1):
         world.add_engine(f"e{i}", kind=f"kv-{digest}", digest=digest)
@@ -37,11 +37,11 @@ def deliver(world: World, count: int) -> None:
 
 
 def again(world: World, name: str) -> None:
-    """An engine that is kept out says hello once more, as it does each second."""
+    """An engine that is kept out sends hello once more, as it does each second."""
     world.handle(Arrived(f"executor.{name}", world.engines[name].hello))
 
 
-def test_an_executor_of_another_kind_stays_out_and_is_told_why() -> None:
+def test_executor_of_another_kind_stays_out_and_gets_the_reason() -> None:
     world = of_kinds("aaa", "bbb", "aaa")
     again(world, "e2")
     assert serving(world) == ["e1", "e3"]
@@ -114,7 +114,7 @@ def test_a_restart_under_the_same_name_may_bring_other_weights() -> None:
 
 
 def test_a_reset_hands_nothing_over() -> None:
-    """Its process lives, and says hello at once."""
+    """Its process lives, and sends hello at once."""
     world = of_kinds("aaa", "bbb")
     world.handle(StreamLost("executor.e1"))
     again(world, "e2")
@@ -146,7 +146,7 @@ def test_each_model_has_a_kind_of_its_own() -> None:
     assert serving(world) == ["e1", "x"]
 
 
-def test_who_has_tokens_ends_with_an_error_and_who_has_none_starts_over() -> None:
+def test_request_with_tokens_ends_with_an_error_and_one_without_starts_over() -> None:
     world = of_kinds("aaa", "bbb")
     world.ask("begun", PROMPT, 12)
     deliver(world, 3)
@@ -217,8 +217,8 @@ def listening(world: World) -> list[Tokenized]:
     return kept
 
 
-def test_its_detokenizer_knows_who_has_computed_a_request() -> None:
-    """Should this scheduler die, it tells the next one."""
+def test_detokenizer_has_the_kind_that_computed_its_request() -> None:
+    """Should this scheduler die, it names the kind to the next one."""
     world = of_kinds("aaa", "bbb")
     kept = listening(world)
     world.ask("r", PROMPT, 12)
@@ -241,7 +241,7 @@ def test_the_state_with_its_kinds_can_be_frozen() -> None:
 def test_no_sequence_ever_goes_on_with_tokens_of_another_kind(data: st.DataObject) -> None:
     """Executors of three kinds come, die and drain; small, so that sequences are paused as well."""
     world = World(Limits(accept_mixed=data.draw(st.booleans())))
-    computed_by: dict[int, str] = {}  # sequence -> digest of who has generated tokens of it
+    computed_by: dict[int, str] = {}  # sequence -> digest of the model that has generated tokens of it
     digests: dict[str, str] = {}
     carry_out = world._carry_out
 

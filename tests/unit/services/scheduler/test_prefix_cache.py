@@ -37,7 +37,7 @@ class Trie:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_cached_tokens_are_those_of_a_trie(seed: int) -> None:
+def test_cached_tokens_equal_a_tries(seed: int) -> None:
     dice, trie, world = random.Random(seed), Trie(), World()
     world.add_engine(blocks=4_000, slots=4)
     for i in range(60):

@@ -50,7 +50,7 @@ async def test_tenants_are_taken_in_turn() -> None:
     assert taken == ["a1", "a2", "b1", "a3", "b2", "a4"]
 
 
-async def test_of_too_many_those_are_refused_whose_tenant_has_its_share(
+async def test_overload_refuses_tenants_that_have_their_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intake, "MAX_WAITING", 4)
@@ -66,7 +66,7 @@ async def test_of_too_many_those_are_refused_whose_tenant_has_its_share(
     box.put(asked("new", "1"))
 
 
-async def test_names_that_somebody_invents_do_not_raise_the_bound_beyond_twice(
+async def test_invented_tenant_names_raise_the_bound_at_most_to_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intake, "MAX_WAITING", 4)
@@ -91,7 +91,7 @@ async def test_a_tenant_that_crowds_the_scheduler_is_passed_over() -> None:
     assert taken == ["b1", "b2", "a1", "a2"]
 
 
-async def test_what_arrives_in_a_burst_is_seen_by_tenants_in_turn_and_copies_last() -> None:
+async def test_burst_is_read_by_tenants_in_turn_and_copies_last() -> None:
     seen: list[tuple[str, int, bool]] = []
     clock = FakeClock()
 
@@ -115,7 +115,9 @@ async def test_what_arrives_in_a_burst_is_seen_by_tenants_in_turn_and_copies_las
     assert seen[-1][0] == "alone"
 
 
-async def test_what_arrives_faster_than_it_can_be_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mailbox_is_bounded_when_messages_arrive_faster_than_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(intake, "MAX_WAITING", 3)
     monkeypatch.setattr(intake, "MAX_COPIES", 3)
     seen: list[str] = []

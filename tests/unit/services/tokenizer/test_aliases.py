@@ -47,7 +47,7 @@ def test_the_id_is_found_in_msgpack(request: str, before: int, after: object) ->
         b"{" * 99_999,
     ],
 )
-def test_without_an_id_the_same_message_goes_the_same_way(data: bytes) -> None:
+def test_message_without_an_id_goes_the_same_way_again(data: bytes) -> None:
     assert found(data) == found(data)
     assert found(data) != found(data, "_INBOX.2")
     assert found(data) != found(data + b" ")

@@ -1,4 +1,5 @@
-"""Whatever a template drops or refuses, the whole conversation is in the prompt, in the form that is read."""
+"""At any part that a template drops or refuses, the whole conversation is in the prompt, in the form that is
+read."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def prompt(vocabulary: Vocabulary, source: str, messages: list[Any], tools: Any 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_of_a_conversation_is_lost(shape: str, vocabulary: Vocabulary) -> None:
+def test_no_part_of_a_conversation_is_lost(shape: str, vocabulary: Vocabulary) -> None:
     text = prompt(vocabulary, SHAPES[shape], LONG)
     after = text[text.index("saysix") :]
     lost = [word for word in WORDS if word not in text]
@@ -82,7 +83,7 @@ def test_nothing_of_a_conversation_is_lost(shape: str, vocabulary: Vocabulary) -
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_is_lost_without_tools(shape: str, vocabulary: Vocabulary) -> None:
+def test_no_part_of_a_conversation_is_lost_without_tools(shape: str, vocabulary: Vocabulary) -> None:
     text = prompt(vocabulary, SHAPES[shape], LONG, None)
     assert [word for word in WORDS if word not in text] == []
 
@@ -100,7 +101,7 @@ def test_an_earlier_call_is_in_the_form_that_is_read(shape: str, vocabulary: Voc
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.writes])
-def test_what_the_model_is_told_is_what_is_read(name: str) -> None:
+def test_form_written_for_the_model_is_read_back(name: str) -> None:
     form = FORMATS[name]
     assert written([("NAME", "ARGUMENTS")], form) in told(TOOLS, form)
     assert all(json.dumps(tool) in told(TOOLS, form) for tool in TOOLS)
@@ -119,7 +120,7 @@ def test_a_template_that_shows_all_gets_the_messages_unchanged() -> None:
     assert fitted(messages, TOOLS, SHOWS_ALL) == messages
 
 
-def test_the_system_message_says_how_to_call() -> None:
+def test_system_message_describes_how_to_call() -> None:
     text = told(TOOLS, HERMES)
     user = said("user", "Hi")
     skills = {"tools": "written", "calls": False}
@@ -242,7 +243,7 @@ def test_text_of_clients_stays_text_beside_markers_that_headrace_writes(vocabula
     assert ChatTemplate(vocabulary).encode([escaped], None, False, 0).count(2) == 1
 
 
-def test_an_answer_is_continued_whatever_its_content_is(vocabulary: Vocabulary) -> None:
+def test_answer_is_continued_with_any_content(vocabulary: Vocabulary) -> None:
     options = TemplateOptions(SHAPES["lists of parts"], continue_final=True)
     ids = ChatTemplate(vocabulary).encode(
         [said("user", "a"), said("assistant", "so")], None, False, 0, options

@@ -1,4 +1,4 @@
-"""Copies of requests: who takes over which, and when."""
+"""Copies of requests: which tokenizer takes over which, and when."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kept(*requests: PendingRequest) -> Standby:
     return copies
 
 
-def test_a_key_tells_requests_apart() -> None:
+def test_key_distinguishes_requests() -> None:
     large = b"x" * intake.HASHED_BYTES
     keys = [
         heard("i").key,
@@ -52,8 +52,8 @@ def test_a_key_tells_requests_apart() -> None:
     assert heard("i").key == keys[0]
 
 
-def test_nobody_has_said_that_he_has_it_so_it_is_taken_over() -> None:
-    """The places of those who might differ by request, so that not all come at once."""
+def test_unclaimed_request_is_taken_over() -> None:
+    """The places of the tokenizers might differ by request, so that not all come at once."""
     requests = [heard(str(i)) for i in range(8)]
     copies = kept(*requests)
     assert late(copies, SILENT_US - TURN_US) == []
@@ -65,7 +65,7 @@ def test_nobody_has_said_that_he_has_it_so_it_is_taken_over() -> None:
     assert {(each.owners, each.attempt) for each in first} == {(0, 1)}
 
 
-def test_an_owner_keeps_its_request_as_long_as_it_says_anything() -> None:
+def test_owner_keeps_its_request_while_it_sends_anything() -> None:
     one = heard()
     copies = kept(one)
     copies.on_claims(OTHER, claims({one.key: "drawn"}), 100)
@@ -78,7 +78,7 @@ def test_an_owner_keeps_its_request_as_long_as_it_says_anything() -> None:
 
 
 def late_from(copies: Standby, silent_us: int) -> list[PendingRequest]:
-    """What is taken over once nobody says anything any more, and not before SILENT_US."""
+    """What is taken over once no tokenizer announces it any more, and not before SILENT_US."""
     found = []
     for now_us in range(silent_us, silent_us + SILENT_US + 2 * TURN_US, TURN_US):
         found += copies.overdue("a", IDS, now_us)
@@ -86,8 +86,8 @@ def late_from(copies: Standby, silent_us: int) -> list[PendingRequest]:
     return found
 
 
-def test_a_request_of_which_nobody_speaks_may_wait_at_one_that_is_busy() -> None:
-    """While another one says anything it is left alone for longer, and not for ever."""
+def test_unclaimed_request_may_wait_at_a_busy_tokenizer() -> None:
+    """While another one sends anything it is left alone for longer, and not for ever."""
     one = heard()
     copies = kept(one)
     found = []
@@ -118,11 +118,11 @@ def test_one_that_is_taken_over_from_a_busy_owner_has_one_id() -> None:
     assert not copies.is_done_elsewhere(heard())
 
 
-def test_who_has_read_nothing_yet_says_that_it_lives() -> None:
+def test_tokenizer_that_has_read_nothing_yet_reports_that_it_lives() -> None:
     assert Standby().report(busy=True) == Claims()
 
 
-def test_what_is_not_told_yet_is_known_by_its_drawn_id() -> None:
+def test_unannounced_request_is_found_by_its_drawn_id() -> None:
     one, copies = heard(), Standby()
     one.request_id = "drawn"
     copies.own(one)
@@ -132,7 +132,7 @@ def test_what_is_not_told_yet_is_known_by_its_drawn_id() -> None:
     assert not copies.is_unannounced(one.key, "drawn")
 
 
-def test_what_is_done_is_forgotten_whatever_comes_first() -> None:
+def test_done_request_is_forgotten_in_any_order_of_messages() -> None:
     one, two = heard("one"), heard("two")
     copies = kept(one)
     copies.on_claims(OTHER, claims({two.key: "", one.key: ""}, done=(one.key, two.key)), 1)
@@ -163,7 +163,7 @@ def test_the_requests_of_one_that_has_gone_are_anybodys_a_second_after_its_last_
     assert {each.key for each in late_from(copies, 5 * TURN_US)} <= {one.key, two.key}
 
 
-def test_a_third_owner_begins_behind_the_second() -> None:
+def test_third_owner_starts_after_the_second() -> None:
     """A reader may have seen frames of its attempt."""
     one = heard()
     copies = kept(one)
@@ -172,14 +172,14 @@ def test_a_third_owner_begins_behind_the_second() -> None:
     assert one.attempt == 1 + 2 * ATTEMPTS
 
 
-def test_what_is_ours_is_told_once_and_again_when_it_is_done() -> None:
+def test_own_request_is_announced_once_and_again_when_it_is_done() -> None:
     one, same = heard(), heard()
     copies = kept(one)
     assert copies.report() is None
     one.request_id = "drawn"
     copies.own(one)
     copies.own(same)
-    copies.copy(heard(), 3)  # our own copy comes behind it
+    copies.copy(heard(), 3)  # our own copy comes after it
     assert len(copies) == 0
     told = copies.report()
     assert told is not None
@@ -195,7 +195,7 @@ def test_what_is_ours_is_told_once_and_again_when_it_is_done() -> None:
     assert (len(copies), copies.report()) == (0, None)
 
 
-def test_who_was_stopped_doubts_that_what_comes_is_its_own() -> None:
+def test_stopped_tokenizer_doubts_that_the_next_request_is_its_own() -> None:
     one, two = heard("one"), heard("two")
     copies = Standby()
     copies.overdue("a", IDS, TURN_US)
@@ -207,10 +207,10 @@ def test_who_was_stopped_doubts_that_what_comes_is_its_own() -> None:
     assert (len(copies), copies.report()) == (2, None)
     copies.on_claims(OTHER, claims({one.key: ""}, done=(one.key,)), back_us + 1)
     assert [each.key for each in late_from(copies, back_us)] == [two.key]
-    assert not copies.give_way(two, back_us + SILENT_US), "others would have said so by now"
+    assert not copies.give_way(two, back_us + SILENT_US), "others would have announced it by now"
 
 
-def test_who_could_not_hear_takes_nothing_over() -> None:
+def test_tokenizer_that_could_not_receive_takes_nothing_over() -> None:
     copies = kept(heard())
     for now_us in range(0, 10 * SILENT_US, TURN_US):
         copies.pardon(now_us)

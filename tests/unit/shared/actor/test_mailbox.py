@@ -1,4 +1,4 @@
-"""An actor's mailbox: incarnations, lost and damaged messages, what is too long, who comes back."""
+"""An actor's mailbox: incarnations, lost and damaged messages, what is too long, a peer that comes back."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ async def test_halves_of_two_messages_are_never_joined(fleet: Fleet) -> None:
     assert runtime.mailbox.wire_errors == 1
 
 
-async def test_who_comes_back_is_told_again_how_far_its_stream_has_come(fleet: Fleet) -> None:
-    """The lost tail and all its announcements were lost: without another, nobody would ever know."""
+async def test_returning_peer_gets_the_announcement_of_its_stream_again(fleet: Fleet) -> None:
+    """The lost tail and all its announcements were lost: without another, the loss would stay unknown."""
     sender = await fleet.started(Recorder("scheduler"), "s")
     actor = Recorder()
     receiver = await fleet.started(actor)
@@ -141,7 +141,7 @@ async def test_a_source_that_vanished_long_ago_is_forgotten(fleet: Fleet) -> Non
     assert runtime.mailbox.epoch_of("scheduler.s") == 0
 
 
-async def test_a_stream_to_who_vanished_long_ago_is_forgotten_and_its_numbers_go_on(fleet: Fleet) -> None:
+async def test_stream_to_a_long_vanished_peer_is_forgotten_and_its_numbers_go_on(fleet: Fleet) -> None:
     """One comes back after all, and one is new: neither takes what is sent for something it knows."""
     sender = await fleet.started(Recorder("scheduler"), "s")
     gone, again, new = Recorder(), Recorder(), Recorder()
@@ -198,7 +198,7 @@ async def test_a_tail_lost_with_its_announcements_is_repaired_on_reconnecting(fl
 
 
 async def test_a_tail_lost_with_its_announcements_shows_in_the_end(fleet: Fleet) -> None:
-    """Nobody was cut off: the reader's mailbox overflowed, say."""
+    """No reader was cut off: its mailbox overflowed, for example."""
     actor = Recorder()
     await fleet.started(actor)
     sending = await fleet.started(Recorder("scheduler"), "s")

@@ -29,7 +29,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield fleet
 
 
-async def test_beats_tell_the_states_of_a_life(fleet: Fleet) -> None:
+async def test_heartbeats_have_the_states_of_a_life(fleet: Fleet) -> None:
     actor = Recorder()
     actor.gate.clear()
     starting = asyncio.create_task(fleet.started(actor))
@@ -49,7 +49,7 @@ async def test_beats_tell_the_states_of_a_life(fleet: Fleet) -> None:
     assert fleet.broker.subscriptions == [s for s in fleet.broker.subscriptions if s.pattern[2] == "beat"]
 
 
-async def test_a_process_settles_before_the_actor_asks_for_work(fleet: Fleet) -> None:
+async def test_process_settles_before_the_actor_requests_work(fleet: Fleet) -> None:
     """The first work would wait for that."""
     actor, order = Recorder(), list[str]()
     runtime = fleet.runtime(actor)
@@ -61,7 +61,9 @@ async def test_a_process_settles_before_the_actor_asks_for_work(fleet: Fleet) ->
     assert fleet.beats[-1] == ("executor.a", "ready")
 
 
-async def test_whoever_watches_is_told_each_beat_and_when_the_broker_brings_none_back(fleet: Fleet) -> None:
+async def test_watcher_gets_each_heartbeat_and_a_report_when_the_broker_brings_none_back(
+    fleet: Fleet,
+) -> None:
     told: list[str] = []
     runtime = fleet.runtime(Recorder())
 
@@ -115,7 +117,7 @@ async def test_a_beat_carries_the_facts(fleet: Fleet) -> None:
     ]
 
 
-async def test_a_newcomer_hears_at_once_who_is_there(fleet: Fleet) -> None:
+async def test_newcomer_gets_the_present_actors_at_once(fleet: Fleet) -> None:
     await fleet.started(Recorder(), "old")
     newcomer = await fleet.started(Recorder("scheduler"), "new")
     assert newcomer.mailbox.peers.ready("executor") == ["old"]
@@ -139,7 +141,7 @@ async def test_handlers_wait_for_start_but_not_for_ready(fleet: Fleet) -> None:
     assert runtime.state == "ready"
 
 
-async def test_what_arrives_while_subscribing_is_kept_for_after_start(fleet: Fleet) -> None:
+async def test_messages_that_arrive_while_subscribing_are_kept_for_after_start(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = fleet.runtime(actor)
     deliver = runtime._guarded(actor.receive)
@@ -216,7 +218,7 @@ async def test_drain_has_a_time_limit(fleet: Fleet, caplog: pytest.LogCaptureFix
     assert actor.of("stop") == [""]
 
 
-async def test_a_setup_error_is_told_without_a_traceback(
+async def test_setup_error_is_printed_without_a_traceback(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = fleet.runtime(Recorder())
@@ -298,7 +300,7 @@ async def test_damaged_or_foreign_beats_are_ignored(fleet: Fleet, caplog: pytest
     assert "dropped a heartbeat on hr.f.beat.scheduler.s: not msgpack" in caplog.text
 
 
-async def test_upkeep_forgets_who_misses_beats(fleet: Fleet) -> None:
+async def test_upkeep_forgets_actors_that_miss_heartbeats(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = await fleet.started(actor)
     other = await fleet.started(Recorder("scheduler"), "s")
@@ -342,7 +344,7 @@ async def test_an_announced_death_is_that_of_missed_beats_at_once_and_once(fleet
     assert actor.of("gone") == ["scheduler.s"] * 2
 
 
-async def test_who_was_stopped_itself_takes_nobody_for_dead(fleet: Fleet) -> None:
+async def test_actor_that_was_stopped_itself_takes_no_other_for_dead(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = await fleet.started(actor)
     await fleet.started(Recorder("scheduler"), "s")
@@ -353,7 +355,7 @@ async def test_who_was_stopped_itself_takes_nobody_for_dead(fleet: Fleet) -> Non
     assert actor.of("gone") == []
 
 
-async def test_who_hears_not_even_itself_takes_nobody_for_dead(fleet: Fleet) -> None:
+async def test_actor_that_does_not_receive_itself_takes_no_other_for_dead(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = await fleet.started(actor)
     await fleet.started(Recorder("scheduler"), "s")
@@ -372,7 +374,7 @@ async def test_who_hears_not_even_itself_takes_nobody_for_dead(fleet: Fleet) -> 
     assert actor.of("gone") == ["scheduler.s"]
 
 
-async def test_who_is_cut_off_neither_asks_nor_announces(fleet: Fleet) -> None:
+async def test_actor_that_is_cut_off_neither_requests_nor_announces(fleet: Fleet) -> None:
     """It would go the way of the message: the few announcements are for later."""
     runtime = await fleet.started(Recorder())
     other = Recorder("scheduler")
@@ -391,7 +393,7 @@ async def test_who_is_cut_off_neither_asks_nor_announces(fleet: Fleet) -> None:
     assert other.of("receive") == ["lost"]
 
 
-async def test_an_actor_is_told_when_the_broker_is_cut_off_and_back(fleet: Fleet) -> None:
+async def test_actor_gets_a_report_when_the_broker_is_cut_off_and_back(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = await fleet.started(actor)
     assert isinstance(runtime.bus, MemoryBus)

@@ -89,7 +89,7 @@ def test_calls_or_text_under_a_schema(name: str, thinking: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, each in FORMATS.items() if each.writes])
-def test_nothing_but_calls(name: str) -> None:
+def test_rule_of_required_calls_accepts_only_calls(name: str) -> None:
     form = FORMATS[name]
     assert form.writes is not None
     rules = grammar.calls(form, SCHEMAS, required=True, parallel=True)

@@ -1,4 +1,4 @@
-"""The page for Prometheus: its variables, its ports, its names, and what it answers to whom."""
+"""The page for Prometheus: its variables, its ports, its names, and which answer each client gets."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_a_free_port_is_held_for_the_service_that_comes_later() -> None:
         stranger.bind(pages.addresses["b"])
 
 
-def test_what_vllm_counts_has_its_names() -> None:
+def test_counters_of_vllm_have_its_names() -> None:
     page = to_prometheus(
         [
             MetricPoint("headrace.scheduler.preemptions", 4, "{preemption}", is_counter=True),

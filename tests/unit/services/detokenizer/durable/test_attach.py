@@ -1,4 +1,5 @@
-"""Attached readers: whatever reaches them, and whenever they attach, what they put together is the answer."""
+"""Attached readers: with any messages lost, and attached at any time, what they put together is the
+answer."""
 
 from __future__ import annotations
 
@@ -265,7 +266,7 @@ def test_the_client_of_a_moved_stream_is_its_reader(letters: Vocabulary) -> None
     assert world.messages[-1] == Detached(seqs=ints([0, 1]))
 
 
-def test_who_leaves_gets_no_more(letters: Vocabulary) -> None:
+def test_reader_that_leaves_gets_no_more(letters: Vocabulary) -> None:
     world = begun(letters)
     world.attach("a")
     world.attach("b", b'{"leave": true}')
@@ -332,7 +333,7 @@ def test_a_failure_reaches_the_reader(letters: Vocabulary, stream: bool) -> None
     assert world.core.status()["requests"] == 0
 
 
-def test_after_an_outage_a_moved_stream_starts_over_in_its_new_inbox(letters: Vocabulary) -> None:
+def test_moved_stream_starts_over_in_its_new_inbox_after_an_outage(letters: Vocabulary) -> None:
     world = begun(letters, stream=True)
     reader = Reader()
     world.attach("a")
@@ -365,7 +366,7 @@ def test_an_attach_ends_the_doubt_about_a_client(letters: Vocabulary) -> None:
     assert (reader.begun, reader.texts, reader.end is None) == (1, {0: "river mill"}, False)
 
 
-def test_after_an_outage_a_reader_of_a_plain_request_attaches_again(letters: Vocabulary) -> None:
+def test_reader_of_a_plain_request_attaches_again_after_an_outage(letters: Vocabulary) -> None:
     world = begun(letters)
     world.attach("a")
     world.core.on_broker_lost()

@@ -117,7 +117,7 @@ def test_yarn_extends_the_context() -> None:
         ({"rope_type": "linear", "factor": 0}, "factor of the rope settings is 0,"),
     ],
 )
-def test_what_no_model_has_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+def test_impossible_rope_is_refused_by_name(change: dict[str, Any], said: str) -> None:
     with pytest.raises(SetupError, match=said):
         from_hf({**CONFIG, "rope_scaling": {**YARN, **change}})
 

@@ -36,7 +36,7 @@ def in_file(**other: torch.Tensor | None) -> tuple[InInt4, torch.Tensor]:
     return scheme.stored("w.weight", given, lambda key: Dense.of(given[key])), wanted
 
 
-def test_numbers_are_those_of_the_standard_times_a_power_of_two() -> None:
+def test_numbers_equal_the_standards_times_a_power_of_two() -> None:
     codes = torch.arange(16, dtype=torch.uint8).repeat(128, 16)
     exponents = torch.tensor([120, 127, 128, 1, 250, 127, 127, 127], dtype=torch.uint8).expand(128, 8)
     stored, _ = in_file(weight_packed=codes[:, ::2] | codes[:, 1::2] << 4, weight_scale=exponents)
@@ -48,7 +48,7 @@ def test_numbers_are_those_of_the_standard_times_a_power_of_two() -> None:
     assert stored.in_int4(torch.float32, CPU).values.double().equal(standard.expand(128, 256))
 
 
-def test_parts_are_those_of_the_whole() -> None:
+def test_parts_equal_the_parts_of_the_whole() -> None:
     stored, wanted = in_file()
     assert stored.values.equal(wanted)
     assert stored.cut(Cut(1, 40, 90)).cut(Cut(0, 3, 9)).values.equal(wanted[3:9, 40:90])

@@ -1,4 +1,4 @@
-"""Which engines have weights in fp8, what the others say, and fp8 weights with KV in fp8."""
+"""Which engines have weights in fp8, the others' errors, and fp8 weights with KV in fp8."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def loaded_in_fp8(path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> L
     return load(options(path, dtype="fp8", **more))
 
 
-def test_a_cpu_says_what_to_use_instead(tmp_path: Path) -> None:
+def test_error_on_a_cpu_names_the_alternative(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     with pytest.raises(SetupError, match=r"dtype fp8 is for GPUs; on a CPU use packed .*, int8, bf16 or f32"):
         load(options(folder, dtype="fp8"))
 
 
-def test_what_a_gpu_cannot_is_said_and_auto_is_then_bf16(
+def test_error_on_an_unsupported_gpu_names_the_reason_and_auto_becomes_bf16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense, _ = save_fp8("channel", "llama", tmp_path / "dense")

@@ -1,4 +1,4 @@
-"""Folders and files that are not whole end in a SetupError that names the file and says what to do."""
+"""Folders and files that are not whole end in a SetupError that names the file and the mend."""
 
 from __future__ import annotations
 

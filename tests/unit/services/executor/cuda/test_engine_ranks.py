@@ -19,7 +19,7 @@ from shared.messages import ints
 
 
 class Heard(Solo):
-    """Of ranks that hold these parts of a model with so many heads and KV heads."""
+    """The facts of ranks that hold these parts of a model with so many heads and KV heads."""
 
     def __init__(self, heads: int, kv_heads: int, size: int) -> None:
         self.size = size

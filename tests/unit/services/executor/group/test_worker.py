@@ -105,7 +105,7 @@ def test_a_step_that_was_not_sampled_is_forgotten() -> None:
         served(plan(3), DropStep(3), SetSampled(3, ints(), ints()), engine=Engine())
 
 
-def test_a_last_stage_says_what_it_has_chosen_and_what_went_wrong() -> None:
+def test_last_stage_sends_its_tokens_and_its_errors() -> None:
     said: queue.SimpleQueue[Sampled] = queue.SimpleQueue()
     entered: list[str] = []
 
@@ -129,7 +129,7 @@ def test_a_last_stage_says_what_it_has_chosen_and_what_went_wrong() -> None:
     assert (entered, engine.calls) == (["here"] * 3, [])
 
 
-def test_followers_hear_nothing_of_what_only_the_leader_runs() -> None:
+def test_followers_receive_nothing_that_only_the_leader_runs() -> None:
     plain = SlotOpen(slot=1, generation=0, seq=0, prompt_tokens=1, tokens=ints([1]))
     assert for_workers(plain) is plain
     hosted = SlotOpen(
@@ -147,7 +147,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> TorchOptions:
     )
 
 
-def test_a_part_lies_behind_those_of_the_ranks_before(options: TorchOptions) -> None:
+def test_part_of_a_rank_lies_after_the_parts_of_the_ranks_before(options: TorchOptions) -> None:
     backend = build(options)
     size, before = backend.info.bytes_per_block, 24
     maker = PlanMaker(backend)
@@ -176,8 +176,8 @@ def test_a_part_lies_behind_those_of_the_ranks_before(options: TorchOptions) -> 
     assert "cannot open the arena" in answers.get(timeout=WITHIN_S).error
 
 
-def test_a_rank_is_built_works_and_ends_as_it_is_told(options: TorchOptions) -> None:
-    """The only one of its group, on a thread: its own driver, since nobody else computes."""
+def test_rank_is_built_works_and_ends_by_the_drivers_commands(options: TorchOptions) -> None:
+    """The only one of its group, on a thread: its own driver, since no other rank computes."""
     ours, theirs = multiprocessing.Pipe()
     store = rendezvous(1)
     orphaned = threading.Event()
@@ -195,7 +195,7 @@ def test_a_rank_is_built_works_and_ends_as_it_is_told(options: TorchOptions) -> 
         refused,
         maker.plan([Row(0, 0, len(PROMPT), feeds=(0,))]),
         SetSampled(1, ints([5]), ints([0])),
-        maker.plan([Row(0, len(PROMPT), 1, feeds=(0,))]),  # of the token that it was told
+        maker.plan([Row(0, len(PROMPT), 1, feeds=(0,))]),  # of the token that it received
         SetSampled(2, ints([6]), ints([1])),
         driver.CopyControl.FINISH,
     ):

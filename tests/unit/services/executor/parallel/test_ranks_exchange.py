@@ -1,4 +1,4 @@
-"""What ranks say by copies against what a process group says, on gloo ranks with memory in files."""
+"""Exchange by copies against a process group's, on gloo ranks with memory in files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _on_rank(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_say_by_copies_what_their_group_says(size: int) -> None:
+def test_exchange_by_copies_equals_that_by_the_group(size: int) -> None:
     for answers in on_ranks(size, _on_rank):
         assert len(answers) == ROUNDS
         for by_copies, by_group in answers:
@@ -48,5 +48,5 @@ def _misuse(ranks: Ranks) -> str:
     return str(raised.value)
 
 
-def test_what_copies_cannot_say_is_told() -> None:
+def test_impossible_exchange_by_copies_is_an_error() -> None:
     assert on_ranks(2, _misuse) == ["1 elements for 2 ranks"] * 2

@@ -1,5 +1,5 @@
 """The core of kv_offload with peers: what is asked of another host, what comes from it, and that nothing
-stays leased, whatever happens in the middle of a read. Two cores; the test carries what they say."""
+stays leased, at any event in the middle of a read. Two cores; the test carries their messages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Pair:
         self.b.store(1, *range(1, 10), valid_tokens=ints([16] * 9))
 
     def carry(self, *, change: Callable[[Message], Message | None] = lambda m: m) -> list[Message]:
-        """Everything that the two say to each other, until both are silent; sums are made at once."""
+        """All messages of the two to each other, until both are silent; sums are made at once."""
         heard: list[Message] = []
         busy = True
         while busy:
@@ -129,7 +129,7 @@ def pair() -> Pair:
 # ---- what works -----------------------------------------------------------------------------------
 
 
-def test_a_lookup_asks_all_peers_and_is_answered_as_one_of_l2(pair: Pair) -> None:
+def test_lookup_goes_to_all_peers_and_is_answered_like_one_of_l2(pair: Pair) -> None:
     assert pair.look_up(1, 2, 30) == [[2, 2, 0]]
     assert pair.a.state.counters.hits_peer == 2
     assert pair.look_up(1, 2) == [[2, 2]], "it is known now"
@@ -201,7 +201,7 @@ def test_l2_is_used_for_what_a_peer_has_lost() -> None:
     pair.assert_idle()
 
 
-def test_l2_and_peers_are_asked_side_by_side() -> None:
+def test_l2_and_peers_are_queried_side_by_side() -> None:
     pair = Pair(World(20, l2=True, peers=True))
     pair.a.remote = {(PRINT, key(30)): ((PRINT, key(30)), 16)}
     assert pair.look_up(1, 30, 31) == [], "L2 has not answered"
@@ -262,7 +262,7 @@ def test_wrong_bytes_are_not_found_and_the_blocks_before_them_are(pair: Pair) ->
     pair.assert_idle()
 
 
-def test_what_the_peer_has_evicted_is_not_found(pair: Pair) -> None:
+def test_block_that_the_peer_has_evicted_is_not_found(pair: Pair) -> None:
     pair.look_up(1, 2)
     pair.b.store(3, *range(40, 60))
     pair.a.prefetch(5, 1, 2)
@@ -330,7 +330,7 @@ def test_a_read_fails_and_the_peer_rests_until_one_works(pair: Pair) -> None:
     pair.assert_idle()
 
 
-def test_what_waits_for_a_read_ends_with_the_peer() -> None:
+def test_jobs_that_wait_for_a_read_end_with_the_peer() -> None:
     pair = Pair(World(400, peers=True), World(400, peers=True))
     many = range(100, 100 + 5 * BATCH)
     pair.b.store(2, *many)
@@ -357,7 +357,7 @@ def test_a_lease_that_waits_for_another_read_is_no_failure_of_its_peer() -> None
     pair.assert_idle()
 
 
-def test_a_lease_that_is_asked_for_again_is_the_same(pair: Pair) -> None:
+def test_repeated_lease_is_the_same(pair: Pair) -> None:
     for _ in range(2):
         pair.b.handle(Arrived(A, 7, PeerLookup(job=7, fingerprint=PRINT, keys=key(1), lease_us=SECOND)))
     assert len(pair.b.peer_calls) == 1
@@ -421,7 +421,7 @@ def test_l1_without_room_takes_nothing() -> None:
     pair.assert_idle()
 
 
-def test_without_peers_other_kv_offloads_are_not_answered() -> None:
+def test_kv_offload_without_peers_ignores_other_kv_offloads() -> None:
     world = World(4)
     asked = PeerLookup(job=1, fingerprint=PRINT, keys=key(1))
     assert world.handle(Arrived(B, 1, asked)) == []

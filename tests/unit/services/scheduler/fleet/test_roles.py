@@ -187,7 +187,7 @@ def test_the_rule_has_hysteresis(now: int, tail_us: int, itl_us: int, ttft_us: i
     assert adaptive(view) == wanted
 
 
-def test_nothing_known_is_no_reason() -> None:
+def test_division_stays_when_nothing_is_measured() -> None:
     assert adaptive(RolesView(4, 2, ())) == 0
 
 

@@ -134,7 +134,7 @@ def test_status_shows_what_was_measured() -> None:
     }  # fmt: skip
 
 
-def test_what_moves_between_tiers_is_counted() -> None:
+def test_blocks_that_move_between_tiers_are_counted() -> None:
     world = World(Limits(policy=Policy(tier="loadtest.policies:swap")))
     world.add_engine(blocks=12, slots=6)
     world.add_tier(FakeTier(capacity=64))
@@ -197,7 +197,7 @@ def receiver() -> Iterator[Receiver]:
         {ENDPOINT: "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "http/json"},
     ],
 )
-def test_metrics_are_off_unless_asked_for(env: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def test_metrics_are_off_unless_requested(env: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         env.setenv(name, value)
     assert meter_sink_from_env("scheduler", "s") is None
@@ -228,9 +228,7 @@ def test_a_collector_gets_counters_gauges_and_histograms(env: pytest.MonkeyPatch
     assert not point.HasField("min")
 
 
-def test_a_collector_that_is_away_is_told_once(
-    env: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_absent_collector_is_reported_once(env: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     env.setenv(ENDPOINT, "http://127.0.0.1:9")
     env.setenv("OTEL_METRIC_EXPORT_INTERVAL", "3600000")
     env.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")

@@ -201,7 +201,7 @@ def test_null_fields_of_items_mean_none() -> None:
         ({"keep": {}}, "`keep` is not a field of a request"),
     ],
 )
-def test_what_is_wrong_is_named(more: dict[str, Any], why: str) -> None:
+def test_wrong_field_is_named(more: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRequest) as refused:
         read({"input": "Hi", **more})
     assert refused.value.message.startswith(why) or why in refused.value.message
@@ -214,7 +214,7 @@ def test_a_webhook_goes_to_the_keeper() -> None:
     assert "webhook" not in call.keep["response"]
 
 
-def test_what_is_kept_comes_from_the_gateway_alone() -> None:
+def test_stored_fields_come_from_the_gateway_alone() -> None:
     call = read_call(read({"model": "m", "input": "Hi"}), chat=True, request_id="r")
     assert call.keep["path"] == PATH
     assert "keep" not in call.bodies[0]
