@@ -19,7 +19,6 @@ them alike, and any tenant may: only keepers have permissions for the stream.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Awaitable, Callable
@@ -28,9 +27,10 @@ from typing import Any
 from services.keeper import records
 from services.keeper.core import KEPT_S, Key
 from services.keeper.queues import TenantQueues
+from shared import bodies
 from shared.actor.membership import Peers
 from shared.aliases import Aliases
-from shared.api import REQUEST_ID, read_json
+from shared.api import REQUEST_ID
 from shared.client.chunks import CHUNK_BYTES
 from shared.client.client import error_of
 from shared.clock import Clock
@@ -42,6 +42,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
     UnknownRequest,
+    WireError,
 )
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders, RequestTimeout
@@ -139,7 +140,7 @@ class Verbs:
         ended = records.work_of(waits).record(self._clock.wall_us(), Cancelled("cancelled by the client"))
         try:
             await self._streams.create(
-                subjects.record(tenant, request_id), records.to_json(ended), ttl_s=KEPT_S
+                subjects.record(tenant, request_id), bodies.encode(ended), ttl_s=KEPT_S
             )
         except Taken:
             return False
@@ -149,7 +150,7 @@ class Verbs:
         """Cancel a request, with the news of its end, where no client has sent a cancel to all services.
         Raises Unavailable."""
         if await self.cancel(tenant, request_id):
-            news = records.to_json({"id": request_id, "status": records.CANCELLED})
+            news = bodies.encode(bodies.Ended(id=request_id, status=records.CANCELLED))
             self._bus.publish(subjects.done(tenant, request_id), news)
             self._bus.publish(subjects.cancel(tenant, request_id), b"")  # services may run it
 
@@ -158,24 +159,22 @@ class Verbs:
         and StreamFull."""
         await self.result(tenant, request_id)
         await self.end(tenant, request_id)
-        mark = records.to_json({"id": request_id, "digest": "", "status": records.DELETED})
+        mark = bodies.encode(bodies.Record(id=request_id, digest="", status="deleted"))
         await self._streams.replace(subjects.record(tenant, request_id), mark, ttl_s=KEPT_S)
-        return {"id": request_id, "deleted": True}
+        return {**bodies.Deleted(id=request_id, deleted=True)}
 
     async def keep(self, tenant: str, request_id: str, data: bytes) -> records.Body:
         """Store a request that was answered already: its fields `request`, `keep` and `answer`. Raises
         BadRequest, DuplicateRequest for an id with a record, StreamFull, PayloadTooLarge, Unavailable."""
-        body = _read(data)
-        if not all(isinstance(body.get(name), dict) for name in ("request", "keep", "answer")):
-            raise BadRequest("`request`, `keep` and `answer` are expected, each an object")
-        now_us, model = self._clock.wall_us(), str(body.get("model", ""))
+        kept = bodies.asked(bodies.Kept, data)
+        now_us, model = self._clock.wall_us(), kept.get("model", "")
         if not await self._has_room_to_keep(self._clock.now_us()):
             full = "the store is half full: the rest is for the answers of durable requests"
             raise StreamFull(full, retry_after_ms=FULL_RETRY_MS)
         work = records.Work(
-            tenant, request_id, model, body["request"], records.digest_of(model, body), now_us, body["keep"]
+            tenant, request_id, model, kept["request"], records.digest_of(model, kept), now_us, kept["keep"]
         )
-        record = records.to_json(work.record(now_us, body["answer"]))
+        record = bodies.encode(work.record(now_us, kept["answer"]))
         await self._streams.create(subjects.record(tenant, request_id), record, ttl_s=KEPT_S)
         self.kept += 1
         return {"id": request_id, "status": records.COMPLETED}
@@ -196,8 +195,7 @@ class Verbs:
         lacks_both = sure and waits is None
         record = await self._streams.last(subjects.RECORD_STREAM, record_at, sure=lacks_both)
         if record is not None:
-            found: records.Body = json.loads(record)
-            return found
+            return {**bodies.decode(bodies.Record, record)}
         if waits is None:
             return None
         work = records.work_of(waits)
@@ -244,23 +242,23 @@ class Verbs:
         """What a tokenizer draws for a valid request. Raises its error for another one."""
         try:
             delivery = await self._bus.request(
-                subjects.check(tenant, model), records.to_json(body), timeout_us=CHECK_US
+                subjects.check(tenant, model), bodies.encode(body), timeout_us=CHECK_US
             )
         except NoResponders:
             raise await self._no_tokenizer(model) from None
         except RequestTimeout:
             why = f"no tokenizer of {model!r:.80} has validated the request in {CHECK_US / 1e6:g} s"
             raise Unavailable(f"{why}: try again", retry_after_ms=1_000) from None
-        answer: dict[str, Any] = json.loads(delivery.data)
+        answer = bodies.decode(bodies.Drawn, delivery.data)
         if "error" in answer:
             raise error_of(answer)
-        return answer
+        return {**answer}
 
     async def _no_tokenizer(self, model: str) -> Unavailable | UnknownModel:
         try:
             delivery = await self._bus.request(subjects.MODELS, b"", timeout_us=CHECK_US)
-            names = sorted(each["id"] for each in json.loads(delivery.data)["data"])
-        except (NoResponders, RequestTimeout, LookupError, ValueError):
+            names = sorted(each["id"] for each in bodies.decode(bodies.Models, delivery.data)["data"])
+        except (NoResponders, RequestTimeout, WireError):
             names = []
         if not names or model in names:
             why = f"no tokenizer validates requests for {model!r:.80} now: try again"
@@ -278,15 +276,10 @@ def reply_subject(tenant: str, request_id: str) -> str:
 
 def _read(data: bytes) -> records.Body:
     """The fields of a submitted request. Raises BadRequest."""
-    try:
-        body = read_json(data)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not a JSON object: {error!s:.200}") from None
-    if not isinstance(body, dict):
-        raise BadRequest('the body is not a JSON object like {"prompt": "Hello"}')
+    body = bodies.fields_of(data)
     if body.get("stream") or "stream_options" in body:
         raise BadRequest("a durable request has one answer, no stream: leave `stream` out", param="stream")
-    return {name: value for name, value in body.items() if value is not None}
+    return body
 
 
 def _kept(body: records.Body) -> records.Body:
@@ -313,12 +306,9 @@ def _same(known: records.Body, digest: str, asked: str) -> records.Body:
 
 MAX_CHUNKS = MAX_FILE_BYTES // CHUNK_BYTES
 MAX_LISTED = 100
-FILE_KEPT_S = 2_592_000  # a file goes after 30 days
-MIN_KEPT_S = 3_600
 UPLOAD_S = 3_600  # chunks that are no file after this time were left by an uploader that died
 RAW = b"="  # the reply to `read` starts with it; that of an error is JSON
 _PUT = re.compile(rb"([^ \n]{1,64}) (\d{1,5})\n")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class FileVerbs:
@@ -326,10 +316,13 @@ class FileVerbs:
 
     def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
-        self._verbs: dict[str, Callable[[str, records.Body], Awaitable[records.Body | bytes]]] = {
-            "keep": self._keep, "show": self._show, "list": self._list, "read": self._read,
-            "delete": self._delete,
-        }  # fmt: skip
+        self._verbs: dict[str, tuple[type[Any], Callable[[str, Any], Awaitable[records.Body | bytes]]]] = {
+            "keep": (bodies.FileKept, self._keep),
+            "show": (bodies.FileNamed, self._show),
+            "list": (bodies.PageAsked, self._list),
+            "read": (bodies.ChunkNamed, self._read),
+            "delete": (bodies.FileNamed, self._delete),
+        }
         self._sweep_us = 0  # of the next look for unfinished files
         self._unfinished: set[tuple[str, str]] = set()  # at the last one
 
@@ -343,7 +336,8 @@ class FileVerbs:
             return await self._put(tenant, data)
         if verb not in self._verbs:
             raise BadRequest(f"{verb!r:.40} is no verb of files: put, {', '.join(self._verbs)}")
-        return await self._verbs[verb](tenant, fields_of(data))
+        kind, handle = self._verbs[verb]
+        return await handle(tenant, bodies.asked(kind, data))
 
     async def sweep(self, now_us: int) -> None:
         """Remove what uploaders that died have left. Call from time to time."""
@@ -366,51 +360,37 @@ class FileVerbs:
             raise PayloadTooLarge(f"{why}: split it", param="file")
         if number == 0:
             await self._store.room()
-        await self._store.put(tenant, file, number, chunk, FILE_KEPT_S)
+        await self._store.put(tenant, file, number, chunk, bodies.FILE_KEPT_S)
         return {"bytes": len(chunk)}
 
-    async def _keep(self, tenant: str, asked: records.Body) -> records.Body:
-        meta, ttl_s = self._checked(asked)
+    async def _keep(self, tenant: str, asked: bodies.FileKept) -> records.Body:
+        meta, kept_s = self._meta(asked), asked.get("expires_s", bodies.FILE_KEPT_S)
         try:
-            await self._store.keep_file(tenant, meta, ttl_s)
+            await self._store.keep_file(tenant, meta, kept_s)
         except Taken:  # by an earlier try whose answer was lost
             if (known := await self._store.meta(tenant, meta["id"]))["sha256"] != meta["sha256"]:
                 raise DuplicateRequest(f"there is another file {meta['id']}", param="id") from None
             return known
         return meta
 
-    def _checked(self, asked: records.Body) -> tuple[records.Body, int]:
-        """The message about a file, and how long it is kept."""
-        file, name, purpose = (asked.get(field) for field in ("id", "filename", "purpose"))
-        size, chunks, digest = (asked.get(field) for field in ("bytes", "chunks", "sha256"))
-        if not isinstance(file, str) or not FILE_ID.fullmatch(file):
-            raise BadRequest("`id`: `file-<22 hex digits>` is expected", param="id")
-        if not isinstance(name, str) or not 0 < len(name) <= 255:
-            raise BadRequest("`filename`: 1 to 255 characters are expected", param="filename")
-        if purpose != "batch":
-            raise BadRequest("`purpose`: batch is expected, files have no other use here", param="purpose")
-        if type(size) is not int or type(chunks) is not int or chunks != -(-size // CHUNK_BYTES):
-            raise BadRequest(f"`bytes`, `chunks`: {size!r:.20} bytes are not {chunks!r:.20} chunks")
+    def _meta(self, asked: bodies.FileKept) -> records.Body:
+        """The message about a file."""
+        size, chunks = asked["bytes"], asked["chunks"]
+        if chunks != -(-size // CHUNK_BYTES):
+            raise BadRequest(f"`bytes`, `chunks`: {size} bytes are not {chunks} chunks")
         if size == 0:
             raise BadRequest("the file is empty", param="file")
-        if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-            raise BadRequest("`sha256`: 64 hex digits are expected", param="sha256")
-        kept_s = asked.get("expires_s", FILE_KEPT_S)
-        if type(kept_s) is not int or not MIN_KEPT_S <= kept_s <= FILE_KEPT_S:
-            why = f"`expires_after[seconds]`: {MIN_KEPT_S} to {FILE_KEPT_S} are expected"
-            raise BadRequest(why, param="expires_after")
-        meta = file_object(file, name, purpose, self._clock.wall_us(), kept_s)
-        return {**meta, "bytes": size, "chunks": chunks, "sha256": digest}, kept_s
+        kept_s = asked.get("expires_s", bodies.FILE_KEPT_S)
+        meta = file_object(asked["id"], asked["filename"], asked["purpose"], self._clock.wall_us(), kept_s)
+        return {**meta, "bytes": size, "chunks": chunks, "sha256": asked["sha256"]}
 
-    async def _show(self, tenant: str, asked: records.Body) -> records.Body:
-        return await self._store.meta(tenant, str(asked.get("id")))
+    async def _show(self, tenant: str, asked: bodies.FileNamed) -> records.Body:
+        return await self._store.meta(tenant, asked["id"])
 
-    async def _list(self, tenant: str, asked: records.Body) -> records.Body:
-        wanted, order = asked.get("purpose"), asked.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise BadRequest("`order`: asc or desc is expected", param="order")
+    async def _list(self, tenant: str, asked: bodies.PageAsked) -> records.Body:
+        wanted = asked.get("purpose")
         ids = await self._store.files(tenant)
-        if order == "asc":
+        if asked.get("order") == "asc":
             ids.reverse()
         ids, limit = page_of(ids, asked)
         found = list[records.Body]()
@@ -422,16 +402,13 @@ class FileVerbs:
                 break
         return listing(found, limit)
 
-    async def _read(self, tenant: str, asked: records.Body) -> bytes:
-        file, number = str(asked.get("id")), asked.get("chunk")
-        if not FILE_ID.fullmatch(file) or type(number) is not int or not 0 <= number < 100_000:
-            raise BadRequest("`id` of a file and `chunk`, a number, are expected")
-        return RAW + await self._store.chunk(tenant, file, number)
+    async def _read(self, tenant: str, asked: bodies.ChunkNamed) -> bytes:
+        return RAW + await self._store.chunk(tenant, asked["id"], asked["chunk"])
 
-    async def _delete(self, tenant: str, asked: records.Body) -> records.Body:
+    async def _delete(self, tenant: str, asked: bodies.FileNamed) -> records.Body:
         """Also of an upload that is given up."""
-        file, unfinished = str(asked.get("id")), asked.get("unfinished") is True
-        if not unfinished or not FILE_ID.fullmatch(file):
+        file = asked["id"]
+        if not asked.get("unfinished") or not FILE_ID.fullmatch(file):
             await self._store.meta(tenant, file)
         await self._store.delete(tenant, file)
         return {"id": file, "object": "file", "deleted": True}
@@ -451,27 +428,13 @@ def file_object(file: str, name: str, purpose: str, now_wall_us: int, kept_s: in
     }
 
 
-def fields_of(data: bytes) -> records.Body:
-    """The fields of a request. Raises BadRequest."""
-    try:
-        fields = read_json(data or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not a JSON object: {error!s:.200}") from None
-    if not isinstance(fields, dict):
-        raise BadRequest("the body is not a JSON object")
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def page_of(ids: list[str], asked: records.Body) -> tuple[list[str], int]:
-    """The ids after `after`, and how many the page has at most. Raises BadRequest, UnknownFile."""
-    limit, after = asked.get("limit", MAX_LISTED), asked.get("after")
-    if type(limit) is not int or limit < 1:
-        raise BadRequest(f"`limit`: a number from 1 on is expected, not {limit!r:.20}", param="limit")
-    if after is not None:
+def page_of(ids: list[str], asked: bodies.PageAsked) -> tuple[list[str], int]:
+    """The ids after `after`, and how many the page has at most. Raises UnknownFile."""
+    if (after := asked.get("after")) is not None:
         if after not in ids:
             raise UnknownFile(f"`after`: there is no {after!r:.80}", param="after")
         ids = ids[ids.index(after) + 1 :]
-    return ids, min(limit, MAX_LISTED)
+    return ids, min(asked.get("limit", MAX_LISTED), MAX_LISTED)
 
 
 def listing(found: list[records.Body], limit: int) -> records.Body:

@@ -22,12 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from pydantic_core import from_json
-
 from services.tokenizer import prepare
 from services.tokenizer.core import WAIT_US, Fail
 from services.tokenizer.structured_output import grammar_of, read_tools
-from shared import codec, errors
+from shared import bodies, codec, errors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers
 from shared.aliases import Alias, Aliases
@@ -124,7 +122,7 @@ class Queries:
             found = await self._mailbox.bus.request(subjects.MODELS, b"", timeout_us=LISTEN_US)
         except (NoResponders, RequestTimeout):
             return
-        for entry in from_json(found.data)["data"]:
+        for entry in bodies.decode(bodies.Models, found.data)["data"]:
             name, root = entry["id"], entry.get("root", entry["id"])
             if name in self._model.names and root != self._model.name:
                 other = f"of model {root!r}" if name != root else "of another model"

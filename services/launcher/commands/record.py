@@ -20,14 +20,14 @@ import argparse
 import asyncio
 import contextlib
 import io
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from services.launcher.commands.status import Facts, services_of
 from services.launcher.console import load, load_test_module, print_line
 from services.launcher.session import Target, connected, find_fleet, find_target
+from shared import bodies
 from shared.client.client import request_all
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable
 from shared.nats import subjects
@@ -210,6 +210,7 @@ class Stretches:
         return self._before + self._now.getvalue()
 
 
+T = TypeVar("T")
 POLICY_WAIT_S = 5.0  # a step's result may be decided upon first: milliseconds
 
 
@@ -232,29 +233,28 @@ async def policy(target: Target, fleet: str, change: str | None, model: str) -> 
 
 async def set_policy(bus: Bus, schedulers: list[Facts], change: str) -> int:
     """Change the policy of these schedulers, print what each answers, and return 1 unless all have agreed."""
-    asked = (ask_scheduler(bus, subjects.policy(str(scheduler["id"])), change) for scheduler in schedulers)
-    answers = await asyncio.gather(*asked)
+    targets = (subjects.policy(str(scheduler["id"])) for scheduler in schedulers)
+    answers = await asyncio.gather(*(ask_scheduler(bus, bodies.Change, each, change) for each in targets))
     for scheduler, answer in zip(schedulers, answers, strict=True):
-        if (error := answer.get("error")) is not None:
-            print(f"{_named(scheduler)}: unchanged: {error['message']}")
-        elif "after" in answer:
+        if answer is not None and "error" in answer:
+            print(f"{_named(scheduler)}: unchanged: {answer['error']['message']}")
+        elif answer is not None and "after" in answer:
             lines = f"before {answer['before']}\n  after  {answer['after']}"
             print(f"{_named(scheduler)}:\n  {lines}")
         else:
             print(f"{_named(scheduler)}: no answer: `headrace policy` shows whether it has changed")
-    return 0 if all("after" in answer for answer in answers) else 1
+    return 0 if all(answer is not None and "after" in answer for answer in answers) else 1
 
 
-async def ask_scheduler(bus: Bus, subject: str, body: str) -> Facts:
-    """The answer of a scheduler; empty without one."""
+async def ask_scheduler(bus: Bus, kind: type[T], subject: str, body: str) -> T | None:
+    """The answer of a scheduler; None without one."""
     try:
         reply = await bus.request(
             subject, body.encode("utf-8", "replace"), timeout_us=int(POLICY_WAIT_S * 1e6)
         )
     except (NoResponders, RequestTimeout):
-        return {}
-    answer: Facts = json.loads(reply.data)
-    return answer
+        return None
+    return bodies.decode(kind, reply.data)
 
 
 def _named(scheduler: Facts) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import AsyncMock
 
 import pytest
@@ -15,6 +16,7 @@ from services.launcher.commands.record import ask_scheduler
 from services.launcher.session import Target
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.state.state import Limits
+from shared import bodies
 from shared.nats import subjects
 
 
@@ -26,8 +28,9 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 async def test_a_scheduler_answers_with_the_states(fleet: Fleet) -> None:
     await fleet.started(SchedulerActor(Limits(), "m"), "s1")
-    assert await ask_scheduler(fleet.outside, subjects.sleep("s1"), "sleep") == {"executors": {}}
-    assert await ask_scheduler(fleet.outside, subjects.sleep("gone"), "sleep") == {}
+    ask = partial(ask_scheduler, fleet.outside, bodies.SleepStates)
+    assert await ask(subjects.sleep("s1"), "sleep") == {"executors": {}}
+    assert await ask(subjects.sleep("gone"), "sleep") is None
     assert await model._ask_hosts(fleet.outside, "m", "load") == []
 
 
