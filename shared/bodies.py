@@ -10,11 +10,11 @@ check types and bounds. Positional messages between actors are in messages.py; p
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar, cast
 
-from pydantic import Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field, TypeAdapter, ValidationError, WrapValidator, with_config
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
@@ -26,6 +26,20 @@ Json = dict[str, Any]  # of another definition: a public request, an answer, an 
 MAX_EXACT = 2**53 - 1  # of a number, as in JavaScript
 CHUNK_NUMBERS = 100_000
 FILE_KEPT_S, MIN_KEPT_S = 2_592_000, 3_600  # a file goes after 30 days, or earlier
+
+
+def _else(why: str) -> WrapValidator:
+    """The text of the error for another value, after the field's name."""
+
+    def check(value: object, inner: Callable[[object], object]) -> object:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise ValueError(why) from None
+
+    return WrapValidator(check)
+
+
 Count = Annotated[int, Field(ge=0, le=MAX_EXACT)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 # The time of a batch: 24h, as OpenAI has it, or another up to a week.
@@ -164,7 +178,8 @@ class HookMessage(TypedDict):
 
 # ---- files and batches --------------------------------------------------------------------------
 
-FileId = Annotated[str, Field(pattern="^file-[0-9a-f]{22}$")]
+FileId = Annotated[str, Field(pattern="^file-[0-9a-f]{22}$"), _else("file-<22 hex digits> is expected")]
+_KEPT = f"{MIN_KEPT_S} to {FILE_KEPT_S} are expected"
 KeptS = Annotated[int, Field(ge=MIN_KEPT_S, le=FILE_KEPT_S)]
 
 
@@ -173,12 +188,12 @@ class FileKept(TypedDict):
     """`keep` a file of the chunks that were put."""
 
     id: FileId
-    filename: Annotated[str, Field(min_length=1, max_length=255)]
-    purpose: Literal["batch"]
+    filename: Annotated[str, Field(min_length=1, max_length=255), _else("1 to 255 characters are expected")]
+    purpose: Annotated[Literal["batch"], _else("batch is expected, files have no other use here")]
     bytes: Count
     chunks: Count
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    expires_s: NotRequired[KeptS]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$"), _else("64 hex digits are expected")]
+    expires_s: NotRequired[Annotated[KeptS, _else(f"`expires_after[seconds]`: {_KEPT}")]]
 
 
 @_declared
@@ -236,14 +251,16 @@ class BatchCreated(TypedDict):
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    completion_window: Annotated[str, Field(pattern=WINDOW)]
+    completion_window: Annotated[
+        str, Field(pattern=WINDOW), _else("24h or another time up to 7d is expected")
+    ]
     metadata: NotRequired[
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
             Field(max_length=16),
         ]
     ]
-    output_expires_after: NotRequired[OutputExpires]
+    output_expires_after: NotRequired[Annotated[OutputExpires, _else(f"seconds from {_KEPT}")]]
     webhook: NotRequired[Any]  # services/keeper/webhooks.py judges it
 
 

@@ -33,7 +33,7 @@ from zlib import crc32
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from services.gateway.errors import SlowRequest, Unprocessable, WrongMediaType
+from services.gateway.exchange import SlowRequest, Unprocessable, WrongMediaType
 from services.gateway.visitors import is_from_browser
 from shared import bodies
 from shared.actor.mailbox import Mailbox

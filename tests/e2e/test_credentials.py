@@ -20,6 +20,7 @@ from nats.aio.client import Client as Nats
 from support.running_up import HEADRACE, QUICK, Up, running_up, starter
 
 from loadtest import faults
+from services.launcher import credentials
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from shared.nats import access
@@ -65,7 +66,7 @@ class Client:
 @asynccontextmanager
 async def tenant(up: Up, users: Path, name: str) -> AsyncIterator[Client]:
     client = Client(name)
-    url = auth.url_of(users, name, up.nats_url)
+    url = credentials.url_of(users, name, up.nats_url)
     client.nc = await nats.connect(url, inbox_prefix=f"_INBOX.{name}", error_cb=client.on_error)
     try:
         yield client
@@ -209,7 +210,7 @@ def test_the_operators_commands_work_without_a_flag(guarded: Up, tmp_path: Path)
 
 
 def test_tenants_command_line_acts_in_its_name_alone(guarded: Up, users: Path) -> None:
-    url = auth.url_of(users, "bob", guarded.nats_url)
+    url = credentials.url_of(users, "bob", guarded.nats_url)
     answer = run(guarded, "request", '{"prompt": "Hello", "max_tokens": 3}', HEADRACE_NATS_URL=url)
     assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 3
     denied = run(guarded, "status", HEADRACE_NATS_URL=url)
@@ -219,7 +220,7 @@ def test_tenants_command_line_acts_in_its_name_alone(guarded: Up, users: Path) -
 
 
 @pytest.mark.parametrize(
-    ("login_of", "says"),
+    ("login_of", "reason"),
     [
         ("", "refuses a connection without user and password"),
         ("headrace-tokenizer:wrong@", "refuses user 'headrace-tokenizer'"),
@@ -228,15 +229,15 @@ def test_tenants_command_line_acts_in_its_name_alone(guarded: Up, users: Path) -
     ],
 )
 def test_a_service_without_its_credentials_does_not_start(
-    guarded: Up, users: Path, login_of: str, says: str
+    guarded: Up, users: Path, login_of: str, reason: str
 ) -> None:
     plain = guarded.nats_url
     url = plain.replace("//", f"//{login_of}")
     if login_of in ("executor", "acme"):
-        url = auth.url_of(users, login_of, plain)
+        url = credentials.url_of(users, login_of, plain)
     ended = run(guarded, "serve", "tokenizer", HEADRACE_NATS_URL=url)
     assert ended.returncode == 1
-    assert says in ended.stderr
+    assert reason in ended.stderr
     assert "`headrace auth`" in ended.stderr
 
 
@@ -244,11 +245,11 @@ def test_a_health_check_looks_at_the_process_itself(guarded: Up, users: Path, tm
     env = {
         **guarded.env,
         "HEADRACE_CONFIG": str(users / "detokenizer" / "headrace.toml"),
-        "HEADRACE_NATS_URL": auth.url_of(users, "detokenizer", guarded.nats_url),
+        "HEADRACE_NATS_URL": credentials.url_of(users, "detokenizer", guarded.nats_url),
         "XDG_RUNTIME_DIR": str(tmp_path),
     }
-    nobody = run(guarded, "health", "detokenizer", **env)
-    assert (nobody.returncode, "no detokenizer runs here" in nobody.stderr) == (1, True)
+    absent = run(guarded, "health", "detokenizer", **env)
+    assert (absent.returncode, "no detokenizer runs here" in absent.stderr) == (1, True)
     process = subprocess.Popen(
         [*HEADRACE, "serve", "detokenizer"], env=env, stderr=subprocess.PIPE, text=True
     )

@@ -35,6 +35,7 @@ from loadtest.durable import (
     simulated,
     submit_all,
 )
+from services.launcher import credentials
 from services.launcher.commands import auth
 from services.launcher.commands.auth import Plan
 from shared.client.client import Client
@@ -132,8 +133,8 @@ def test_the_same_request_again_after_the_server_was_killed_is_not_computed_agai
 def test_a_session_in_the_shell(durable: Up) -> None:
     up = durable
     submit = ("submit", "Hi", "--id", "first", "--max-tokens", "5", "--seed", "7", "--checkpoints")
-    said = up.run(*submit)
-    assert (said.returncode, said.stdout, said.stderr) == (0, "first\n", "")
+    output = up.run(*submit)
+    assert (output.returncode, output.stdout, output.stderr) == (0, "first\n", "")
     again = up.run(*submit)
     assert (again.returncode, again.stdout) == (0, "first\n")
     read = up.run("result", "first", "--wait")
@@ -189,7 +190,8 @@ def test_tenant_reads_only_its_own_requests_under_credentials(start_up: StartUp,
 
     async def meet() -> None:
         buses = [
-            await NatsBus.connect(auth.url_of(users, n, up.nats_url), timeout_s=30) for n in ("acme", "bob")
+            await NatsBus.connect(credentials.url_of(users, n, up.nats_url), timeout_s=30)
+            for n in ("acme", "bob")
         ]
         acme, bob = [await Client.open(bus, name) for bus, name in zip(buses, ("acme", "bob"), strict=True)]
         asked = {"prompt": "Hi", "max_tokens": 3, "request_id": "r"}
@@ -253,5 +255,5 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(start_up: StartUp) -> Non
 
 def generated(up: Up) -> int:
     """Tokens of the fleet since its start."""
-    said = json.loads(up.run("status", "--json").stdout)
-    return sum(service["tokens"] for service in said["services"] if service["kind"] == "detokenizer")
+    output = json.loads(up.run("status", "--json").stdout)
+    return sum(service["tokens"] for service in output["services"] if service["kind"] == "detokenizer")

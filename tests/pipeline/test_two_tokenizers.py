@@ -53,7 +53,8 @@ class House:
         actor, bus = self.actor(name), self.fleet.runtimes[name].bus
         assert isinstance(bus, MemoryBus)
         hang = Hang(bus)
-        actor._turn = hang.stops(actor._turn)
+        (standby,) = actor._standby
+        standby._turn = hang.stops(standby._turn)
         actor._tenant_queue._next = hang._later(actor._tenant_queue._next)
         return hang
 
@@ -158,13 +159,13 @@ def test_a_tokenizer_that_hangs_and_comes_back_doubles_no_answer(
         for name in house.tokenizers:
             core, hang = house.actor(name), house.hang_of(name)
 
-            def stop_behind(*args: Any, hang: Hang = hang, send: Any = core._send) -> None:
+            def stop_after(*args: Any, hang: Hang = hang, send: Any = core._send) -> None:
                 send(*args)
                 if not hung:
                     hung.append(hang)
                     hang.hang()
 
-            core._send = stop_behind
+            core._send = stop_after
         body = {**BODY, "stream": stream, "temperature": 1}
         for name, value in (("in its prompt", {"prompt": "request_id"}), ("null", {"request_id": None})):
             body |= value if named == name else {}

@@ -9,6 +9,11 @@ thread waits for the next line.
 
 The fleet stays in the background for the next call, see background.py. A model that is not on this machine is
 fetched first. With the setting `nats_url` the fleet there is used, and nothing is started.
+
+`Answer` prints an answer while it arrives: as rendered Markdown on a terminal, as it is elsewhere.
+
+On a terminal the blocks of Markdown (paragraphs, lists, code) that are complete are printed for good. Only
+the last one is drawn again with each piece of text; of a tall one its last lines are shown until it ends.
 """
 
 from __future__ import annotations
@@ -18,21 +23,22 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Generator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from pydantic import ValidationError
 
 from services.launcher import background, console, session
-from services.launcher.commands.answer import Answer, answer_on
 from services.launcher.commands.pull import pull
-from services.launcher.console import dim, kind_of
+from services.launcher.console import AGAIN, dim, is_terminal, kind_of
 from services.launcher.session import Target, connected
 from shared.api import ChatRequest
 from shared.client.client import Client
@@ -41,6 +47,9 @@ from shared.errors import BadRequest, HeadraceError, SetupError
 from shared.nats import access
 from shared.openai.call import CONTEXT_LENGTH
 from shared.vocab.files import can_be_pulled, resolve, served_names
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 Message = dict[str, str]
 T = TypeVar("T")
@@ -54,6 +63,119 @@ CUT = f"[cut at {LONGEST_TOKENS:,} tokens; for more: --max-tokens N, or /set max
 
 AGAIN_S = 0.5  # after a SIGTERM that had no effect
 HISTORY_LINES = 1_000  # of what was typed, as many as a shell keeps
+
+
+REDRAW_S = 0.05  # 20 a second look continuous; to render a long block takes some ms
+_LINE_ENDS = re.compile(r"\r\n?|\n")  # as markdown-it counts lines
+
+
+@contextmanager
+def answer_on(stream: TextIO) -> Iterator[Answer]:
+    """An answer on `stream` for the duration of a block."""
+    answer = Answer(stream)
+    try:
+        yield answer
+    finally:
+        answer.end()
+
+
+class Answer:
+    """An answer that is being printed. `text` is all of it so far."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.text = ""
+        self._stream = stream
+        self._markdown = _Markdown(stream) if is_terminal(stream) else None
+
+    def begin(self) -> None:
+        """The answer begins, or begins again after a fault."""
+        if self.text:
+            self.end()
+            print(dim(AGAIN), file=self._stream, flush=True)
+            self.text = ""
+
+    def add(self, text: str) -> None:
+        """The next piece of text."""
+        self.text += text
+        if self._markdown is None:
+            print(text, end="", file=self._stream, flush=True)
+        elif self.text:
+            self._markdown.draw(self.text)
+
+    def end(self) -> None:
+        """No text follows."""
+        if not self.text:
+            return
+        if self._markdown is None:
+            print(file=self._stream, flush=True)
+        else:
+            self._markdown.finish(self.text)
+
+
+class _Markdown:
+    """Draws a growing text as Markdown on a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from markdown_it import MarkdownIt
+        from rich.console import Console
+        from rich.live import Live
+
+        self._parser = MarkdownIt()
+        self._console = Console(file=stream)
+        self._live = Live(
+            console=self._console, auto_refresh=False, transient=True, redirect_stdout=False,
+            redirect_stderr=False,
+        )  # fmt: skip
+        self._printed = 0  # characters of the text, all in complete blocks
+        self._redrawn_s = 0.0
+
+    def draw(self, text: str) -> None:
+        """Show the text so far, unless the last drawing is recent."""
+        if not self._live.is_started:
+            self._live.start()
+        if (now_s := time.monotonic()) - self._redrawn_s >= REDRAW_S:
+            self._redrawn_s = now_s
+            self._print(text[: self._start_of_last_block(text)])
+            self._live.update(_LastLines(text[self._printed :]), refresh=True)
+
+    def finish(self, text: str) -> None:
+        """Print the whole text. The next `draw` begins another one."""
+        self._print(text[: self._start_of_last_block(text)])
+        self._live.stop()
+        self._print(text)
+        self._printed = 0
+
+    def _start_of_last_block(self, text: str) -> int:
+        """Where the last block of the text begins: more text may change this one alone."""
+        rest = text[self._printed :]
+        blocks = [token.map[0] for token in self._parser.parse(rest) if token.map and not token.level]
+        starts = [0, *(end.end() for end in _LINE_ENDS.finditer(rest))]
+        return self._printed + (starts[blocks[-1]] if blocks else 0)
+
+    def _print(self, text: str) -> None:
+        """Print what of the text is not printed yet."""
+        from rich.markdown import Markdown
+
+        if block := text[self._printed :].strip("\n"):
+            if self._printed:
+                self._console.print()
+            self._console.print(Markdown(block))
+            self._printed = len(text)
+
+
+class _LastLines:
+    """The last lines of rendered Markdown, as many as the terminal has."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.markdown import Markdown
+        from rich.segment import Segment
+
+        for line in console.render_lines(Markdown(self._text), options)[1 - console.height :]:
+            yield from line
+            yield Segment.line()
 
 
 @dataclass(slots=True)
@@ -71,8 +193,8 @@ class Conversation:
 
     @system.setter
     def system(self, text: str) -> None:
-        said = self.messages[1:] if self.system else self.messages
-        self.messages = ([{"role": "system", "content": text}] if text else []) + said
+        turns = self.messages[1:] if self.system else self.messages
+        self.messages = ([{"role": "system", "content": text}] if text else []) + turns
 
 
 @dataclass(slots=True)
@@ -82,14 +204,14 @@ class Chat:
     client: Client
     model: str
     timeout_s: float
-    said: Conversation
+    conversation: Conversation
 
     async def send(self, text: str) -> None:
         """Send `text` and print the answer as it arrives. Raises the request's error. A question without any
         answer is not kept."""
         question: Message = {"role": "user", "content": text}
-        messages = [*self.said.messages, question]
-        body = {"model": self.model, "messages": messages, **self.said.options}
+        messages = [*self.conversation.messages, question]
+        body = {"model": self.model, "messages": messages, **self.conversation.options}
         limit = {} if _LIMITS & body.keys() else {"max_tokens": LONGEST_TOKENS}
         with answer_on(sys.stdout) as answer:
             try:
@@ -101,7 +223,7 @@ class Chat:
                     limit, end = {}, await self._print(body, answer)  # what is left of the context is less
             finally:
                 if answer.text:
-                    self.said.messages = [*messages, {"role": "assistant", "content": answer.text}]
+                    self.conversation.messages = [*messages, {"role": "assistant", "content": answer.text}]
         if limit and end == "length":
             print(dim(CUT), file=sys.stderr, flush=True)
 
@@ -123,22 +245,24 @@ def _is_about_room(error: BadRequest) -> bool:
     return error.param == "max_tokens" and error.message.startswith(CONTEXT_LENGTH)
 
 
-async def ask_once(target: Target, question: str, said: Conversation, timeout_s: float) -> None:
+async def ask_once(target: Target, question: str, conversation: Conversation, timeout_s: float) -> None:
     """`headrace chat -q`: one question, one answer on stdout."""
     async with connected(target.nats_url) as bus:
-        await Chat(await Client.open(bus, target.tenant), target.model, timeout_s, said).send(question)
+        await Chat(await Client.open(bus, target.tenant), target.model, timeout_s, conversation).send(
+            question
+        )
 
 
-def converse(target: Target, said: Conversation, timeout_s: float) -> None:
+def converse(target: Target, conversation: Conversation, timeout_s: float) -> None:
     """Answer lines from stdin until its end, /bye or SIGTERM. Raises SetupError."""
     with _ended_by_sigterm(), LoopThread() as loop, _editing():
         stack = AsyncExitStack()
         bus = loop.run(stack.enter_async_context(connected(target.nats_url)))
-        chat = Chat(loop.run(Client.open(bus, target.tenant)), target.model, timeout_s, said)
+        chat = Chat(loop.run(Client.open(bus, target.tenant)), target.model, timeout_s, conversation)
         if sys.stdin.isatty():
             where = f"{target.model} at {access.shown(target.nats_url)}"
             print(dim(f"{where}; /help lists commands, Ctrl-C stops an answer, Ctrl-D ends"))
-            if not _LIMITS & said.options.keys():
+            if not _LIMITS & conversation.options.keys():
                 print(dim(f"an answer has at most {LONGEST_TOKENS:,} tokens: /set max_tokens N changes it"))
         try:
             while (line := _read_line()) not in (None, "/bye"):
@@ -204,7 +328,7 @@ def _editing() -> Iterator[None]:
 def _answer(loop: LoopThread, chat: Chat, line: str) -> None:
     try:
         if line.startswith("/"):
-            Commands(chat.model, chat.said).run(line)
+            Commands(chat.model, chat.conversation).run(line)
         else:
             loop.run(chat.send(line))
     except KeyboardInterrupt:
@@ -220,7 +344,7 @@ class Commands:
     """The commands of a chat."""
 
     model: str
-    said: Conversation
+    conversation: Conversation
 
     def run(self, line: str) -> None:
         """Run `/NAME ARGUMENT`. Raises BadRequest."""
@@ -244,33 +368,33 @@ class Commands:
     def system(self, text: str) -> None:
         """/system TEXT: instructions before the conversation; without TEXT: show them; -: none"""
         if text:
-            self.said.system = "" if text == "-" else text
-        print(dim(f"system: {self.said.system or 'none'}"))
+            self.conversation.system = "" if text == "-" else text
+        print(dim(f"system: {self.conversation.system or 'none'}"))
 
     def set(self, words: str) -> None:
         """/set NAME VALUE: a field of each request, like temperature 0.7; without VALUE: the default"""
         name, _, value = words.partition(" ")
-        options = {known: set_ for known, set_ in self.said.options.items() if known != name}
+        options = {known: set_ for known, set_ in self.conversation.options.items() if known != name}
         if name in _OWN:
             raise BadRequest(f"{name} is not for /set: the chat sets it itself")
         if value:
             options[name] = _value(value)
-        self.said.options = self._checked(options, self.said.messages).options
+        self.conversation.options = self._checked(options, self.conversation.messages).options
         print(dim(", ".join(f"{name} {json.dumps(value)}" for name, value in options.items()) or "defaults"))
 
     def reset(self, _: str) -> None:
         """/reset: forget the conversation, keep the system text"""
-        self.said.messages = self.said.messages[: bool(self.said.system)]
+        self.conversation.messages = self.conversation.messages[: bool(self.conversation.system)]
         print(dim("[a new conversation]"))
 
     def save(self, file: str) -> None:
         """/save FILE: the conversation as JSON, also for `headrace request -f FILE`"""
-        body = {"model": self.model, "messages": self.said.messages, **self.said.options}
+        body = {"model": self.model, "messages": self.conversation.messages, **self.conversation.options}
         try:
             _path(file).write_text(json.dumps(body, ensure_ascii=False, indent=2) + "\n")
         except OSError as error:
             raise BadRequest(f"{file} cannot be written: {error.strerror}") from None
-        print(dim(f"{len(self.said.messages)} messages in {file}"))
+        print(dim(f"{len(self.conversation.messages)} messages in {file}"))
 
     def load(self, file: str) -> None:
         """/load FILE: go on with a saved conversation"""
@@ -284,7 +408,7 @@ class Commands:
             raise BadRequest(f"{file} has no `messages`: write it with /save")
         options = {name: value for name, value in body.items() if name not in _OWN}
         loaded = self._checked(options, body["messages"])
-        self.said.options, self.said.messages = loaded.options, loaded.messages
+        self.conversation.options, self.conversation.messages = loaded.options, loaded.messages
         print(dim(f"{len(loaded.messages)} messages from {file}"))
 
     @staticmethod
@@ -350,7 +474,7 @@ class LoopThread:
         asyncio.run_coroutine_threadsafe(others(), self._loop).result()
 
 
-def run(loaded: Loaded, words: Sequence[str], said: Conversation) -> None:
+def run(loaded: Loaded, words: Sequence[str], conversation: Conversation) -> None:
     """Answer the prompt: `words`, then stdin if it is not a terminal. Without a prompt on a terminal: a chat.
     An empty prompt only starts the fleet. Raises SetupError, and the request's error."""
     timeout_s = loaded.settings.request_timeout_s
@@ -359,9 +483,9 @@ def run(loaded: Loaded, words: Sequence[str], said: Conversation) -> None:
     prompt = "\n\n".join(filter(None, (" ".join(words), piped)))
     with _target(loaded) as target:
         if prompt:
-            asyncio.run(ask_once(target, prompt, said, timeout_s))
+            asyncio.run(ask_once(target, prompt, conversation, timeout_s))
         elif interactive and not words:
-            converse(target, said, timeout_s)
+            converse(target, conversation, timeout_s)
 
 
 @contextmanager
@@ -410,19 +534,19 @@ def command(parser: argparse.ArgumentParser) -> None:
 
 
 def _on_run(given: argparse.Namespace) -> None:
-    run(console.load(given), given.prompt, _said(given))
+    run(console.load(given), given.prompt, _conversation(given))
 
 
 def _on_chat(given: argparse.Namespace) -> None:
     loaded = console.load(given)
     target, timeout_s = session.find_target(loaded, wait=True), loaded.settings.request_timeout_s
     if given.question is not None:
-        asyncio.run(ask_once(target, given.question, _said(given), timeout_s))
+        asyncio.run(ask_once(target, given.question, _conversation(given), timeout_s))
     else:
-        converse(target, _said(given), timeout_s)
+        converse(target, _conversation(given), timeout_s)
 
 
-def _said(given: argparse.Namespace) -> Conversation:
-    said = Conversation(console.options_of(given))
-    said.system = given.system
-    return said
+def _conversation(given: argparse.Namespace) -> Conversation:
+    conversation = Conversation(console.options_of(given))
+    conversation.system = given.system
+    return conversation

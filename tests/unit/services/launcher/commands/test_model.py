@@ -12,8 +12,7 @@ from support.actor_fleet import Fleet, watched_fleet
 
 from services.launcher.cli import main
 from services.launcher.commands import model
-from services.launcher.commands.record import ask_scheduler
-from services.launcher.session import Target
+from services.launcher.session import Target, ask_scheduler
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.state.state import Limits
 from shared import bodies
@@ -53,7 +52,7 @@ async def test_action_of_each_host_is_printed_with_the_model_and_the_host(
 
 
 @pytest.mark.parametrize("action", ["load", "unload", "sleep", "wake"])
-def test_the_command_line(
+def test_command_line_names_the_model(
     action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[tuple[object, ...]] = []
