@@ -37,10 +37,7 @@ _SCHEMA = {  # `zqcount` is in calls alone
 }
 _NAME, _SECOND, _ODD_ROLE = "zqfunction", "zqsecond", "zqrole"
 PROBE_TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": name, "description": f"{name}about", "parameters": _SCHEMA},
-    }
+    {"type": "function", "function": {"name": name, "description": f"{name}about", "parameters": _SCHEMA}}
     for name in (_NAME, _SECOND)
 ]
 _MARKER_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # the start of a marker
@@ -198,11 +195,7 @@ class _Probe:
             return text
         ids = [call["id"] for call in called["tool_calls"]]
         return self._text(
-            [
-                _ASKED,
-                called,
-                *({"role": "tool", "content": "zqr", "tool_call_id": i} for i in ids),
-            ]
+            [_ASKED, called, *({"role": "tool", "content": "zqr", "tool_call_id": i} for i in ids)]
         )
 
     def form(self, skills: TemplateSkills, found: Format, *, fixed: bool) -> TemplateSkills:

@@ -190,10 +190,7 @@ def generate(folder: Path, plan: Plan, report: Report) -> None:
     if has_accounts:
         if (server / "users.conf").exists() and not credentials.account_of(folder):
             report(MOVE)
-        _write(
-            server / ACCOUNTS,
-            _by_tenant(folder, server / ACCOUNTS, plan, plan.limits, ""),
-        )
+        _write(server / ACCOUNTS, _by_tenant(folder, server / ACCOUNTS, plan, plan.limits, ""))
         limits = _limits(server / ACCOUNTS)
     if not _is_current(server / "users.conf", users, limits):
         _write(server / "users.conf", users_conf(users, limits))

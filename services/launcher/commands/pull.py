@@ -133,10 +133,7 @@ def _pull_hub(model: str, path: Path, report: Report) -> Path:
         draft = Path(folder) / "model"
         try:
             snapshot_download(
-                model,
-                local_dir=draft,
-                allow_patterns=list(_HUB_PATTERNS),
-                ignore_patterns=list(_HUB_DOUBLES),
+                model, local_dir=draft, allow_patterns=list(_HUB_PATTERNS), ignore_patterns=list(_HUB_DOUBLES)
             )
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

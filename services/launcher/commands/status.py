@@ -26,15 +26,7 @@ from functools import cached_property
 
 from services.launcher import console
 from services.launcher.console import size
-from services.launcher.session import (
-    ANSWER_S,
-    Facts,
-    Target,
-    answers_of,
-    connected,
-    find_fleet,
-    services_of,
-)
+from services.launcher.session import ANSWER_S, Facts, Target, answers_of, connected, find_fleet, services_of
 from shared.actor.membership import NEEDED
 from shared.errors import BadRequest, HeadraceError
 from shared.nats import access, subjects
