@@ -295,7 +295,9 @@ class MemoryRule:
         if used_mib > self._budget_mib and len(awake) > 1:  # one that was restarted, or all at the start
             return Sleep(min(awake, key=lambda model: (model.work, -model.need_mib, model.name)).name)
         waiting = [
-            m for m in models if m.state in (ASLEEP, UNLOADED) and m.work and not self._is_too_large(m)
+            m
+            for m in models
+            if m.state in (ASLEEP, UNLOADED) and m.work and not self.why_not(m.name, m.need_mib)
         ]
         if now_us >= self._until_us or self._next not in {model.name for model in waiting}:
             self._next = ""
@@ -324,9 +326,6 @@ class MemoryRule:
             if used_mib + model.need_mib <= self._budget_mib:
                 return victims
         return []
-
-    def _is_too_large(self, model: ModelNow) -> bool:
-        return bool(self.why_not(model.name, model.need_mib))
 
 
 def _is_due(model: ModelNow) -> bool:

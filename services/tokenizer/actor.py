@@ -42,7 +42,7 @@ from shared.config import Settings, WatchedFile
 from shared.errors import Overloaded, PayloadTooLarge
 from shared.messages import Accepted, Cancel, Claims, Message, Rejected, Tokenized, rejection
 from shared.nats import access, subjects
-from shared.nats.interface import Bus, BusFault, Delivery, Subscription
+from shared.nats.interface import Bus, Delivery, Subscription
 from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
 from shared.telemetry.counters import Counted, TokenizerCounter, in_status, lately, points
@@ -107,7 +107,9 @@ class TokenizerActor(Actor):
         self._arrivals = intake.Arrivals(self._see, mailbox.clock.now_us)
         self._tenant_queue = intake.TenantQueue(self._take, self._is_over_share)
         self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
-        self._second.on_fault(_log_fault)
+        self._second.on_fault(
+            lambda fault: log.warning("the connection for copies: %s: %s", fault.kind, fault.detail)
+        )
         copies, names = self._arrivals.on_copy, self._model.names
         self._aliases = part("aliases", mailbox, self._table, self._second, copies, names)
         for aliases in self._aliases:
@@ -437,10 +439,6 @@ class TenantClasses:
         """Read the file again if it has changed; an invalid file is logged and ignored."""
         if self._file is not None:
             self._file.refresh()
-
-
-def _log_fault(fault: BusFault) -> None:
-    log.warning("the connection for copies: %s: %s", fault.kind, fault.detail)
 
 
 def load_model(settings: Settings) -> prepare.ServedModel:

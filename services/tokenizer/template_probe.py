@@ -266,7 +266,8 @@ class _Probe:
         more = {"tool_call_id": self._id(skills), "name": _NAME} if role == "tool" else {}
         after = [_ASKED] if role == "system" else []
         text = self._text([*said[role], {"role": role, "content": parts, **more}, *after])
-        return text is not None and "zqfirst" in text and "zqlast" in text and not _is_dumped(text, "text")
+        dumped = text is not None and any(f"{quote}text{quote}" in text for quote in "'\"")
+        return text is not None and "zqfirst" in text and "zqlast" in text and not dumped
 
     def _has_text_after(self, before: list[Message], message: Message, after: Sequence[Message] = ()) -> bool:
         return self._has_texts(*before, message, *after)
@@ -299,10 +300,6 @@ class _Probe:
     @staticmethod
     def _id(skills: TemplateSkills, which: int = 0) -> str:
         return _IDS[skills.ids][which]
-
-
-def _is_dumped(text: str, key: str) -> bool:
-    return any(f"{quote}{key}{quote}" in text for quote in "'\"")
 
 
 def _likely(found: Format, text: str) -> list[Format]:

@@ -149,9 +149,10 @@ def _pull_hub(model: str, path: Path, report: Report) -> Path:
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
-    parser.add_argument("--cache-dir", metavar="DIR", help="where models are kept")
+    add = parser.add_argument
+    add("name", nargs="?", help="a known model or a Hugging Face id; default: the setting")
+    add("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    add("--cache-dir", metavar="DIR", help="where models are kept")
     parser.set_defaults(run=_run)
 
 

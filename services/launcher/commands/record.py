@@ -248,24 +248,25 @@ def _named(scheduler: session.Facts) -> str:
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("out", type=Path, help="the file to write; it must not exist")
-    parser.add_argument("--seconds", type=float, help="how long; default: until Ctrl-C")
-    parser.add_argument("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
-    parser.set_defaults(run=_on_record)
-
-
-def _on_record(given: argparse.Namespace) -> None:
-    target = session.find_target(load(given))
-    asyncio.run(record(target, given.out, given.scheduler, given.seconds))
+    add = parser.add_argument
+    add("out", type=Path, help="the file to write; it must not exist")
+    add("--seconds", type=float, help="how long; default: until Ctrl-C")
+    add("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
+    parser.set_defaults(
+        run=lambda given: asyncio.run(
+            record(session.find_target(load(given)), given.out, given.scheduler, given.seconds)
+        )
+    )
 
 
 def shadow_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument(  # `policy` is a setting
+    add = parser.add_argument
+    add(  # `policy` is a setting
         "--policy", dest="other", required=True, metavar="KIND=NAME,...", help="the other policy"
     )
-    parser.add_argument("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
-    parser.add_argument("--interval", type=float, default=60.0, metavar="SECONDS", help="default 60")
+    add("--scheduler", default="", metavar="ID", help="which scheduler, if there are several")
+    add("--interval", type=float, default=60.0, metavar="SECONDS", help="default 60")
     parser.set_defaults(run=_on_shadow)
 
 
@@ -276,16 +277,14 @@ def _on_shadow(given: argparse.Namespace) -> None:
 
 def policy_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("action", nargs="?", choices=["set"])
-    parser.add_argument(
-        "change", nargs="?", metavar="KIND=NAME,...", help="kinds that are not named stay as they are"
-    )
-    parser.add_argument(  # `model` is a setting
+    add = parser.add_argument
+    add("action", nargs="?", choices=["set"])
+    add("change", nargs="?", metavar="KIND=NAME,...", help="kinds that are not named stay as they are")
+    add(  # `model` is a setting
         "--model", dest="of_model", default="", metavar="NAME", help="only schedulers of this model"
     )
-    parser.set_defaults(run=_on_policy)
-
-
-def _on_policy(given: argparse.Namespace) -> int:
-    change = (given.change or "") if given.action else None
-    return asyncio.run(policy(*session.find_fleet(given), change, given.of_model))
+    parser.set_defaults(
+        run=lambda given: asyncio.run(
+            policy(*session.find_fleet(given), (given.change or "") if given.action else None, given.of_model)
+        )
+    )
