@@ -27,7 +27,7 @@ from shared.nats.bus import NatsBus
 
 MODEL = "smollm2-135m-instruct"
 SIM = ("--backend", "sim")
-ANSWER_S = 0.3  # for the status of services on this machine
+STATUS_WAIT_S = 0.3  # for the status of services on this machine
 READY_S = 120.0
 STOP_S = 90
 WATCH_S = 0.6
@@ -42,12 +42,12 @@ def running_up(
 ) -> Iterator[tuple[int, str]]:
     """(Process id, URL of its nats-server), once it is ready. The services' log goes to `log`. Raises
     SystemExit when it ends before that."""
-    with tempfile.TemporaryDirectory() as home, Path(log).open("w") as said:
+    with tempfile.TemporaryDirectory() as home, Path(log).open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "services.launcher.cli", "up", "--port", "0", "--http", "off", *flags],
             env={**os.environ, "XDG_RUNTIME_DIR": home, "XDG_STATE_HOME": home, **(env or {})},
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=output,
             text=True,
         )
         assert process.stdout is not None
@@ -101,7 +101,7 @@ class Fleet:
 
     async def status(self, kind: str) -> list[Body]:
         """The status of the services of a kind."""
-        answers = await request_all(self.bus, subjects.STATUS, ANSWER_S)
+        answers = await request_all(self.bus, subjects.STATUS, STATUS_WAIT_S)
         return [dict(answer) for answer in answers if answer.get("kind") == kind]
 
     async def scheduler(self) -> Body:

@@ -22,7 +22,7 @@ from typing import Any
 
 from services.detokenizer import failover
 from services.detokenizer.core import DetokenizerCore
-from services.detokenizer.reconnect import TURN_S
+from services.detokenizer.reconnect import CONNECT_POLL_S
 from services.detokenizer.response import Command, Fault, Finished, Publish, ResponseText, SendTo
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import AGE, TOKENS, VOCABULARY, Peer, check_vocabulary, vocabulary_number
@@ -172,7 +172,7 @@ class DetokenizerActor(Actor):
             self._find_schedulers()
 
     def _find_schedulers(self) -> None:
-        """Send the requests without a scheduler to another one, every TURN_S while there are any."""
+        """Send the requests without a scheduler to another one, every FAILOVER_POLL_S while there are any."""
         self._finding = False
         peers, now_us = self._mailbox.peers, self._mailbox.clock.now_us()
         if not peers.is_cut_off(self._mailbox.source, now_us):
@@ -180,7 +180,7 @@ class DetokenizerActor(Actor):
         if self._core.failover.is_active:
             self._finding = True
             asyncio.get_running_loop().call_later(
-                failover.TURN_S, self._mailbox.guarded(self._find_schedulers)
+                failover.FAILOVER_POLL_S, self._mailbox.guarded(self._find_schedulers)
             )
 
     def _send_claims(self) -> None:
@@ -286,13 +286,13 @@ class ClientEvents:
         self._run([])  # updates the idle event
         if online and not self._reconnecting:
             self._reconnecting = True
-            asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._reconnect))
+            asyncio.get_running_loop().call_later(CONNECT_POLL_S, self._mailbox.guarded(self._reconnect))
 
     def _reconnect(self) -> None:
         self._run(self._core.advance_reconnect())
         self._reconnecting = self._core.reconnect.is_active
         if self._reconnecting:
-            asyncio.get_running_loop().call_later(TURN_S, self._mailbox.guarded(self._reconnect))
+            asyncio.get_running_loop().call_later(CONNECT_POLL_S, self._mailbox.guarded(self._reconnect))
 
     def _on_gone(self, delivery: Delivery) -> None:
         name = delivery.subject.rpartition(".")[2]

@@ -19,11 +19,12 @@ from collections.abc import Collection, Iterator, Sequence
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.gateway.app import Endpoints, Keys, build_app
+from services.gateway.app import build_app
 from services.gateway.connection import KEEP_ALIVE_S, SWEEP_S, Connection, sweep
+from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import AccessLog
 from services.gateway.native_call import Fleet, Health, TenantConnections
-from services.gateway.visitors import Visitors
+from services.gateway.visitors import Keys, Visitors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peer
 from shared.actor.runtime import Actor, HeartbeatPayload

@@ -3,9 +3,12 @@
 An exchange holds the tenant, the id and the stamps of a request; `spans` is its trace. The counters have
 OpenTelemetry names, and `/metrics` exports them for Prometheus. `answer` and `refusal` build JSON responses.
 
+The errors of HTTP requests are here, with their headers. Client libraries retry 408, 409, 429 and 5xx by
+themselves, after `retry-after-ms`.
+
 `AccessLog` writes a line of JSON for each HTTP request: client, result, times, tokens.
 
-`ExchangeMiddleware` calls it after the last byte of an answer. Prompts and answers are left out; a setting
+The middleware calls it after the last byte of an answer. Prompts and answers are left out; a setting
 adds the body of the request. Invariant: a file that cannot be written costs lines of the log, never a
 request.
 """
@@ -13,6 +16,7 @@ request.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import sys
@@ -22,12 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.errors import headers_of
 from shared.api import REQUEST_ID
 from shared.client.client import SlowReader
 from shared.errors import HeadraceError, SetupError
@@ -48,6 +51,88 @@ _ID_BYTES = 12
 _GIVEN_CHARS = 96  # of the client's id, as a prefix of the request's own
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+DEFAULT_RETRY_MS = 1_000
+
+
+class NotAuthorized(HeadraceError):
+    """No API key, or an unknown one."""
+
+    code, type = 401, "invalid_api_key"
+
+
+class NoRoute(HeadraceError):
+    """An unknown path."""
+
+    code, type = 404, "not_found"
+
+
+class Gone(HeadraceError):
+    """A durable request that was kept for its time."""
+
+    code, type = 410, "request_expired"
+
+
+class NoKeeper(HeadraceError):
+    """A request that must be kept, and no keeper. Not Unavailable, after which `/health` tries the services:
+    other requests work."""
+
+    code, type, retryable = 503, "unavailable", True
+
+
+class StoreAway(HeadraceError):
+    """The keeper or its store does not answer now. Other requests work, as above."""
+
+    code, type, retryable = 503, "unavailable", True
+
+
+class WrongMethod(HeadraceError):
+    """A known path, with another method."""
+
+    code, type = 405, "method_not_allowed"
+
+
+class SlowRequest(HeadraceError):
+    """The head or the body of a request did not arrive in time."""
+
+    code, type, retryable = 408, "request_timeout", True
+    status = 408  # the client was the slow one
+
+
+class WrongMediaType(HeadraceError):
+    """A body with a content type other than JSON, or with a content encoding."""
+
+    code, type = 415, "unsupported_media_type"
+
+
+class HeadTooLarge(HeadraceError):
+    """The headers of a request are too long."""
+
+    code, type = 431, "head_too_large"
+
+
+class UnknownCoding(HeadraceError):
+    """A body with a transfer coding other than chunked."""
+
+    code, type = 501, "unsupported_transfer_coding"
+
+
+class Unprocessable(HeadraceError):
+    """JSON, but not an object."""
+
+    code, type = 422, "unprocessable"
+
+
+def headers_of(error: HeadraceError) -> dict[str, str]:
+    """The headers for authentication and for retries."""
+    status = error_status(error)
+    if status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    if status not in (429, 503):
+        return {}
+    wait_ms = error.retry_after_ms or DEFAULT_RETRY_MS
+    return {"Retry-After": str(math.ceil(wait_ms / 1000)), "Retry-After-Ms": str(wait_ms)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +167,16 @@ class Exchange:
     def is_generation(self) -> bool:
         """True for a request for a new answer, with a key where one is needed."""
         return self.counted and self.method == "POST"
+
+
+class Observer(Protocol):
+    """What sees every exchange."""
+
+    def begin(self, exchange: Exchange) -> None:
+        """A request has arrived."""
+
+    def end(self, exchange: Exchange) -> None:
+        """It has ended."""
 
 
 def exchange_of(request: Request) -> Exchange:

@@ -34,7 +34,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from services.gateway.errors import SlowRequest, Unprocessable, WrongMediaType
+from services.gateway.exchange import SlowRequest, Unprocessable, WrongMediaType
 from services.gateway.visitors import is_from_browser
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers, can_start_cold, missing

@@ -33,7 +33,7 @@ from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
 from shared.replies import to_json
 
-TURN_S = 1.0
+DECIDE_S = 1.0
 ASK_US = 5_000_000  # a scheduler answers between two events
 CHANGE_US = 90_000_000  # a drain of 10 s and large weights: then what was asked for counts as not done
 MOST_RESTARTS = 2  # of an executor that ends while it loads: most often it found too little memory
@@ -86,7 +86,7 @@ class HostAgent:
         await self.bus.subscribe(subjects.LOAD_ALL, self._on_load)
         self.bus.publish(subjects.heartbeat_request(self.fleet), b"")
         while True:
-            await asyncio.sleep(TURN_S)
+            await asyncio.sleep(DECIDE_S)
             if self.awake_mib:
                 await self.apply_rule()
 

@@ -231,7 +231,7 @@ def _cause(log: Path) -> str:
 
 MEMORY, FILE = "16MB", "3GB"  # of JetStream: its streams are on disk
 SPACE_BYTES = 33_554_432  # for a server that starts again: some of the largest messages
-HELD_S, LOOK_S = 5.0, 0.02  # for the server of an `up` that was killed to end
+HELD_S, LOCK_POLL_S = 5.0, 0.02  # for the server of an `up` that was killed to end
 
 
 def durable_folder(fleet: str) -> Path:
@@ -264,18 +264,18 @@ class FullDisk:
 
     def __init__(self, folder: str, report: Callable[[str], None]) -> None:
         self._folder, self._report = folder, report
-        self._told = False
+        self._warned = False
 
     def has_space_again(self, health: bytes) -> bool:
         """True if the server with this answer of /healthz cannot write, although there is space."""
         if not self._folder or b"write error" not in health:
-            self._told = self._told and not health  # no answer: it starts
+            self._warned = self._warned and not health  # no answer: it starts
             return False
         if not (why := self._unwritable()):
             self._report("nats-server could not write durable requests, and there is space: it starts again")
             return True
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             self._report(why)
         return False
 
@@ -304,6 +304,6 @@ def _take(lock: int, folder: Path, wait_s: float) -> None:
                     f"another `headrace up` keeps durable requests in {folder} ({error.strerror}): choose "
                     "another --fleet, or start with --no-durable"
                 ) from None
-            time.sleep(LOOK_S)
+            time.sleep(LOCK_POLL_S)
         else:
             return

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0  # a busy machine takes seconds for the first answer
 DECIDE_S = 5.0  # for a scheduler, which may decide upon the result of a step first: milliseconds
-ANSWER_S = 0.5  # to wait for answers: a ready service needs milliseconds, one that starts may need longer
-LOOK_S = 0.1  # between two looks whether a fleet is ready
+STATUS_WAIT_S = 0.5  # a ready service answers in milliseconds, one that starts may need longer
+READY_POLL_S = 0.1  # between two looks whether a fleet is ready
 
 
 Facts = dict[str, Any]  # the answer of a service about itself
@@ -62,14 +62,14 @@ def find_target(loaded: Loaded, *, wait: bool = False) -> Target:
     from shared.vocab.files import served_names
 
     settings = loaded.settings
-    path, until_s, told = path_for(settings), time.monotonic() + settings.request_timeout_s, False
+    path, until_s, is_announced = path_for(settings), time.monotonic() + settings.request_timeout_s, False
     while (note := read(path)) is None and wait and not settings.nats_url and time.monotonic() < until_s:
         if all(run.ready for run in runs(path)):
             break
-        if not told:
-            told = True
+        if not is_announced:
+            is_announced = True
             print("the fleet starts: waiting for it", file=sys.stderr, flush=True)
-        time.sleep(LOOK_S)
+        time.sleep(READY_POLL_S)
     note = note or next((run for run in runs(path) if run.nats_url), None)
     here = note if note is not None and settings.nats_url in ("", note.nats_url) else None
     if note is None and not settings.nats_url and loaded.origins["fleet"] != "default":
@@ -127,7 +127,7 @@ async def answers_of(bus: Bus, fleet: str) -> list[Facts]:
     """The same, over a connection."""
     from shared.client.client import request_all
 
-    answers = await request_all(bus, subjects.STATUS, ANSWER_S)
+    answers = await request_all(bus, subjects.STATUS, STATUS_WAIT_S)
     services = sorted((a for a in answers if a.get("fleet") == fleet), key=_order)
     if not services:
         fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))

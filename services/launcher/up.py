@@ -78,7 +78,7 @@ DRAIN_ORDER = (_EDGE, *((kind,) for kind in KINDS if kind not in _EDGE))
 REPORT_EVERY_S = 10.0
 STATUS_S = 0.3
 NOTICE_S = 2.0  # to publish the death of a service: later three heartbeats are missing
-ANSWER_S = 1.5  # a healthy nats-server answers its monitoring port within this time
+MONITORING_WAIT_S = 1.5  # a healthy nats-server answers its monitoring port within this time
 CONNECT_S = 5.0  # to a nats-server on another continent
 OWN_CONNECT_S = 60.0  # to that of `up`, which runs, however busy the machine is
 
@@ -649,7 +649,7 @@ async def watch_server(server: NatsServer, report: Callable[[str], None]) -> Non
     `keep_running` starts it again."""
     silences, disk = SilenceTimers(), nats_server.FullDisk(server.limits.store, report)
     while True:
-        await asyncio.sleep(supervisor.LOOK_S)
+        await asyncio.sleep(supervisor.HANG_POLL_S)
         pid = server.process.pid
         answer = await _health(server.monitoring_url)
         if disk.has_space_again(answer):
@@ -662,10 +662,10 @@ async def watch_server(server: NatsServer, report: Callable[[str], None]) -> Non
 
 
 async def _health(url: str) -> bytes:
-    """What the nats-server with its monitoring at `url` answers within ANSWER_S about itself."""
+    """What the nats-server with its monitoring at `url` answers within MONITORING_WAIT_S about itself."""
     where = urlsplit(url)
     with contextlib.suppress(OSError):
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(MONITORING_WAIT_S):
             reader, writer = await asyncio.open_connection(where.hostname, where.port)
             try:
                 writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")

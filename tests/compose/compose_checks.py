@@ -100,15 +100,15 @@ def test_the_readme_script_streams_on_this_machine(stack: Stack) -> None:
 
 def test_a_chat_over_nats_from_another_container(stack: Stack) -> None:
     config = ("--config", "/auth/tenants/public/headrace.toml")
-    said = stack.cli("chat", "-q", "What is the capital of France?", *config)
-    assert "Paris" in said
+    output = stack.cli("chat", "-q", "What is the capital of France?", *config)
+    assert "Paris" in output
     links = stack.cli("status").splitlines()[-3:]
     assert [link.split(": http://127.0.0.1:")[0] for link in links] == [
         "The page", "Jaeger (--profile traces)", "Grafana (--profile metrics)",
     ]  # fmt: skip
 
 
-def test_a_chat_over_http(stack: Stack) -> None:
+def test_chat_over_http_is_answered(stack: Stack) -> None:
     key = stack.api_key()
     answer = ask_http(stack, key, messages=[{"role": "user", "content": "What is the capital of France?"}])
     assert "Paris" in answer["choices"][0]["message"]["content"]
@@ -117,7 +117,7 @@ def test_a_chat_over_http(stack: Stack) -> None:
     assert refused.value.code == 401
 
 
-def test_json_by_a_schema(stack: Stack) -> None:
+def test_json_follows_its_schema(stack: Stack) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Oslo", "Lima"]}, "big": {"type": "boolean"}},
@@ -132,10 +132,10 @@ def test_json_by_a_schema(stack: Stack) -> None:
         response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
     )
     (choice,) = answer["choices"]
-    said = json.loads(choice["message"]["content"])
+    output = json.loads(choice["message"]["content"])
     assert choice["finish_reason"] == "stop"
-    assert said.keys() == {"city", "big"}
-    assert said["city"] in ("Oslo", "Lima")
+    assert output.keys() == {"city", "big"}
+    assert output["city"] in ("Oslo", "Lima")
 
 
 def test_no_service_was_refused_anything(stack: Stack) -> None:
@@ -167,10 +167,10 @@ async def texts(stack: Stack, models: Sequence[str], victim: str = "") -> list[s
     """The greedy answers to 24 prompts, of the models in turn, all at once over NATS. Each is asked once;
     after the first answer one container of `victim` is killed."""
     nc = await nats.connect(stack.nats_url(), inbox_prefix="_INBOX.public", max_reconnect_attempts=-1)
-    told = False
+    announced = False
 
     async def one(number: int) -> str:
-        nonlocal told
+        nonlocal announced
         body = {
             "prompt": f"{number} ships and the sea",
             "max_tokens": 48,
@@ -180,8 +180,8 @@ async def texts(stack: Stack, models: Sequence[str], victim: str = "") -> list[s
         subject = f"headrace.v1.generate.public.{models[number % len(models)]}"
         reply = await nc.request(subject, json.dumps(body).encode(), timeout=WAIT_S)
         answer = json.loads(reply.data)
-        if not told:
-            told = True
+        if not announced:
+            announced = True
             if victim:
                 stack.kill(victim, 1)
         assert "error" not in answer, answer

@@ -159,10 +159,10 @@ async def test_dead_reply_inbox_is_named_in_the_error(connect: Connect, fleet: s
     await bus.flush()
     bus.publish(living, b"frame", reply=f"_R.{fleet}.one")
     bus.publish(dead, b"frame", reply=f"_R.{fleet}.two", headers={"Some": "header"})
-    (told,) = await gone.wait_for(1)
-    assert told.has_no_responders
-    assert told.subject == f"_R.{fleet}.two"
-    assert told.headers["Nats-Subject"] == dead
+    (fault,) = await gone.wait_for(1)
+    assert fault.has_no_responders
+    assert fault.subject == f"_R.{fleet}.two"
+    assert fault.headers["Nats-Subject"] == dead
     assert [(d.data, d.has_no_responders) for d in await alive.wait_for(1)] == [(b"frame", False)]
 
 

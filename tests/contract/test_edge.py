@@ -307,7 +307,9 @@ async def test_a_cancel_while_the_link_is_down_reaches_the_centre_later(
 @pytest.mark.parametrize(
     ("wrong", "code"), [(BadRequest("`n` is wrong", param="n"), 400), (UnknownModel("?"), None)]
 )
-async def test_the_centre_refuses(sides: tuple[Side, Side], wrong: HeadraceError, code: int | None) -> None:
+async def test_centre_refuses_a_wrong_forward(
+    sides: tuple[Side, Side], wrong: HeadraceError, code: int | None
+) -> None:
     """An invalid request fails; a fault of the centre is retried."""
     centre, edge = sides
     centre.wrong = wrong

@@ -87,11 +87,11 @@ async def test_request_leaves_no_subscription() -> None:
 
 
 async def test_faults_are_reported_to_the_caller() -> None:
-    bus, told = MemoryBroker().connect(), []
-    bus.on_fault(told.append)
+    bus, reported = MemoryBroker().connect(), []
+    bus.on_fault(reported.append)
     fault = BusFault("overflow", "t.a")
     bus.report(fault)
-    assert told == [fault]
+    assert reported == [fault]
     assert bus.backlog_bytes == 0
 
 

@@ -31,7 +31,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
     server.stop()
 
 
-async def test_a_message_over_tls(secure: tuple[Path, str]) -> None:
+async def test_message_passes_over_tls(secure: tuple[Path, str]) -> None:
     folder, address = secure
     url = credentials.url_of(folder, "public", address) + f"?ca={folder / 'ca.pem'}"
     bus = await asyncio.wait_for(NatsBus.connect(url), 10)

@@ -54,17 +54,17 @@ def test_a_streamed_request_prints_the_same_text_in_frames(up: Up) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "reason"),
     [
         ('{"prompt": "x", "model": "absent"}', "error (model not found): "),
         ('{"prompt": "x", "temperature": 9}', "error (invalid request): "),
         ("{}", "error (invalid request): "),
     ],
 )
-def test_errors_go_to_stderr_with_their_kind(up: Up, body: str, said: str) -> None:
+def test_errors_go_to_stderr_with_their_kind(up: Up, body: str, reason: str) -> None:
     done = up.run("request", body)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(said), done.stderr
+    assert done.stderr.startswith(reason), done.stderr
 
 
 def test_an_interrupted_request_is_cancelled(up: Up) -> None:

@@ -220,7 +220,7 @@ def test_tenants_command_line_acts_in_its_name_alone(guarded: Up, users: Path) -
 
 
 @pytest.mark.parametrize(
-    ("login_of", "says"),
+    ("login_of", "reason"),
     [
         ("", "refuses a connection without user and password"),
         ("headrace-tokenizer:wrong@", "refuses user 'headrace-tokenizer'"),
@@ -229,7 +229,7 @@ def test_tenants_command_line_acts_in_its_name_alone(guarded: Up, users: Path) -
     ],
 )
 def test_a_service_without_its_credentials_does_not_start(
-    guarded: Up, users: Path, login_of: str, says: str
+    guarded: Up, users: Path, login_of: str, reason: str
 ) -> None:
     plain = guarded.nats_url
     url = plain.replace("//", f"//{login_of}")
@@ -237,7 +237,7 @@ def test_a_service_without_its_credentials_does_not_start(
         url = credentials.url_of(users, login_of, plain)
     ended = run(guarded, "serve", "tokenizer", HEADRACE_NATS_URL=url)
     assert ended.returncode == 1
-    assert says in ended.stderr
+    assert reason in ended.stderr
     assert "`headrace auth`" in ended.stderr
 
 
@@ -248,8 +248,8 @@ def test_a_health_check_looks_at_the_process_itself(guarded: Up, users: Path, tm
         "HEADRACE_NATS_URL": credentials.url_of(users, "detokenizer", guarded.nats_url),
         "XDG_RUNTIME_DIR": str(tmp_path),
     }
-    nobody = run(guarded, "health", "detokenizer", **env)
-    assert (nobody.returncode, "no detokenizer runs here" in nobody.stderr) == (1, True)
+    absent = run(guarded, "health", "detokenizer", **env)
+    assert (absent.returncode, "no detokenizer runs here" in absent.stderr) == (1, True)
     process = subprocess.Popen(
         [*HEADRACE, "serve", "detokenizer"], env=env, stderr=subprocess.PIPE, text=True
     )

@@ -133,8 +133,8 @@ def test_the_same_request_again_after_the_server_was_killed_is_not_computed_agai
 def test_a_session_in_the_shell(durable: Up) -> None:
     up = durable
     submit = ("submit", "Hi", "--id", "first", "--max-tokens", "5", "--seed", "7", "--checkpoints")
-    said = up.run(*submit)
-    assert (said.returncode, said.stdout, said.stderr) == (0, "first\n", "")
+    output = up.run(*submit)
+    assert (output.returncode, output.stdout, output.stderr) == (0, "first\n", "")
     again = up.run(*submit)
     assert (again.returncode, again.stdout) == (0, "first\n")
     read = up.run("result", "first", "--wait")
@@ -255,5 +255,5 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(start_up: StartUp) -> Non
 
 def generated(up: Up) -> int:
     """Tokens of the fleet since its start."""
-    said = json.loads(up.run("status", "--json").stdout)
-    return sum(service["tokens"] for service in said["services"] if service["kind"] == "detokenizer")
+    output = json.loads(up.run("status", "--json").stdout)
+    return sum(service["tokens"] for service in output["services"] if service["kind"] == "detokenizer")

@@ -160,16 +160,16 @@ async def kill_store(house: House, traffic: Traffic) -> None:
 
 async def kill_copying_executor(house: House, traffic: Traffic) -> None:
     """When it gets the command to make a copy."""
-    told, others = asyncio.Event(), traffic.on_message
+    commanded, others = asyncio.Event(), traffic.on_message
 
     def watch(delivery: Delivery) -> None:
         others(delivery)
-        if delivery.subject.endswith(".KvCopy") and not told.is_set():
+        if delivery.subject.endswith(".KvCopy") and not commanded.is_set():
             faults.kill(house.up.child("executor"))
-            told.set()
+            commanded.set()
 
     traffic.on_message = watch
-    await asyncio.wait_for(told.wait(), 60)
+    await asyncio.wait_for(commanded.wait(), 60)
 
 
 FAULTS: dict[str, tuple[Act, Act]] = {

@@ -57,13 +57,13 @@ def test_gateways_share_a_port_survive_each_other_and_end_on_a_hang_up(
     def ask(path: str) -> httpx.Response:
         return httpx.get(f"{root}{path}", timeout=120)  # each on a connection of its own
 
-    told: set[str] = set()
+    counted: set[str] = set()
     for _ in range(400):  # until both have come up, and each has been given some
         page = ask("/metrics").text  # the gateway that answers has this request
-        told |= set(re.findall(r'active_requests{instance="(\w+)",service="gateway"} 1', page))
-        if len(told) == 2:
+        counted |= set(re.findall(r'active_requests{instance="(\w+)",service="gateway"} 1', page))
+        if len(counted) == 2:
             break
-    assert len(told) == 2
+    assert len(counted) == 2
     asked: list[int] = []
     while len(asked) < 2:  # on a busy machine an answer may come late
         services = json.loads(up.run("status", "--json").stdout)["services"]
@@ -134,9 +134,9 @@ def test_waiting_client_gets_an_error_when_the_time_to_drain_is_over(start_up: S
     assert plain.result().status_code == 503
     assert "its time to drain is over" in plain.result().json()["error"]["message"]
     for each in asking:
-        _, said = each.communicate(timeout=120)
+        _, output = each.communicate(timeout=120)
         assert each.returncode == 1
-        assert "its time to drain is over" in said
+        assert "its time to drain is over" in output
     assert up.printed[-1] == "stopped: requests that did not end in time got an error"
     wait_until_gone(children)
 
@@ -249,10 +249,10 @@ def test_service_that_dies_or_hangs_is_replaced_and_two_of_each_edge_run_by_defa
         pass
     kinds = [len(faults.pids_of(up.process.pid, kind)) for kind in ("tokenizer", "scheduler", "detokenizer")]
     assert kinds == [2, 1, 2]
-    said = up.log.read_text()
-    assert "was ended by SIGKILL (not by this command: perhaps by the kernel" in said
-    assert re.search(r"scheduler +\| has sent no heartbeat for 1\d s and used no CPU: killed", said)
-    assert said.count("used no CPU: killed") == 1
+    output = up.log.read_text()
+    assert "was ended by SIGKILL (not by this command: perhaps by the kernel" in output
+    assert re.search(r"scheduler +\| has sent no heartbeat for 1\d s and used no CPU: killed", output)
+    assert output.count("used no CPU: killed") == 1
     children = up.children()
     assert up.stop(signal.SIGINT) == 130
     assert up.printed[-1] == "stopped"
@@ -304,12 +304,12 @@ def test_absent_nats_server_of_the_user_is_an_error_that_names_it(start_up: Star
 
 
 def test_a_service_that_cannot_start_ends_it(start_up: StartUp, tmp_path: Path) -> None:
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF, or so it says")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF, by its first bytes")
     up = start_up("--model", str(tmp_path / "broken.gguf"), wait=False)
     assert up.stop() == 1
-    said = up.log.read_text().splitlines()[-1]
-    assert said.startswith("error (setup): ")
-    assert said.endswith(" ended with status 1 before the server was ready: see its last log lines")
+    output = up.log.read_text().splitlines()[-1]
+    assert output.startswith("error (setup): ")
+    assert output.endswith(" ended with status 1 before the server was ready: see its last log lines")
 
 
 def test_several_of_each_service_and_a_server_of_ones_own(

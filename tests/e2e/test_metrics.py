@@ -159,6 +159,6 @@ def test_taken_metrics_port_is_an_error_before_any_service_starts(up: Up, start_
     port = pages(up)["gateway"].rsplit(":", 1)[1].removesuffix("/metrics")
     other = start_up(wait=False, **{**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": port})
     assert other.process.wait(60) == 1
-    said = other.log.read_text()
-    assert f"metrics cannot listen on 127.0.0.1:{port} (Address already in use)" in said
-    assert "set OTEL_EXPORTER_PROMETHEUS_PORT to another" in said
+    output = other.log.read_text()
+    assert f"metrics cannot listen on 127.0.0.1:{port} (Address already in use)" in output
+    assert "set OTEL_EXPORTER_PROMETHEUS_PORT to another" in output

@@ -69,7 +69,7 @@ def texts_of(chunks: list[Any]) -> list[str]:
     ]
 
 
-def test_the_official_client(client: OpenAI) -> None:
+def test_official_client_gets_its_answers(client: OpenAI) -> None:
     whole = client.chat.completions.create(**ASKED)
     texts = [choice.message.content for choice in whole.choices]
     chunks = list(client.chat.completions.create(**STREAMED))
@@ -137,9 +137,9 @@ def test_a_port_that_is_taken(start_up: StartUp) -> None:
         port = taken.getsockname()[1]
         up = start_up(wait=False, HEADRACE_HTTP=f"127.0.0.1:{port}")
         assert up.process.wait(30) == 1
-    said = up.log.read_text()
-    assert f"the gateway cannot listen on 127.0.0.1:{port} (Address already in use)" in said
-    assert "set `http` to another host:port, or to off" in said
+    output = up.log.read_text()
+    assert f"the gateway cannot listen on 127.0.0.1:{port} (Address already in use)" in output
+    assert "set `http` to another host:port, or to off" in output
 
 
 def health(http: httpx.Client, status: int) -> dict[str, str]:

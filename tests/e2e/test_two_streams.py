@@ -1,5 +1,5 @@
 """A prompt on two ranks whose step comes in halves: real processes, and what is seen of it from outside. For
-the tokens of halves and of the whole see unit/services/executor/group/test_driver_halves.py."""
+the tokens of halves and of the whole see unit/services/executor/group/test_driver_micro_batches.py."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def test_ranks_communicate_during_the_compute_of_the_other_half(tmp_path: Path, 
     steps = [s for s in receiver.spans if s.name.startswith("step ") and s.attributes["tokens"] >= 128]
     assert {step.attributes["overlap.comm"] for step in steps} == {"two_stream"}
     pieces = [s for s in receiver.spans if s.parent_id == steps[0].span_id]
-    talks = [s for s in pieces if s.name == "comm A"]
+    collectives = [s for s in pieces if s.name == "comm A"]
     computed = [s for s in pieces if s.name == "compute B"]
-    assert any(common_ns(talk, compute) > 0 for talk in talks for compute in computed)
+    assert any(common_ns(collective, compute) > 0 for collective in collectives for compute in computed)

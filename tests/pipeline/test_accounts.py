@@ -125,9 +125,9 @@ async def end_of(pipeline: Guarded, request: str) -> tuple[str, str]:
     async with asyncio.timeout(60):
         while True:
             asked = pipeline.client.bus.request(subjects.trace(request), b"", timeout_us=60_000_000)
-            told = json.loads((await asked).data)
-            if told["state"] == "ended":
-                return told["choices"][0]["reason"], told["choices"][0]["error"]
+            answered = json.loads((await asked).data)
+            if answered["state"] == "ended":
+                return answered["choices"][0]["reason"], answered["choices"][0]["error"]
 
 
 @pytest.mark.parametrize("prefix", ["_INBOX", "_INBOX.acme", "_INBOX.some.where"])
@@ -236,8 +236,8 @@ async def test_a_tenant_at_its_limits_disturbs_no_other(pipeline: Guarded) -> No
     ):
         both = {"acme": acme, "bob": bob}
         streams = [await started(nc, name, f"of-{name}", max_tokens=400) for name, nc in both.items()]
-        said = "maximum account active connections exceeded|its account has as many as it may"
-        with pytest.raises(SetupError, match=said):  # a reset may overtake the server's words each time
+        reason = "maximum account active connections exceeded|its account has as many as it may"
+        with pytest.raises(SetupError, match=reason):  # a reset may overtake the server's words each time
             url = credentials.url_of(pipeline.users, "bob", pipeline.url)
             await NatsBus.connect(url, timeout_s=1)
         await big.publish(f"headrace.v1.generate.bob.{MODEL}", body(prompt="x" * 70_000))

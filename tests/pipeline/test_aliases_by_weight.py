@@ -213,7 +213,7 @@ async def test_the_others_take_the_part_of_a_model_that_has_gone(
 
 
 @pytest.mark.parametrize("connect", ["nats"], indirect=True)
-async def test_the_operators_commands(
+async def test_operators_commands_change_the_weights(
     two: Two, nats_server: NatsServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = Target(nats_server.url, "big")
@@ -376,7 +376,7 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
         subject = f"$JS.API.STREAM.DELETE.{subjects.ALIAS_STREAM}"
         assert b'"success":true' in (await two.client.bus.request(subject, b"", timeout_us=5_000_000)).data
 
-    monkeypatch.setattr(aliases, "LOOK_US", 100_000)
+    monkeypatch.setattr(aliases, "STREAM_POLL_US", 100_000)
     two = await Two.start(connect, "removed", model_name="big")
     assert isinstance(two, Two)
     streams = JetStream(two.client.bus)
@@ -394,9 +394,9 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
                 if await stored() == both:
                     break
             await asyncio.sleep(0.05)
-    told = [each for n in (1, 2) for each in two.runtimes[f"tokenizer-{n}"].actor.status()["removed"]]
-    assert told == [subjects.ALIAS_STREAM]
-    monkeypatch.setattr(aliases, "LOOK_US", 3_600_000_000)
+    removed = [each for n in (1, 2) for each in two.runtimes[f"tokenizer-{n}"].actor.status()["removed"]]
+    assert removed == [subjects.ALIAS_STREAM]
+    monkeypatch.setattr(aliases, "STREAM_POLL_US", 3_600_000_000)
     await two.until(lambda: all(_looks_late(each) for each in two.runtimes.values()))
     await remove()
     await two.set("other", big=1)

@@ -118,11 +118,11 @@ async def test_page_files_need_no_key_and_come_from_the_gateway_alone(
 
 async def test_a_tenant_sees_its_own_requests_and_the_operator_all(http: httpx.AsyncClient) -> None:
     mine, theirs = await ask(http, "one"), await ask(http, "two")
-    acme, bob, everyone = [await seen(http, name) for name in ("one", "two", "three")]
+    acme, bob, operator = [await seen(http, name) for name in ("one", "two", "three")]
     assert mine in acme
     assert theirs not in acme
     assert set(bob) == {theirs}
-    assert {mine, theirs} <= set(everyone)
+    assert {mine, theirs} <= set(operator)
     line = acme[mine]
     assert (line["tenant"], line["status"], line["completion_tokens"]) == ("acme", 200, 3)
     assert "body" not in line
@@ -163,10 +163,10 @@ async def test_a_refused_request_is_in_the_list_with_its_sentence(
 ) -> None:
     headers = {**key("one"), "content-type": "application/json"}
     refused = await http.post("/v1/chat/completions", content=sent, headers=headers)
-    said = refused.json()["error"]["message"]
+    reason = refused.json()["error"]["message"]
     line = await ended(http, "one", refused.headers["x-request-id"])
-    assert sentence in said
-    assert (line["status"], line["message"]) == (status, said)
+    assert sentence in reason
+    assert (line["status"], line["message"]) == (status, reason)
     assert line["message"] not in {each.get("message") for each in (await seen(http, "two")).values()}
 
 

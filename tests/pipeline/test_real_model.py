@@ -88,11 +88,11 @@ async def test_greedy_ids_equal_the_reference(mode: str) -> None:
 
 async def test_a_second_turn_computes_only_what_is_new() -> None:
     pipeline, _ = await in_memory()
-    talk = [{"role": "user", "content": CASES[0]["prompt"]}]
-    body: dict[str, Any] = {"model": MODEL, "messages": talk, "temperature": 0, "max_tokens": 40}
+    messages = [{"role": "user", "content": CASES[0]["prompt"]}]
+    body: dict[str, Any] = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 40}
     first = await pipeline.client.complete(body)
     answer = first["choices"][0]["message"]
-    more = [*talk, answer, {"role": "user", "content": "And what else?"}]
+    more = [*messages, answer, {"role": "user", "content": "And what else?"}]
     second = await pipeline.client.complete({**body, "messages": more})
     usage = first["usage"]
     known = usage["prompt_tokens"] + usage["completion_tokens"] - 1  # the last token's KV was never needed

@@ -159,13 +159,13 @@ def test_a_tokenizer_that_hangs_and_comes_back_doubles_no_answer(
         for name in house.tokenizers:
             core, hang = house.actor(name), house.hang_of(name)
 
-            def stop_behind(*args: Any, hang: Hang = hang, send: Any = core._send) -> None:
+            def stop_after(*args: Any, hang: Hang = hang, send: Any = core._send) -> None:
                 send(*args)
                 if not hung:
                     hung.append(hang)
                     hang.hang()
 
-            core._send = stop_behind
+            core._send = stop_after
         body = {**BODY, "stream": stream, "temperature": 1}
         for name, value in (("in its prompt", {"prompt": "request_id"}), ("null", {"request_id": None})):
             body |= value if named == name else {}

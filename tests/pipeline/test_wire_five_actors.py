@@ -33,7 +33,7 @@ def final_of(house: House, seq: int = 1) -> tuple[str, int, str]:
     return sequence.state, sequence.final, sequence.reason
 
 
-async def test_one_request(house: House) -> None:
+async def test_request_sends_these_messages(house: House) -> None:
     frames = await house.ask(PROMPT, max_tokens=2)
     assert house.transcript == [
         "T>S Tokenized",
@@ -362,9 +362,9 @@ async def test_a_dead_detokenizer_is_replaced_and_gets_all_tokens(house: House) 
     house.scheduler.tiers.restore(house.scheduler.sequences[1])
     await house.broker.settle()
     ids = expected_ids(PROMPT, 7, 0, 4)
-    told = [frame for frame in frames.of(0) if "text" in frame]
-    assert [frame["first"] for frame in told] == [0, 1, 0, 2, 3], "tokens 0 and 1 come again, at index 0"
-    assert "".join(frame["text"] for frame in told[2:]) == text_of(ids)
+    texts = [frame for frame in frames.of(0) if "text" in frame]
+    assert [frame["first"] for frame in texts] == [0, 1, 0, 2, 3], "tokens 0 and 1 come again, at index 0"
+    assert "".join(frame["text"] for frame in texts[2:]) == text_of(ids)
     assert final_of(house) == ("ended", 4, "length")
 
 

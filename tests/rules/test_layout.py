@@ -95,19 +95,19 @@ def on_the_path() -> list[str]:
     return [name for name in the_product() if name.startswith(ONE_PATH) and not name.startswith(HANGING)]
 
 
-def test_sizes_of_files() -> None:
+def test_files_are_below_their_limit() -> None:
     sizes = {s.name: s.lines for s in product() if not s.is_init}
     assert {name: n for name, n in sizes.items() if n > MOST_LINES} == {}
     small = {name: n for name, n in the_product().items() if n < LEAST_LINES}
     assert {name for name in small if Path(name).name not in ("ref.py", "gpu.py")} == set()
 
 
-def test_sizes_of_folders() -> None:
+def test_folders_are_below_their_limit() -> None:
     files = Counter(str(Path(name).parent) for name in the_product())
     assert {folder: n for folder, n in files.items() if n > MOST_FILES} == {}
 
 
-def test_no_circle_of_imports() -> None:
+def test_imports_have_no_circle() -> None:
     assert circles({name: to for name, to in imported().items() if name.split("/")[0] in PRODUCT}) == []
 
 

@@ -57,6 +57,9 @@ DELETABLE = {
     "services/gateway/dialects/responses.py": "services/gateway/app.py",
     "services/gateway/batches.py": "services/gateway/app.py",
     "services/gateway/page.py": "services/gateway/app.py",
+    "services/keeper/batches/": "services/keeper/parts.py",
+    "services/keeper/forwarding.py": "services/keeper/parts.py",
+    "services/keeper/webhooks.py": "services/keeper/parts.py",
     "services/kv_offload/peers/nixl.py": "services/kv_offload/peers/wire.py",
     "services/kv_offload/backends/folder.py": "services/kv_offload/backends/interface.py",
     "services/kv_offload/backends/lmcache.py": "services/kv_offload/backends/interface.py",
@@ -175,13 +178,13 @@ def main(model: str) -> None:
     for line in sys.stdin:
         read, write = os.pipe()
         if not (child := os.fork()):
-            said = ""
+            trace = ""
             try:
                 path, registry = line.split()
                 run_case(path, registry, model)
             except BaseException:  # noqa: BLE001 - the test prints it
-                said = traceback.format_exc()
-            os.write(write, said[-60_000:].encode())
+                trace = traceback.format_exc()
+            os.write(write, trace[-60_000:].encode())
             os._exit(0)
         os.close(write)
         with open(read) as answer:

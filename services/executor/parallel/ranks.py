@@ -37,7 +37,7 @@ log = logging.getLogger("headrace.executor")
 DRIVER = 0  # the rank in the actor's process
 RENDEZVOUS_TIMEOUT_S = 600.0  # the others may still load their weights
 LEAVE_TIMEOUT_S = 5.0
-_LOOK_S = 0.002  # between two polls of the store
+_STORE_POLL_S = 0.002  # between two polls of the store
 _ONE_HOST = "127.0.0.1"
 # NVLink multicast needs rights that not every host grants, and several processes that use it may hang.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -146,7 +146,7 @@ class DistributedRanks:
                 raise SetupError(
                     f"another rank has not answered for {RENDEZVOUS_TIMEOUT_S:.0f} s: see its log"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_STORE_POLL_S)
         return self._store.get(key)
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from shared.openai.batch_lines import CANCELLED, COMPLETED, EXPIRED, FAILED, MAX
 
 Body = dict[str, Any]
 
-LOOK_S = 2.0  # between two looks of `run`
+BATCH_POLL_S = 2.0  # between two looks of `run`
 ENDED = (COMPLETED, FAILED, CANCELLED, EXPIRED)
 
 
@@ -142,7 +142,7 @@ async def _await_end(target: Target, batch: str) -> None:
                         return
                     line.show(f"{batch}: {_progress(found)}")
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
+                    async with asyncio.timeout(BATCH_POLL_S):
                         await news.wait()
                 news.clear()
 

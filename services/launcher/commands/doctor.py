@@ -169,8 +169,8 @@ def _dtype_and_threads(loaded: Loaded) -> Iterator[Finding]:
         return
     yield Finding("ok", f"threads: {timing}")
     if found := timing.faster():
-        said = f"products in {found[0]} take {found[1]:.2f} of the time of those in {dtype}"
-        yield Finding("warn", said, f"--dtype {found[0]}, if other near ties do no harm")
+        found_line = f"products in {found[0]} take {found[1]:.2f} of the time of those in {dtype}"
+        yield Finding("warn", found_line, f"--dtype {found[0]}, if other near ties do no harm")
 
 
 def _shared_memory(_: Loaded) -> Iterator[Finding]:
@@ -303,8 +303,8 @@ def lines(found: Sizing, name: str, free_bytes: int) -> list[str]:
         ("processes", processes, ""),
         ("all", found.total_bytes, "weights and KV on GPUs" if found.on_gpu else here),
     )
-    said = f"{name}, {found.users} users at once with {found.context:,} tokens each"
-    return [said, *(f"  {what:<10} {_size(size):>9}  {note}".rstrip() for what, size, note in rows)]
+    line = f"{name}, {found.users} users at once with {found.context:,} tokens each"
+    return [line, *(f"  {what:<10} {_size(size):>9}  {note}".rstrip() for what, size, note in rows)]
 
 
 def print_sizing(settings: Settings, context: int, users: int) -> int:

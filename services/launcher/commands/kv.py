@@ -14,7 +14,7 @@ from shared.telemetry.counters import SchedulerLinkCounter as OnLinks
 from shared.telemetry.counters import SchedulerTierCounter as Tiers
 from shared.telemetry.counters import percent
 
-NOBODY = (
+NO_STORE = (
     "no kv_offload runs in this fleet: what device memory loses is computed again.",
     "`headrace up` starts one; elsewhere run `headrace serve kv_offload` on each host with an executor",
 )
@@ -39,7 +39,7 @@ async def kv(target: Target, fleet: str, *, as_json: bool) -> None:
 
 def draw(stores: list[Facts], schedulers: list[Facts]) -> list[str]:
     """The lines of `kv`, from the answers of the kv_offloads and the schedulers."""
-    drawn = [] if stores else list(NOBODY)
+    drawn = [] if stores else list(NO_STORE)
     for store in stores:
         drawn += _store_lines(store)
     for scheduler in schedulers:

@@ -14,7 +14,7 @@ from services.launcher.own_folder import SUFFIX, log_path
 from services.launcher.session import RunState, path_for, read
 from shared.errors import BadRequest, SetupError
 
-LOOK_S = 0.2  # between two looks at the files: new lines are shown before a person misses them
+FILES_POLL_S = 0.2  # between two looks at the files: new lines are shown before a person misses them
 
 
 def logs(note: RunState | None, service: str, last: int, *, follow: bool) -> None:
@@ -44,7 +44,7 @@ def logs(note: RunState | None, service: str, last: int, *, follow: bool) -> Non
             for line in tail.new():
                 print(lines.text(name, line))
         sys.stdout.flush()
-        time.sleep(LOOK_S if follow else 0)
+        time.sleep(FILES_POLL_S if follow else 0)
 
 
 class Tail:

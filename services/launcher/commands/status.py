@@ -26,7 +26,15 @@ from functools import cached_property
 
 from services.launcher import console
 from services.launcher.console import size
-from services.launcher.session import ANSWER_S, Facts, Target, answers_of, connected, find_fleet, services_of
+from services.launcher.session import (
+    STATUS_WAIT_S,
+    Facts,
+    Target,
+    answers_of,
+    connected,
+    find_fleet,
+    services_of,
+)
 from shared.actor.membership import NEEDED
 from shared.errors import BadRequest, HeadraceError
 from shared.nats import access, subjects
@@ -77,7 +85,7 @@ async def top(target: Target, fleet: str, interval_s: float, count: int) -> None
                         *text,
                     ]
                 )
-                if turn == count or await _is_set_within(ended, interval_s - ANSWER_S):
+                if turn == count or await _is_set_within(ended, interval_s - STATUS_WAIT_S):
                     return
                 try:
                     text = lines(Fleet(fleet, url, await answers_of(bus, fleet)), _width())
@@ -344,8 +352,9 @@ def _silent(fleet: Fleet) -> Iterator[str]:
         for kind, actor in members:
             if (kind, actor) not in there:
                 yield (
-                    f"{fleet.name_of(kind, actor)} has not answered within {ANSWER_S} s, and {scheduler} "
-                    "counts on it: it is busy, stopped or cut off. Try again; its log has the reason."
+                    f"{fleet.name_of(kind, actor)} has not answered within {STATUS_WAIT_S} s, and "
+                    f"{scheduler} counts on it: it is busy, stopped or cut off. Try again; its log has the "
+                    "reason."
                 )
 
 

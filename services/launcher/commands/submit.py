@@ -24,7 +24,7 @@ from shared.errors import NO_TEMPLATE, BadRequest, Unavailable, UnknownModel, Un
 from shared.nats import subjects
 from shared.nats.interface import NoResponders, RequestTimeout
 
-LOOK_S = 2.0  # between two looks of `--wait`, for news that were missed
+RESULT_POLL_S = 2.0  # between two looks of `--wait`, for news that were missed
 TRIES, AGAIN_S = 13, 0.25  # three seconds: the keeper is the last service that `up` starts
 NO_KEEPER = (
     "no keeper answers: is `headrace up` running, without `--no-durable`? `headrace status` shows what runs"
@@ -68,7 +68,7 @@ async def result(target: Target, request_id: str, *, wait: bool, as_json: bool) 
             if found["status"] in ENDED or not wait:
                 return _shown(found, as_json=as_json)
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(RESULT_POLL_S):
                     await news.wait()
 
 

@@ -185,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             trial = Trial(transport, in_flight, requests, given.first_ms, given.gap_ms)
             for row in run(trial):
                 good &= row.good
-                told = f"{row.client:>12.3f}{row.server:>12.3f}  {'good' if row.good else 'BAD'}"
-                print(f"{transport:<5}{in_flight:>6}  {row.name:<18}{told}", flush=True)
+                line = f"{row.client:>12.3f}{row.server:>12.3f}  {'good' if row.good else 'BAD'}"
+                print(f"{transport:<5}{in_flight:>6}  {row.name:<18}{line}", flush=True)
     return 0 if good else 1
 
 

@@ -203,8 +203,8 @@ def _note(
     found: Found, one: SlotOpen, row: int, results: list[StepResult], known: dict[int, list[int]]
 ) -> None:
     ids = [result.ids[row] for result in results]
-    said = [why for result in results for at, why in result.row_errors if at == row]
-    errors = [re.sub(r"/\S+", "PATH", why) for why in said]  # the model's temporary folder
+    reasons = [why for result in results for at, why in result.row_errors if at == row]
+    errors = [re.sub(r"/\S+", "PATH", why) for why in reasons]  # the model's temporary folder
     if one.slot < BYSTANDERS:
         found.compared += len(ids)
         if ids != known[one.slot] or errors:

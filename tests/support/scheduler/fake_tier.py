@@ -107,7 +107,7 @@ class FakeTier:
         self.replies: deque[tuple[str, Message]] = deque()
         self.l2: dict[bytes, tuple[list[int], int]] = {}
         self.kept: deque[tuple[str, Message]] = deque()  # what came while it was frozen
-        self.told: dict[str, None] = {}
+        self.schedulers: dict[str, None] = {}
         self.counts: dict[str, int] = {}
         self.restart(generation, 0)
 
@@ -129,7 +129,7 @@ class FakeTier:
     def handle(self, source: str, message: Message, now_us: int) -> None:
         """Take a message; the answer is in `replies` now, or after a later `advance`."""
         self.advance(now_us)
-        self.told[source] = None
+        self.schedulers[source] = None
         name = type(message).__name__
         self.counts[name] = self.counts.get(name, 0) + 1
         if self.frozen:
@@ -265,7 +265,7 @@ class FakeTier:
         entry = self.l1.pop(key)
         self._give_back(entry.offset)
         if not self._in_l2(key):
-            for source in self.told:
+            for source in self.schedulers:
                 self._reply(source, KvGone(keys=key))
 
     def _give_back(self, offset: int) -> None:

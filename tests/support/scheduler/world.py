@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from support.executor.paged_engine import STOP_ID, PagedEngine, expected_tokens
+from support.scheduler import invariants
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.tier_side import Pending, TierSide
 
-from services.scheduler import lifecycle
 from services.scheduler.core import Scheduler
 from services.scheduler.state import policies
 from services.scheduler.state.policies import Policy
@@ -109,6 +109,7 @@ class World:
     events: int = 0
     took_us: int = 0  # of a step, and as much for 16 rows more; 0: the engines report none
     checks: list[Callable[[World], None]] = field(default_factory=list)  # made after each event
+    check_every: int = 4  # so many events the whole state is checked; 0: a test changes it by hand
     side: TierSide = field(default_factory=TierSide)
 
     def __post_init__(self) -> None:
@@ -169,14 +170,8 @@ class World:
         self.events += 1
         for command in self.scheduler.handle(event, self.now_us):
             self._carry_out(command)
-        state = self.scheduler.state
-        for executor in state.executors.values():
-            executor.pool.check()
-        watched: dict[int, int] = {}
-        for at_us, seq in state.deadlines.heap:
-            watched[seq] = min(at_us, watched.get(seq, at_us))
-        for sequence in state.sequences.values():
-            assert watched[sequence.seq] <= lifecycle.due_at_us(sequence), "no timer watches this deadline"
+        if self.check_every and self.events % self.check_every == 0:
+            invariants.check(self.scheduler.state)
         for check in self.checks:
             check(self)
 
@@ -335,6 +330,8 @@ class World:
         """Nothing is left: no request, no block, no slot, no promise."""
         assert self.scheduler.is_idle
         assert not self.scheduler.state.waiting
+        if self.check_every:
+            invariants.check(self.scheduler.state)
         for executor in self.scheduler.state.executors.values():
             pool = executor.pool
             free = pool.free_blocks + pool.dirty_blocks

@@ -39,25 +39,25 @@ def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest
     assert (loaded.settings.window, loaded.origins["window"], loaded.unknown_env) == (3, "file", ())
 
 
-def test_few_settings_each_explained() -> None:
+def test_settings_are_few_and_explained() -> None:
     assert len(Settings.model_fields) <= 62
     assert all(field.description for field in Settings.model_fields.values())
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("window = 9", "window: Input should be less than or equal to 4, not 9 (file "),
         ("windows = 2", "windows: no such setting (file "),
         ("window = ", "cannot be read"),
     ],
 )
-def test_a_mistake_in_the_file_names_it(tmp_path: Path, text: str, said: str) -> None:
+def test_a_mistake_in_the_file_names_it(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "h.toml"
     file.write_text(text)
     with pytest.raises(SetupError) as caught:
         load(file)
-    assert said in caught.value.message
+    assert reason in caught.value.message
     assert str(file) in caught.value.message
 
 
@@ -101,7 +101,7 @@ def test_a_model_may_have_several_names(given: str, names: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "reason"),
     [
         ("a,,b", "1 to 128"),
         ("a,", "1 to 128"),
@@ -110,8 +110,8 @@ def test_a_model_may_have_several_names(given: str, names: tuple[str, ...]) -> N
         ("a,b, a", "differ"),
     ],
 )
-def test_names_that_are_empty_long_or_equal_are_refused(given: str, said: str) -> None:
-    with pytest.raises(SetupError, match=f"model_name: names .*{said}"):
+def test_names_that_are_empty_long_or_equal_are_refused(given: str, reason: str) -> None:
+    with pytest.raises(SetupError, match=f"model_name: names .*{reason}"):
         load(flags={"model_name": given})
 
 

@@ -117,8 +117,8 @@ def test_code_of_other_sources_compilers_or_an_unknown_cpu_or_damaged_is_not_use
         patch.setattr(prebuilt, "compilers", lambda: "numba 9.9 llvmlite 9.9")
         assert prebuilt.load("rowwise._norm_f32") is None
         here = f"numba {numba.__version__} llvmlite {llvmlite.__version__}"
-        said = f"the package has them of {here}, installed is numba 9.9 llvmlite 9.9"
-        assert [said in line for line in caplog.messages] == [True] * (HERE is not None)
+        why = f"the package has them of {here}, installed is numba 9.9 llvmlite 9.9"
+        assert [why in line for line in caplog.messages] == [True] * (HERE is not None)
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for kind in KINDS:

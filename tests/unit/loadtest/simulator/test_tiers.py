@@ -71,7 +71,7 @@ def times(made: VirtualEngine, what: KvCopy, sent_us: int) -> tuple[int, int, in
     return done.wait_us, done.took_us, at_us
 
 
-def test_a_lane_each_way_first_come_first_served() -> None:
+def test_copies_of_each_direction_run_in_the_order_of_arrival() -> None:
     made = engine(hop_us=100)
     assert times(made, copy(1, True, 0, 1), 0) == (0, 2_010, 2_210)
     assert times(made, copy(2, True, 2), 0) == (2_010, 1_010, 3_220)
@@ -154,11 +154,11 @@ def test_messages_go_to_the_tier_and_back_and_what_it_does_by_itself_is_woken_fo
     machine = Machine(MODEL, block_bytes=PAGE)
     tier = RealTier(spec, PAGE)
     world = World(Setup((machine,), tier=lambda: tier), Workload(()))
-    heard: list[tuple[int, object]] = []
-    world.scheduler.handle = lambda event, now_us: heard.append((now_us, event)) or []  # type: ignore[method-assign,func-returns-value,return-value]  # a spy
+    received: list[tuple[int, object]] = []
+    world.scheduler.handle = lambda event, now_us: received.append((now_us, event)) or []  # type: ignore[method-assign,func-returns-value,return-value]  # a spy
     world.run()
 
-    def say(*messages: Message) -> int:
+    def deliver(*messages: Message) -> int:
         """When they were sent."""
         sent_us = world.now_us
         for message in messages:
@@ -167,12 +167,14 @@ def test_messages_go_to_the_tier_and_back_and_what_it_does_by_itself_is_woken_fo
         return sent_us
 
     reserve = KvReserve(job=1, owner="executor.e0", keys=keys(0, 1), value_bytes=PAGE, lease_us=LEASE_US)
-    say(reserve, KvCommit(job=1, written=ints([1, 1])))
-    say(prefetch(2, 0, 1), KvRelease(jobs=ints([2])))  # a second use: they go to L2
+    deliver(reserve, KvCommit(job=1, written=ints([1, 1])))
+    deliver(prefetch(2, 0, 1), KvRelease(jobs=ints([2])))  # a second use: they go to L2
     others = replace(reserve, job=3, keys=keys(2, 3, 4, 5), priority=1)
-    say(others, KvRelease(jobs=ints([3])))
-    sent_us = say(prefetch(4, 0, 1))
-    ready = [(at, event.message) for at, event in heard if isinstance(getattr(event, "message", 0), KvReady)]  # type: ignore[attr-defined]  # it has one
+    deliver(others, KvRelease(jobs=ints([3])))
+    sent_us = deliver(prefetch(4, 0, 1))
+    ready = [
+        (at, event.message) for at, event in received if isinstance(getattr(event, "message", 0), KvReady)
+    ]  # type: ignore[attr-defined]  # it has one
     assert ready[-1][0] == sent_us + TIER_HOP_US + 2_000 + TIER_HOP_US
     assert [message.from_l2 for _, message in ready] == [0, 2]
     assert sent_us > FIRST_US

@@ -24,11 +24,11 @@ def test_liveness_probe_goes_to_a_sibling_of_the_inbox_and_never_to_the_inbox() 
 def test_a_client_that_was_there_and_is_absent_for_three_turns_has_gone() -> None:
     presence, request = ClientLiveness(), plain(5)
     presence.next_probes([request])
-    told = []
+    sent = []
     for _ in range(ABSENT_TURNS):
         presence.next_probes([request])
-        told.append(presence.no_responder("p5"))
-    assert told == [None, None, 5]
+        sent.append(presence.no_responder("p5"))
+    assert sent == [None, None, 5]
 
 
 def test_a_client_that_comes_back_is_counted_anew() -> None:

@@ -117,13 +117,13 @@ def frames(commands: list[Command]) -> list[dict[str, Any]]:
     return [json.loads(c.data) for c in commands if isinstance(c, Publish)]
 
 
-def told(commands: list[Command]) -> list[tuple[str, Message]]:
+def sent_to_schedulers(commands: list[Command]) -> list[tuple[str, Message]]:
     return [(c.scheduler, c.message) for c in commands if isinstance(c, SendTo)]
 
 
 def resumed(commands: list[Command]) -> Tokenized:
     """The request that another scheduler is asked to go on with."""
-    ((_, message),) = told(commands)
+    ((_, message),) = sent_to_schedulers(commands)
     assert isinstance(message, Tokenized)
     return message
 
@@ -146,10 +146,10 @@ def test_stream_goes_on_at_another_scheduler_after_its_last_token(core: Detokeni
     assert core.failover.advance(["b"], 4_251_000) == []  # it has been asked
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
     assert frames(out) == []  # a reader sees none of it
-    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]  # should it live after all
+    assert sent_to_schedulers(out) == [(A, Detached(seqs=ints([5]), moved=True))]  # should it live after all
     out = give(core, B, tokens(90, 3, "de"), Close(seq=90, final=5, reason="length"))
     seen += frames(out)
-    assert told(out) == [(B, Ended(seq=90, index=5, reason="length"))]
+    assert sent_to_schedulers(out) == [(B, Ended(seq=90, index=5, reason="length"))]
     assert [frame["frame"] for frame in seen] == [*range(len(seen))]
     assert {frame["attempt"] for frame in seen} == {1}
     assert (text(seen), seen[-1]["choices"]) == (
@@ -180,7 +180,7 @@ def test_choices_that_are_over_stay_so(core: DetokenizerCore) -> None:
     seen += frames(out)
     assert [text(seen, choice) for choice in range(4)] == ["ab", "xy", "qr", "s"]
     assert [c["finish_reason"] for c in seen[-1]["choices"]] == ["length", "stop", "length", "length"]
-    assert [m.seq for _, m in told(out) if isinstance(m, Ended)] == [90, 91, 92, 93]
+    assert [m.seq for _, m in sent_to_schedulers(out) if isinstance(m, Ended)] == [90, 91, 92, 93]
     assert core.is_idle
 
 
@@ -204,7 +204,7 @@ def test_new_incarnation_under_the_same_name_gets_the_request(core: DetokenizerC
     assert isinstance(ask, SendTo)
     assert ask.scheduler == A
     out = give(core, A, *opens(resumed([ask]), 700))
-    assert told(out) == []  # no reader there has the old number
+    assert sent_to_schedulers(out) == []  # no reader there has the old number
     out = give(core, A, tokens(700, 2, "c"), Close(seq=700, final=3, reason="length"))
     assert text(frames(out)) == "c"
     assert core.is_idle
@@ -217,7 +217,7 @@ def test_scheduler_that_cannot_serve_yet_is_tried_again_after_the_others(core: D
     other = "c" if first == "b" else "b"
     refused = Rejected(tenant="t", request="r1", attempt=1, code=503, message="no executor is ready")
     for ready, expected in ((["b", "c"], first), (["b", "c"], other), ([other], other), ([], None)):
-        out = told(core.failover.advance(ready, 0))
+        out = sent_to_schedulers(core.failover.advance(ready, 0))
         assert [to for to, _ in out] == ([f"scheduler.{expected}"] if expected else [])
         assert give(core, f"scheduler.{expected}", refused) == []
     for _ in range(WAIT_TURNS - 5):
@@ -226,7 +226,7 @@ def test_scheduler_that_cannot_serve_yet_is_tried_again_after_the_others(core: D
     (frame,) = frames(out)
     assert (frame["error"]["code"], frame["error"]["retryable"]) == (503, True)
     assert frame["error"]["message"] == "the scheduler has gone, and no executor is ready; send it again"
-    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
+    assert sent_to_schedulers(out) == [(A, Detached(seqs=ints([5]), moved=True))]
     assert core.is_idle
 
 
@@ -237,7 +237,7 @@ def test_silence_ends_with_a_cancel_and_a_503(core: DetokenizerCore) -> None:
     out: list[Command] = []
     for _ in range(WAIT_TURNS):
         out += core.failover.advance(["b"], 0)
-    assert told(out) == CANCELLED
+    assert sent_to_schedulers(out) == CANCELLED
     assert frames(out)[0]["error"]["code"] == 503
 
 
@@ -279,7 +279,7 @@ def test_request_of_another_detokenizer_is_forgotten_silently(core: DetokenizerC
     core.failover.on_lost(A, "gone")
     core.failover.advance(["b"], 0)
     out = give(core, B, Rejected(tenant="t", request="r1", attempt=1, code=MOVED, message=""))
-    assert (frames(out), told(out)) == ([], [(A, Detached(seqs=ints([5]), moved=True))])
+    assert (frames(out), sent_to_schedulers(out)) == ([], [(A, Detached(seqs=ints([5]), moved=True))])
     assert core.is_idle
 
 
@@ -298,7 +298,7 @@ def test_tokenizers_second_submission_starts_a_new_attempt(core: DetokenizerCore
     seen = frames(begin(core)) + frames(give(core, A, tokens(5, 0, "ab")))
     core.failover.on_lost(A, "gone")
     out = give(core, B, *opens(ASKED, 90, attempt=2), tokens(90, 0, "abc"))
-    assert told(out) == [(A, Detached(seqs=ints([5]), moved=True))]
+    assert sent_to_schedulers(out) == [(A, Detached(seqs=ints([5]), moved=True))]
     fresh = frames(out)
     assert [frame["type"] for frame in fresh] == ["accepted", "delta"]
     assert fresh[0]["attempt"] > seen[-1]["attempt"]
@@ -321,7 +321,7 @@ def test_cancel_is_kept_while_the_scheduler_is_dead(core: DetokenizerCore, befor
         out = core.failover.advance(["b"], 0)
     assert frames(out)[0]["error"]["code"] == 499
     expected = [(A, Detached(seqs=ints([5])))] if before else CANCELLED
-    assert told(out) == expected
+    assert sent_to_schedulers(out) == expected
     assert core.is_idle
 
 
@@ -345,7 +345,7 @@ def test_an_answer_of_the_one_thought_dead_is_the_only_one(core: DetokenizerCore
     out = give(core, A, tokens(5, 0, "abc"), Close(seq=5, final=3, reason="length"))
     assert frames(out)[-1]["type"] == "done"
     assert give(core, B, *opens(asked, 90), tokens(90, 0, "ab")) == []
-    assert told(core.failover.advance(["a", "b"], 0)) == [(B, Cancel(tenant="t", request="r1"))]
+    assert sent_to_schedulers(core.failover.advance(["a", "b"], 0)) == [(B, Cancel(tenant="t", request="r1"))]
     assert give(core, B, Close(seq=90, final=2, reason="error", code=499)) == [
         SendTo(B, Ended(seq=90, index=2, reason="error"))
     ]
@@ -393,7 +393,7 @@ def test_one_that_was_given_up_and_has_only_been_slow_gets_no_reader(core: Detok
     again = resumed(core.failover.advance(["c"], 0))
     give(core, "scheduler.c", *opens(again, 70), tokens(70, 2, "c"))
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90), tokens(90, 2, "c"))
-    assert (frames(out), told(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
+    assert (frames(out), sent_to_schedulers(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
     out = give(core, "scheduler.c", tokens(70, 3, "d"), Close(seq=70, final=4, reason="length"))
     assert text(frames(out)) == "d"
     assert core.is_idle
@@ -413,7 +413,7 @@ def test_last_frame_to_a_client_is_followed_by_nothing(core: DetokenizerCore, la
             assert core.failover.advance(["b"], 0) == []
     out = give(core, B, Accepted(tenant="t", request="r1", attempt=1), *opens(asked, 90))
     out += give(core, B, Close(seq=90, final=0, reason="error", code=499))
-    assert (frames(out), told(out)) == ([], [(B, Ended(seq=90, index=0, reason="error"))])
+    assert (frames(out), sent_to_schedulers(out)) == ([], [(B, Ended(seq=90, index=0, reason="error"))])
     again = dataclasses.replace(asked, inbox="another")  # the id is used once more
     assert [f["type"] for f in frames(give(core, B, *opens(again, 95)))] == ["accepted"]
     core.failover.advance(["b"], 0)
@@ -470,10 +470,12 @@ def test_stop_string_found_during_failover_is_sent_to_the_new_scheduler(core: De
     give(core, A, tokens(5, 0, "ab"))
     core.failover.on_lost(A, "gone")
     asked = resumed(core.failover.advance(["b"], 0))
-    assert told(give(core, A, tokens(5, 2, "end"))) == [(A, StopFound(seq=5, index=5))]
-    assert told(give(core, B, *opens(asked, 90)))[1:] == []
-    assert told(give(core, B, tokens(90, 2, "en"))) == []  # it would not know that index
-    assert told(give(core, B, tokens(90, 4, "d"), tokens(90, 5, "z"))) == [(B, StopFound(seq=90, index=5))]
+    assert sent_to_schedulers(give(core, A, tokens(5, 2, "end"))) == [(A, StopFound(seq=5, index=5))]
+    assert sent_to_schedulers(give(core, B, *opens(asked, 90)))[1:] == []
+    assert sent_to_schedulers(give(core, B, tokens(90, 2, "en"))) == []  # it would not know that index
+    assert sent_to_schedulers(give(core, B, tokens(90, 4, "d"), tokens(90, 5, "z"))) == [
+        (B, StopFound(seq=90, index=5))
+    ]
     out = give(core, B, Close(seq=90, final=5, reason="stop"))
     assert frames(out)[-1]["choices"] == [
         {"index": 0, "tokens": 5, "finish_reason": "stop", "stop_reason": "end"}
@@ -549,7 +551,7 @@ def test_scheduler_of_an_adopted_request_gets_its_end_by_name(core: DetokenizerC
         out += core.on_client_gone(1)
     for _ in range(WAIT_TURNS):
         out += core.failover.advance([], 2)
-    assert {(to, str(message)) for to, message in told(out)} == {
+    assert {(to, str(message)) for to, message in sent_to_schedulers(out)} == {
         (A, str(Cancel(tenant="t", request="r1", code=MOVED)))
     }
     assert core.is_idle
@@ -561,7 +563,7 @@ def test_a_request_that_two_schedulers_got_runs_at_the_first_one(core: Detokeniz
     begin(core)
     give(core, A, tokens(5, 0, "ab"))
     out = give(core, B, *opens(ASKED, 90, attempt), tokens(90, 0, "ab"))
-    assert (frames(out), told(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
+    assert (frames(out), sent_to_schedulers(out)) == ([], [(B, Detached(seqs=ints([90]), moved=True))])
     core.failover.on_lost(A, "gone")
     give(core, B, *opens(resumed(core.failover.advance(["b"], 0)), 91))
     out = give(core, B, tokens(91, 2, "c"), Close(seq=91, final=3, reason="length"))
@@ -572,14 +574,14 @@ def test_a_request_that_two_schedulers_got_runs_at_the_first_one(core: Detokeniz
 def test_another_attempt_of_the_same_tokenizer_has_a_reason(core: DetokenizerCore) -> None:
     """It has missed the first scheduler before this detokenizer did."""
     begin(core)
-    assert told(give(core, B, *opens(ASKED, 90, attempt=2))) == []
+    assert sent_to_schedulers(give(core, B, *opens(ASKED, 90, attempt=2))) == []
 
 
 def test_an_id_in_use_at_another_scheduler_is_409(core: DetokenizerCore) -> None:
     """For each choice; the one in use goes on."""
     begin(core)
     other = dataclasses.replace(ASKED, inbox="other", n=2)
-    out = told(give(core, B, *opens(other, 90), other))
+    out = sent_to_schedulers(give(core, B, *opens(other, 90), other))
     assert [to for to, _ in out] == [B, B]
     cancel = out[0][1]
     assert isinstance(cancel, Cancel)
@@ -603,5 +605,5 @@ def test_a_request_goes_where_the_tokenizer_would_send_the_next_turn_of_its_chat
     asked = dataclasses.replace(ASKED, routing_key="a chat")
     begin(core, asked)
     core.failover.on_lost(A, "gone")
-    ((to, _),) = told(core.failover.advance(names, 0))
+    ((to, _),) = sent_to_schedulers(core.failover.advance(names, 0))
     assert to == f"scheduler.{rendezvous('a chat', names)}" != f"scheduler.{rendezvous('r1', names)}"

@@ -41,22 +41,22 @@ class Line:
     text: str = ""
     scores: list[float] = field(default_factory=list)
     ends: list[dict[str, Any]] = field(default_factory=list)
-    told: list[Message] = field(default_factory=list)
+    replies: list[Message] = field(default_factory=list)
     sent: int = 0  # tokens
 
-    def say(self, *messages: Message) -> None:
+    def deliver(self, *messages: Message) -> None:
         for message in messages:
             self.carry(self.core.handle(SCHEDULER, message))
 
     def open(self, **more: Any) -> None:
         fields = {"request": "r", "attempt": 1, "tenant": "t", "model": "m", "inbox": "in"}
-        self.say(Open(seq=7, stream=self.stream, **{**fields, **more}))
+        self.deliver(Open(seq=7, stream=self.stream, **{**fields, **more}))
 
     def tokens(self, text: str) -> None:
         ids = ints(3 + byte for byte in text.encode())
         scores = floats(-byte for byte in text.encode())
         counts, first = ints([len(ids)]), ints([self.sent])
-        self.say(
+        self.deliver(
             Tokens(executor="e", step=1, seqs=ints([7]), first=first, counts=counts, ids=ids, logprobs=scores)
         )
         self.sent += len(ids)
@@ -68,7 +68,7 @@ class Line:
         self.carry(self.core.advance_reconnect())
 
     def close(self) -> None:
-        self.say(Close(seq=7, final=self.sent, reason="length"))
+        self.deliver(Close(seq=7, final=self.sent, reason="length"))
 
     def cut(self) -> None:
         self.core.reconnect.on_broker_lost()
@@ -81,7 +81,7 @@ class Line:
         absent = []
         for command in commands:
             if isinstance(command, SendTo):
-                self.told.append(command.message)
+                self.replies.append(command.message)
             elif isinstance(command, Publish) and not self.loses:
                 if self.listens:
                     self.read(json.loads(command.data))
@@ -148,7 +148,7 @@ def test_a_reader_that_comes_back_late_gets_everything(letters: Vocabulary, late
     at.mend()
     for _ in range(late):
         at.turn()
-    assert at.told == []
+    assert at.replies == []
     at.tokens("c")
     at.close()
     at.listens = True
@@ -222,9 +222,9 @@ def test_a_reader_that_stays_away_has_gone(letters: Vocabulary) -> None:
     at.mend()
     for _ in range(TURNS - 1):
         at.turn()
-    assert at.told == []
+    assert at.replies == []
     at.turn()
-    assert at.told == [Detached(seqs=ints([7]))]
+    assert at.replies == [Detached(seqs=ints([7]))]
     assert not at.core.reconnect.is_active
 
 
@@ -401,7 +401,7 @@ def test_moved_stream_is_not_replayed(letters: Vocabulary) -> None:
     at.open()
     at.cut()
     at.mend()
-    at.say(Close(seq=7, final=0, reason="moved"))
+    at.deliver(Close(seq=7, final=0, reason="moved"))
     assert at.core.advance_reconnect() == []
     assert at.core.is_idle
 

@@ -191,7 +191,7 @@ def test_a_stop_string_counts_in_the_content_alone(
     assert len(ends) == 1
 
 
-ANSWERED = [answer for answer in ANSWERS if answer.says or answer.thinks]
+ANSWERED = [answer for answer in ANSWERS if answer.has_text or answer.thinks]
 NEAR_STOPS = st.sampled_from(
     ["I", "t.", "look", "name", "<", "call", "{", "user", "T", "get_", "zone", ":", "E"]
 )
@@ -216,7 +216,7 @@ def test_stop_strings_in_answers_against_the_content_of_the_whole(
         for kind, group in itertools.groupby(parts, lambda part: part.kind)
         if kind == "content"
     ]
-    found = [(min(ends)[1], n) for n, said in enumerate(contents) if (ends := stops_in(said, stops))]
+    found = [(min(ends)[1], n) for n, tail in enumerate(contents) if (ends := stops_in(tail, stops))]
     form = answer.form + "/thinking" * answer.opened
     stream = stream_of(letters, tuple(stops), answer_format=form, most_calls=calls)
     ids = [3 + byte for byte in text.encode()]
@@ -228,10 +228,10 @@ def test_stop_strings_in_answers_against_the_content_of_the_whole(
     stream.close(len(ids), "length")
     shown += stream.drain().text
     assert text.startswith(shown)
-    said = read(answer.form, shown, thinking=answer.opened, tools=tools).content.split()
+    tail = read(answer.form, shown, thinking=answer.opened, tools=tools).content.split()
     if found:
         start, n = found[0]
-        assert said == "".join([*contents[:n], contents[n][:start]]).split()
+        assert tail == "".join([*contents[:n], contents[n][:start]]).split()
         assert stream.reason == "stop"
     else:
         assert (shown, stream.reason) == (text, "length")

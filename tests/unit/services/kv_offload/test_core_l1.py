@@ -67,7 +67,7 @@ def test_core_without_an_arena_stores_nothing_and_answers_every_query() -> None:
         (Cancel(tenant="t", request="r"), []),
     ]
     for asked, answer in answers:
-        assert world.say(asked) == answer
+        assert world.deliver(asked) == answer
     assert (world.state.counters.lookups, world.state.counters.hit_rate) == (2, 0)
 
 
@@ -96,7 +96,7 @@ def test_a_prefix_ends_at_its_first_miss() -> None:
 def test_another_layout_has_other_values() -> None:
     world = World()
     world.store(1, 1)
-    assert tiers(world.say(KvLookup(job=1, keys=key(1), fingerprint="f2"))) == [0]
+    assert tiers(world.deliver(KvLookup(job=1, keys=key(1), fingerprint="f2"))) == [0]
     assert list(ready(world.prefetch(2, 1, fingerprint="f2")).offsets) == [-1]
     assert world.store(3, 1, fingerprint="f2") == [1]
     assert len(world.state.l1.entries) == 2
@@ -107,7 +107,7 @@ def test_unwritten_range_is_free_again() -> None:
     world.reserve(1, 1, 2)
     assert world.commit(1, 0, 1) == [0, 1]
     world.reserve(2, 3, priority=1)
-    world.say(KvRelease(jobs=ints([2])))
+    world.deliver(KvRelease(jobs=ints([2])))
     assert world.reserve(3, 4, 5, priority=1) == [0, 2 * PAGE]
     assert world.commit(3) == [0, 0], "a commit without a key has not written it"
 
@@ -140,7 +140,7 @@ def test_asking_twice_is_asking_once() -> None:
     assert ready(world.prefetch(2, 1)) == ready(world.prefetch(2, 1))
     assert world.state.l1.entries[PRINT, key(1)].pins == 1
     assert ready(world.prefetch(2, 2)).status == "missing", "another question under the same number"
-    world.say(KvRelease(jobs=ints([2])))
+    world.deliver(KvRelease(jobs=ints([2])))
     assert world.state.l1.pinned_bytes == 0
     for job in range(10, 10 + REPEATED_COMMITS):
         world.store(job, 5)
@@ -254,9 +254,9 @@ def test_a_late_commit_stores_nothing_and_frees_the_ranges() -> None:
 def test_a_late_release_frees_the_ranges() -> None:
     world = World()
     expired(world)
-    world.say(KvRelease(jobs=ints([1])), source="scheduler.other")
+    world.deliver(KvRelease(jobs=ints([1])), source="scheduler.other")
     assert world.state.quarantined_bytes == 2 * PAGE
-    world.say(KvRelease(jobs=ints([1])))
+    world.deliver(KvRelease(jobs=ints([1])))
     assert world.state.quarantined_bytes == 0
 
 
@@ -311,10 +311,10 @@ def test_unknown_owner_counts_as_gone_until_it_is_seen() -> None:
 def test_an_executor_that_has_unmapped_the_arena_writes_no_more() -> None:
     world = World()
     expired(world)
-    world.say(ArenaReleased(executor="e", arena_generation=2))
-    world.say(ArenaReleased(executor="other", arena_generation=3))
+    world.deliver(ArenaReleased(executor="e", arena_generation=2))
+    world.deliver(ArenaReleased(executor="other", arena_generation=3))
     assert world.state.quarantined_bytes == 2 * PAGE
-    world.say(ArenaReleased(executor="e", arena_generation=3))
+    world.deliver(ArenaReleased(executor="e", arena_generation=3))
     assert world.state.quarantined_bytes == 0
 
 
@@ -324,7 +324,7 @@ def test_a_new_incarnation_of_the_scheduler_voids_all_leases_of_the_one_before()
     world.store(1, 1)
     world.prefetch(2, 1)
     world.reserve(3, 2, priority=1)
-    world.say(
+    world.deliver(
         KvPrefetch(job=2, owner="e", keys=key(1), deadline_us=1, lease_us=SECOND, fingerprint=PRINT),
         "scheduler.b",
     )
@@ -351,8 +351,8 @@ def test_the_leases_of_a_silent_scheduler_go_on_to_their_deadline() -> None:
 
 def test_block_that_leaves_the_last_tier_is_reported_to_every_present_scheduler() -> None:
     world = World(10)
-    world.say(KvLookup(job=1, keys=b""), "scheduler.b")
-    world.say(KvLookup(job=1, keys=b""), "scheduler.c")
+    world.deliver(KvLookup(job=1, keys=b""), "scheduler.b")
+    world.deliver(KvLookup(job=1, keys=b""), "scheduler.c")
     world.handle(PeerLost("scheduler.c"))
     world.store(1, *range(9))
     world.sent.clear()
@@ -367,7 +367,7 @@ def test_block_that_leaves_the_last_tier_is_reported_to_every_present_scheduler(
 def test_a_message_names_at_most_1024_keys_that_are_gone() -> None:
     world = World(4_000)
     world.store(1, *range(3_600))
-    answers = world.say(
+    answers = world.deliver(
         KvReserve(job=2, owner="e", keys=key(9_999), value_bytes=1_500 * PAGE, lease_us=1, fingerprint=PRINT)
     )
     assert [len(m.keys) // 32 for m in answers if isinstance(m, KvGone)] == [1_024, 476]
@@ -375,7 +375,7 @@ def test_a_message_names_at_most_1024_keys_that_are_gone() -> None:
 
 def test_an_odd_tail_of_keys_is_left_out() -> None:
     world = World()
-    assert tiers(world.say(KvLookup(job=1, keys=key(1) + b"odd"))) == [0]
+    assert tiers(world.deliver(KvLookup(job=1, keys=key(1) + b"odd"))) == [0]
 
 
 def test_the_counting_arena_keeps_the_arenas_promises() -> None:

@@ -144,7 +144,7 @@ def test_prefetch_waits_for_l2_and_reports_what_it_fetched() -> None:
     assert (answer.job, answer.status, answer.from_l2, answer.took_us) == (7, "missing", 2, 3_000)
     assert answer.offsets[3] == -1
     w.read(answer, 1, 2, 3, 4)
-    w.say(KvRelease(jobs=ints([7])))
+    w.deliver(KvRelease(jobs=ints([7])))
     assert w.state.l1.pinned_bytes == 0
 
 
@@ -214,10 +214,10 @@ def test_two_waiters_for_a_value_share_one_get_and_a_release_ends_the_waiting() 
     for job in (5, 6, 7):
         w.prefetch(job, 1)
     assert len(w.in_flight(L2Get)) == 1
-    w.say(KvRelease(jobs=ints([6])))
+    w.deliver(KvRelease(jobs=ints([6])))
     answers = readies(w.end_all())
     assert [answer.job for answer in answers] == [5, 7]
-    w.say(KvRelease(jobs=ints([5, 7])))
+    w.deliver(KvRelease(jobs=ints([5, 7])))
     assert w.state.l1.pinned_bytes == 0
 
 
@@ -229,7 +229,7 @@ def test_awaited_values_come_first_and_abandoned_values_not_at_all() -> None:
     assert len(w.in_flight(L2Get)) == data
     w.prefetch(7, 19, 30)
     w.prefetch(8, 31)
-    w.say(KvRelease(jobs=ints([8])))
+    w.deliver(KvRelease(jobs=ints([8])))
     w.end(w.in_flight(L2Get)[0])
     w.end(w.in_flight(L2Get)[0])
     asked = [w.calls[call].name[1] for call in w.in_flight(L2Get)[-2:]]  # type: ignore[union-attr]  # gets
@@ -286,7 +286,7 @@ def test_blocks_that_l2_has_are_evicted_first_and_are_not_lost() -> None:
     w = world()
     w.store(1, 1, 2, 3)
     w.prefetch(2, 1)
-    w.say(KvRelease(jobs=ints([2])))
+    w.deliver(KvRelease(jobs=ints([2])))
     w.end_all()
     w.sent.clear()
     w.reserve(3, *range(10, 17))
@@ -299,7 +299,7 @@ def test_coldest_blocks_are_copied_once_l1_is_nearly_full_and_reused_blocks_firs
     w.store(1, *range(14))
     assert w.calls == {}
     w.prefetch(2, 5)
-    w.say(KvRelease(jobs=ints([2])))
+    w.deliver(KvRelease(jobs=ints([2])))
     w.end_all("failed", [L2Put])
     w.look_up(*range(14), job=3)  # 5 is as cold as its place
     w.store(4, 50)
@@ -337,9 +337,9 @@ def test_a_value_that_went_before_its_copy_began_is_not_copied() -> None:
     w.store(1, 1)
     w.reserve(2, 2, priority=1)
     w.prefetch(3, 1)
-    w.say(KvRelease(jobs=ints([3])))
+    w.deliver(KvRelease(jobs=ints([3])))
     w.reserve(4, *range(10, 19))
-    w.say(KvRelease(jobs=ints([4, 2])))
+    w.deliver(KvRelease(jobs=ints([4, 2])))
     assert w.calls == {}
 
 
@@ -347,10 +347,10 @@ def test_a_value_that_is_being_sent_is_not_evicted() -> None:
     w = world(10)
     w.store(1, 1)
     w.prefetch(2, 1)
-    w.say(KvRelease(jobs=ints([2])))
+    w.deliver(KvRelease(jobs=ints([2])))
     assert w.reserve(3, *range(10, 19)).count(-1) == 1
     w.end_all()
-    w.say(KvRelease(jobs=ints([3])))
+    w.deliver(KvRelease(jobs=ints([3])))
     assert w.reserve(4, *range(10, 19)).count(-1) == 0
 
 
@@ -424,7 +424,7 @@ def test_l1_answers_while_l2_hangs() -> None:
         w.look_up(1, job=2_000 + at)
         assert tiers(w.look_up(10, 11, job=at)) == [[1, 1]]
         assert readies(w.prefetch(5_000 + at, 10, 11))[0].status == "ok"
-        w.say(KvRelease(jobs=ints([5_000 + at])))
+        w.deliver(KvRelease(jobs=ints([5_000 + at])))
         w.wait(20_000)
     assert w.state.counters.lookups == 600
     assert w.state.l1.pinned_bytes == 0

@@ -155,7 +155,7 @@ def test_no_server_is_an_error_with_its_mend(command: list[str], capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "reason"),
     [
         ("bench run --url http://127.0.0.1:99999", "is no URL of a server: Port out of range"),
         ("bench run --url foo", "'foo' is no URL of a server"),
@@ -179,14 +179,14 @@ def test_no_server_is_an_error_with_its_mend(command: list[str], capsys: pytest.
     ],
 )
 def test_wrong_input_is_answered_with_a_sentence(
-    line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert main(line.split()) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert re.fullmatch(r"error \((setup|invalid request)\): .+\n", shown.err)
-    assert said in shown.err
+    assert reason in shown.err
 
 
 def test_an_unknown_service_or_model_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_request_from_argument_file_and_stdin(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("text", "file", "said"),
+    ("text", "file", "reason"),
     [
         ("{", None, "the request is not JSON"),
         ("[1]", None, "not a JSON object"),
@@ -217,8 +217,8 @@ def test_a_request_from_argument_file_and_stdin(tmp_path: Path, monkeypatch: pyt
         (None, Path("/none/x.json"), "/none/x.json cannot be read: No such file"),
     ],
 )
-def test_a_request_that_cannot_be_read(text: str | None, file: Path | None, said: str) -> None:
-    with pytest.raises(BadRequest, match=said):
+def test_a_request_that_cannot_be_read(text: str | None, file: Path | None, reason: str) -> None:
+    with pytest.raises(BadRequest, match=reason):
         read_body(text, file)
 
 
@@ -251,9 +251,9 @@ def test_mistyped_word_is_an_error_with_the_nearest_one(
         status = main(words)
     except SystemExit as left:
         status = int(left.code or 0)
-    said = capsys.readouterr().err.rstrip()
+    reason = capsys.readouterr().err.rstrip()
     assert status in (1, 2)
-    assert said.endswith(f"; did you mean `{meant}`?") if meant else "did you mean" not in said
+    assert reason.endswith(f"; did you mean `{meant}`?") if meant else "did you mean" not in reason
 
 
 @pytest.mark.parametrize("verb", ["result", "attach"])
@@ -307,8 +307,8 @@ def test_a_chat_has_what_is_left_of_the_context_unless_a_limit_is_given(
     """A default of its own would not fit near the end of the context."""
     limits = []
 
-    async def ask_once(target: object, question: str, said: Conversation, timeout_s: float) -> None:
-        limits.append(said.options.get("max_tokens"))
+    async def ask_once(target: object, question: str, conversation: Conversation, timeout_s: float) -> None:
+        limits.append(conversation.options.get("max_tokens"))
 
     monkeypatch.setattr(chat, "ask_once", ask_once)
     monkeypatch.setattr(session, "find_target", lambda loaded, **more: None)
@@ -391,7 +391,7 @@ def test_doctor_names_the_extra_for_weights_in_4_bits(
         assert next(doctor_module._dtype_and_threads(loaded)) == finding
 
 
-def test_versions_without_importing_anything() -> None:
+def test_version_is_printed_without_imports() -> None:
     code = (
         "import sys\nfrom services.launcher.cli import main\n"
         "try: main(['--version'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)\n"

@@ -55,12 +55,12 @@ async def test_each_has_its_own_environment_and_its_status_arrives(output: int) 
         await (await forks.start((*SERVE, "scheduler"), ENV | {"HEADRACE_STEP_TOKENS": "no"}, output)).wait()
         == 1
     )
-    told = os.pread(output, 4096, 0)
+    read = os.pread(output, 4096, 0)
     assert await (await forks.start((*SERVE, "unknown"), ENV, output)).wait() == 2
     forks.close()
-    assert b"HEADRACE_STEP_TOKENS" in told
-    assert b"HEADRACE_WINDOW" not in told
-    assert REFUSED in os.pread(output, 4096, len(told))
+    assert b"HEADRACE_STEP_TOKENS" in read
+    assert b"HEADRACE_WINDOW" not in read
+    assert REFUSED in os.pread(output, 4096, len(read))
 
 
 async def test_a_command_line_may_be_no_utf_8(output: int) -> None:
@@ -129,7 +129,7 @@ async def test_services_start_as_before_without_the_server(
     async with asyncio.timeout(60):
         await refused.get()
         (server,) = servers(us)
-        monkeypatch.setattr(fork_server, "ANSWER_S", 0.1)
+        monkeypatch.setattr(fork_server, "FORK_WAIT_S", 0.1)
         os.kill(server, fault)
         await refused.get()
         await refused.get()

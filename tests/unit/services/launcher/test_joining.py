@@ -89,9 +89,9 @@ def test_two_machines_have_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert checked_fleet(peers, hub, ["m"], URL), "the same machine"
 
 
-@pytest.mark.parametrize(("l2", "told"), [("", True), ("redis://r", False)])
+@pytest.mark.parametrize(("l2", "warned"), [("", True), ("redis://r", False)])
 def test_host_without_the_l2_of_the_others_gets_a_warning(
-    capsys: pytest.CaptureFixture[str], l2: str, told: bool
+    capsys: pytest.CaptureFixture[str], l2: str, warned: bool
 ) -> None:
     checked_fleet(fleet(SCHEDULER, TIER), Settings(host_id="here", l2=l2), ["m"], URL)
-    assert ("share KV blocks in an L2" in capsys.readouterr().out) == told
+    assert ("share KV blocks in an L2" in capsys.readouterr().out) == warned

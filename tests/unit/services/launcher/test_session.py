@@ -74,9 +74,9 @@ def test_jetstream_has_the_limits_it_was_given() -> None:
 
 async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "BACKOFF_FIRST_S", 0.01)
-    server, told = servers.start(), list[str]()
+    server, lines = servers.start(), list[str]()
     before, url, monitoring = server.process, server.url, server.monitoring_url
-    keeping = asyncio.create_task(up.keep_running(server, told.append))
+    keeping = asyncio.create_task(up.keep_running(server, lines.append))
     bus = await NatsBus.connect(url, timeout_s=30)
     back = asyncio.Event()
     bus.on_fault(lambda fault: back.set() if fault.kind == "reconnected" else None)
@@ -84,22 +84,22 @@ async def test_a_server_that_ends_is_started_again_on_its_ports(monkeypatch: pyt
     await asyncio.wait_for(back.wait(), 20)
     assert (server.url, server.monitoring_url) == (url, monitoring)
     assert server.process.pid != before.pid
-    assert told == ["nats-server was ended by SIGKILL; starts again in 0.01 s"]
+    assert lines == ["nats-server was ended by SIGKILL; starts again in 0.01 s"]
     await bus.drain()
     keeping.cancel()
     server.stop()
 
 
 async def test_a_server_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BACKOFF_FIRST_S", "LOOK_S"):
+    for name in ("BACKOFF_FIRST_S", "HANG_POLL_S"):
         monkeypatch.setattr(supervisor, name, 0.01)
-    for name, value in (("ANSWER_S", 0.1), ("HANGS_S", 0.5)):
+    for name, value in (("MONITORING_WAIT_S", 0.1), ("HANGS_S", 0.5)):
         monkeypatch.setattr(up, name, value)
-    server, told = servers.start(), list[str]()
+    server, lines = servers.start(), list[str]()
     before = server.process
     tasks = [
-        asyncio.create_task(up.keep_running(server, told.append)),
-        asyncio.create_task(up.watch_server(server, told.append)),
+        asyncio.create_task(up.keep_running(server, lines.append)),
+        asyncio.create_task(up.watch_server(server, lines.append)),
     ]
     bus = await NatsBus.connect(server.url, timeout_s=30)
     back = asyncio.Event()
@@ -107,8 +107,8 @@ async def test_a_server_that_hangs_is_killed_and_started_again(monkeypatch: pyte
     before.send_signal(signal.SIGSTOP)
     await asyncio.wait_for(back.wait(), 30)
     assert server.process.pid != before.pid
-    assert re.fullmatch(r"nats-server has not answered for \d s and used no CPU: killed", told[0])
-    assert told[-1] == "nats-server was ended by SIGKILL; starts again in 0.01 s"
+    assert re.fullmatch(r"nats-server has not answered for \d s and used no CPU: killed", lines[0])
+    assert lines[-1] == "nats-server was ended by SIGKILL; starts again in 0.01 s"
     await bus.drain()
     for task in tasks:
         task.cancel()
@@ -120,7 +120,7 @@ async def test_server_that_cannot_be_started_again_is_reported_and_tried_again(
 ) -> None:
     monkeypatch.setattr(supervisor, "BACKOFF_FIRST_S", 0.01)
     monkeypatch.setattr(supervisor, "BACKOFF_LAST_S", 0.02)
-    server, told, tried = servers.start(), list[str](), asyncio.Event()
+    server, lines, tried = servers.start(), list[str](), asyncio.Event()
     errors = [SetupError("the port is taken"), OSError(11, "no process left")]
 
     def restart() -> None:
@@ -130,12 +130,12 @@ async def test_server_that_cannot_be_started_again_is_reported_and_tried_again(
         raise errors.pop(0)
 
     monkeypatch.setattr(servers.NatsServer, "restart", lambda _: restart())
-    keeping = asyncio.create_task(up.keep_running(server, told.append))
+    keeping = asyncio.create_task(up.keep_running(server, lines.append))
     server.process.kill()
     await asyncio.wait_for(tried.wait(), 20)
     keeping.cancel()
     server.stop()
-    assert told[:3] == [
+    assert lines[:3] == [
         "nats-server was ended by SIGKILL; starts again in 0.01 s",
         "nats-server did not start (the port is taken); starts again in 0.02 s",
         "nats-server did not start ([Errno 11] no process left); starts again in 0.02 s",
@@ -232,9 +232,9 @@ def test_taken_port_is_an_error_with_the_fleet_that_has_it(fleet: str, port: int
     )
     for place in (session.path_for(Settings(fleet=fleet)), session.path_for(settings).with_suffix(".7.up")):
         here.write(place)
-        told = session.beside(SetupError("no port"), settings, port).message
+        lines = session.beside(SetupError("no port"), settings, port).message
         place.unlink()
-        assert told == "no port" + (
+        assert lines == "no port" + (
             ""
             if named is None
             else f". The fleet {fleet} runs here and has it (process {os.getppid()}): use it with `headrace "

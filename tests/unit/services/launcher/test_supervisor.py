@@ -129,24 +129,24 @@ async def test_drains_kind_by_kind_in_order() -> None:
 
 
 async def test_kinds_of_a_group_drain_together() -> None:
-    lines, told = Lines(), list[str]()
+    lines, reported = Lines(), list[str]()
     running = supervise(lines, spec("a", NEEDY), spec("b", POLITE), spec("c", POLITE))
     for name in ("a", "b", "c"):
         await lines.wait_for(name, "up")
     draining = asyncio.create_task(
-        running.drain([("a", "b"), ("c",)], 1000, lambda left, kinds: told.append(kinds))
+        running.drain([("a", "b"), ("c",)], 1000, lambda left, kinds: reported.append(kinds))
     )
     await lines.wait_for("b", "bye")
     assert ("c", "bye") not in lines.got
     running.services[0].send(signal.SIGUSR1)
     assert await asyncio.wait_for(draining, 60) is True
-    assert told[0] == "a and b"
+    assert reported[0] == "a and b"
     assert lines.got[-1] == ("c", "bye")
 
 
 async def test_one_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "HANG_POLL_S", 0.01)
     lines, hung = Lines(), list[int]()
     running = supervise(lines, spec("a", FOREVER), spec("b", FOREVER))
     for name in ("a", "b"):
@@ -198,12 +198,12 @@ async def test_a_service_that_is_still_needed_is_kept_running_in_a_drain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.01)
-    lines, told = Lines(), asyncio.Event()
+    lines, reported = Lines(), asyncio.Event()
     running = supervise(lines, spec("a", NEEDY), spec("b", POLITE))
     await lines.wait_for("a", "up")
     await lines.wait_for("b", "up")
-    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: told.set()))
-    await told.wait()
+    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: reported.set()))
+    await reported.wait()
     running.services[1].send(signal.SIGKILL)
     await lines.wait_for("b", "up", times=2)
     running.services[0].send(signal.SIGUSR1)  # b is here again: a can end
@@ -237,12 +237,12 @@ async def test_process_that_cannot_be_started_is_tried_again(
 
 async def test_process_that_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KILL_GRACE_S", 0.05)
-    lines, told = Lines(), []
+    lines, reported = Lines(), []
     running = supervise(lines, spec("a", STUBBORN))
     await lines.wait_for("a", "up")
-    assert await running.drain([("a",)], 0.05, lambda left, kind: told.append(kind)) is False
+    assert await running.drain([("a",)], 0.05, lambda left, kind: reported.append(kind)) is False
     assert [s.process.returncode for s in running.services if s.process] == [-signal.SIGKILL]
-    assert told[0] == "a"
+    assert reported[0] == "a"
 
 
 async def test_one_that_hangs_in_a_drain_costs_no_later_one_its_last_words(
@@ -263,13 +263,13 @@ async def test_one_that_hangs_in_a_drain_costs_no_later_one_its_last_words(
 
 
 async def test_one_that_hangs_in_its_drain_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    lines, told = Lines(), asyncio.Event()
+    monkeypatch.setattr(module, "HANG_POLL_S", 0.01)
+    lines, reported = Lines(), asyncio.Event()
     running = supervise(lines, spec("a", STUBBORN), spec("b", POLITE))
     for name in ("a", "b"):
         await lines.wait_for(name, "up")
-    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: told.set()))
-    await told.wait()
+    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: reported.set()))
+    await reported.wait()
     watching = asyncio.create_task(running.watch(lambda name, pid: 17.2 if name == "a" else 0.0))
     assert await asyncio.wait_for(draining, 60) is False
     watching.cancel()
@@ -283,9 +283,9 @@ async def test_a_kill_ends_a_drain() -> None:
     running = supervise(lines, spec("a", STUBBORN), spec("b", FOREVER))
     await lines.wait_for("a", "up")
     await lines.wait_for("b", "up")
-    told = asyncio.Event()
-    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: told.set()))
-    await told.wait()
+    reported = asyncio.Event()
+    draining = asyncio.create_task(running.drain([("a",), ("b",)], 1000, lambda left, kind: reported.set()))
+    await reported.wait()
     await running.kill()
     await asyncio.wait_for(draining, 60)
     await running.kill()

@@ -251,7 +251,7 @@ async def test_no_text_is_made_with_the_vocabulary_of_another_model(house: House
     for number in range(16):
         await house.ask(f"r{number}")
     assert house.actor.status()["detokenizers"] == ["d"]
-    assert other.heard == []
+    assert other.received == []
 
 
 async def test_an_executor_that_has_another_scheduler_now_is_none_of_ours(house: House) -> None:

@@ -40,7 +40,7 @@ def homes(world: World) -> list[str]:
     return [s.last_executor for s in world.scheduler.state.sequences.values()]
 
 
-def test_the_forecast_by_hand() -> None:
+def test_forecast_equals_one_by_hand() -> None:
     """A prompt beside one decode takes 100 us a token; 300 us of the step are those of the decode alone,
     0.3 % of the 100 ms that class standard may take between tokens."""
     world = fleet(1, slots=1)
@@ -108,6 +108,7 @@ def test_a_cached_prompt_goes_where_it_is_unless_that_takes_longer(before: int, 
     if before:
         state = world.scheduler.state
         other = next(e for e in state.executors.values() if e.hello.executor != home)
+        world.check_every = 0
         other.draining = True
         world.ask("before", [6] * before, 2)
         other.draining = False

@@ -141,7 +141,7 @@ def test_sequence_that_needs_a_block_takes_it_from_the_tenant_with_most() -> Non
     assert first[1] != "b"
 
 
-def behind_a_large_one(long_blocks: int, large_blocks: int) -> World:
+def after_a_large_one(long_blocks: int, large_blocks: int) -> World:
     """One request of tenant a runs, and a large one waits, of 1,000 blocks. Then `pass_by`."""
     world = World(Limits(classes=NEVER, policy=Policy(reservation="reserve"), window=1))
     world.add_engine(slots=8, blocks=1_000, max_context=5_000, max_step_tokens=1_024)
@@ -174,7 +174,7 @@ def pass_by(world: World, tenants: str, step_us: int, steps: int = 200) -> tuple
 def test_a_large_request_is_overtaken_for_a_while_and_no_longer() -> None:
     """Its tenant has a tenth of the blocks; those of three others come one at a time, and never leave it the
     seven tenths that it needs."""
-    world = behind_a_large_one(long_blocks=110, large_blocks=700)
+    world = after_a_large_one(long_blocks=110, large_blocks=700)
     step_us = admission.OVERTAKEN_US // 40
     passed, steps = pass_by(world, "bcd", step_us)
     assert passed >= admission.OVERTAKEN
@@ -186,7 +186,7 @@ def test_a_large_request_is_overtaken_for_a_while_and_no_longer() -> None:
 
 def test_few_small_requests_go_before_a_large_one() -> None:
     """However long it has waited: it would keep them from a place for as long as others run."""
-    world = behind_a_large_one(long_blocks=100, large_blocks=950)
+    world = after_a_large_one(long_blocks=100, large_blocks=950)
     world.now_us += 2 * admission.OVERTAKEN_US
     for i in range(admission.OVERTAKEN):
         world.ask(f"e{i}", [9, i], 3, tenant="e")
@@ -203,7 +203,7 @@ def test_few_small_requests_go_before_a_large_one() -> None:
 
 
 def test_a_tenant_over_its_share_gains_nothing_by_a_large_request() -> None:
-    world = behind_a_large_one(long_blocks=600, large_blocks=390)
+    world = after_a_large_one(long_blocks=600, large_blocks=390)
     passed, steps = pass_by(world, "bcd", admission.OVERTAKEN_US // 40)
     assert steps == 200, "the long one runs"
     assert passed > 200 // 10 * 3 - 6, "each has a place at once: 9 steps for 8 tokens"

@@ -296,10 +296,10 @@ def test_logprobs_go_with_their_tokens_to_the_right_shard() -> None:
         top_logprobs=floats([-1, -2, -2.5, -3, -3.5, -4]),
     )
     sent = world.scheduler.handle(Arrived("executor.e1", scored), world.now_us)
-    told = {c.to: c.message for c in sent if isinstance(c.message, Tokens)}
+    tokens_to = {c.to: c.message for c in sent if isinstance(c.message, Tokens)}
     for shard in ("d1", "d2"):
         rows = [i for i in range(4) if shards[i] == shard]
-        tokens = told[f"detokenizer.{shard}"]
+        tokens = tokens_to[f"detokenizer.{shard}"]
         assert isinstance(tokens, Tokens)
         assert list(tokens.ids) == [result.ids[i] for i in rows]
         assert list(tokens.logprobs) == [float(-i) for i in rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.scheduler.fake_tier import FakeTier
 from support.scheduler.world import World
-from support.scheduler.world_checks import nobody_forgotten
+from support.scheduler.world_checks import none_forgotten
 
 from services.scheduler import preemption, prefix_cache
 from services.scheduler.kv_tiers import load, lookups, store
@@ -121,6 +121,7 @@ def test_slow_copy_of_a_tail_delays_no_other() -> None:
     preemption.preempt(state, executor, sequence, "for a test", [sequence])
     tail = executor.pool.block_of.get(sequence.tail.key)
     assert tail is not None
+    world.check_every = 0
     executor.pool.begin_copy([tail])  # and nothing comes back
     world.ask("second", PROMPT[::-1], 2)
     for _ in range(2 * lookups.MOST_WAIT_US // 10_000):
@@ -171,6 +172,7 @@ def test_a_load_does_not_write_what_a_fork_still_reads() -> None:
     ((source, _),) = executor.fork_copies
     leader = executor.running[0]
     assert leader.table[1] == source
+    world.check_every = 0
     leader.stop_ids = frozenset(range(1_000))
     assert world.deliver()  # the leader ends, the plan with the copy is sent
     assert executor.forked_step == executor.step
@@ -322,6 +324,7 @@ def test_tier_without_room_gets_no_repeated_stores_for_running_sequences() -> No
         assert world.deliver_tier() or world.deliver("e1")
     executor = only(world)
     executor.headroom_pm = 1_000
+    world.check_every = 0
     executor.pool.reserve(executor.pool.free_blocks - 2)  # others are promised the rest
     world.tier.no_room = True
     asked_us = world.now_us
@@ -367,7 +370,7 @@ def test_a_tail_is_of_the_last_pause() -> None:
 @pytest.mark.parametrize("tier", ["tiered", "loadtest.policies:swap"])
 def test_the_place_of_a_victim_is_seen_to_at_once(tier: str) -> None:
     """Where no step is in flight, nothing but a tick would bring another look."""
-    world = World(Limits(overlap="single", policy=Policy(tier=tier)), now_us=1_000, checks=[nobody_forgotten])
+    world = World(Limits(overlap="single", policy=Policy(tier=tier)), now_us=1_000, checks=[none_forgotten])
     world.add_engine(blocks=12, slots=6)
     world.add_tier(FakeTier(capacity=64))
     for number in range(6):

@@ -63,6 +63,7 @@ def test_running_sequence_that_keeps_its_place_counts_as_ahead() -> None:
             world.deliver()
         first = next(s for s in executor.running if s.level == 0)
         if why != "class":
+            world.check_every = 0
             preemption.withdraw(world.scheduler.state, first, 0)
             (left,) = executor.running
             left.level, left.pinned = (0, False) if why == "risen" else (2, True)

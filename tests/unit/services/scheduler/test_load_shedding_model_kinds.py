@@ -48,8 +48,10 @@ def test_executor_of_another_kind_stays_out_and_gets_the_reason() -> None:
     assert list(world.refusals) == ["e2"]
     assert "its model digest is bbb, and e1, e3 of 'm' has aaa: start it with" in world.refusals["e2"]
     assert "--accept-mixed" in world.refusals["e2"]
-    told = status.status(world.scheduler.state)["kept_out"]
-    assert told == {"e2": {"model": "m", "dtype": "f32", "model_digest": "bbb", "why": world.refusals["e2"]}}
+    kept_out = status.status(world.scheduler.state)["kept_out"]
+    assert kept_out == {
+        "e2": {"model": "m", "dtype": "f32", "model_digest": "bbb", "why": world.refusals["e2"]}
+    }
     for i in range(12):
         world.ask(f"r{i}", PROMPT, 6, seed=i)
     world.run()
@@ -191,13 +193,13 @@ def test_one_with_checkpoints_starts_over_with_tokens_of_its_kind() -> None:
     """It is opened as a new attempt without tokens, and its detokenizer gets the request again."""
     for digest, attempt, kept in (("aaa", 1, set[int]()), ("bbb", 2, {2})):
         world = of_kinds("aaa")
-        heard = listening(world)
+        listener = listening(world)
         asked = dataclasses.replace(resumed(digest, [7, 8]), checkpoints="c")
         world.handle(Arrived("detokenizer.d1", asked))
         (reader,) = world.readers_of("r")
         assert (reader.opened.attempt, len(reader.opened.tokens)) == (attempt, 2 if digest == "aaa" else 0)
-        assert {message.attempt for message in heard} == kept
-        assert all(list(message.tokens) == PROMPT and not message.generated for message in heard)
+        assert {message.attempt for message in listener} == kept
+        assert all(list(message.tokens) == PROMPT and not message.generated for message in listener)
         world.run()
         assert reader.closed is not None
         assert (reader.closed.reason, len(reader.tokens)) == ("length", 12)

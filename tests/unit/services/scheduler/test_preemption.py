@@ -266,7 +266,7 @@ def test_no_sequence_is_paused_twice_within_one_event(
     """Not even where the queue has no order at all."""
     dice = random.Random(seed)
 
-    def anybody(waiting: WaitingQueue, model: str, running: object = None) -> SequenceGroup | None:
+    def any_group(waiting: WaitingQueue, model: str, running: object = None) -> SequenceGroup | None:
         groups = [group for group in waiting if not group.parked]
         return dice.choice(groups) if groups else None
 
@@ -277,7 +277,7 @@ def test_no_sequence_is_paused_twice_within_one_event(
     )  # fmt: skip
     world = World(limits)
     if any_order:
-        monkeypatch.setattr(WaitingQueue, "first", anybody)
+        monkeypatch.setattr(WaitingQueue, "first", any_group)
     counts = count_pauses(monkeypatch, world)
     asked = any_history(world, dice)
     assert max(counts.values(), default=1) == 1

@@ -22,8 +22,8 @@ def found(data: bytes, reply: str = "_INBOX.1") -> str:
 
 @given(IDS, TEXTS, st.sampled_from([None, 2]))
 def test_the_id_is_found_in_json_beside_any_text(request: str, text: str, indent: int | None) -> None:
-    told = f'{text} "request_id": "other" {text}'
-    body = {"prompt": told, "messages": [{"content": told}], "request_id": request, "user": told}
+    message = f'{text} "request_id": "other" {text}'
+    body = {"prompt": message, "messages": [{"content": message}], "request_id": request, "user": message}
     assert found(json.dumps(body, indent=indent).encode()) == request
     assert found(json.dumps(body, ensure_ascii=False).encode()) == request
 

@@ -87,8 +87,8 @@ def test_added_tokens_of_the_template_are_text_from_a_user_and_tokens_from_the_m
             vocabulary, "user", text
         )
         assert not {begin, end, row} & set(vocabulary.encode(text))
-        told = encode([{"role": "assistant", "content": text}], None, False, WALL_US)
-        assert told == turn(vocabulary, "assistant", "a", begin, "b", end, "<row>")
+        encoded = encode([{"role": "assistant", "content": text}], None, False, WALL_US)
+        assert encoded == turn(vocabulary, "assistant", "a", begin, "b", end, "<row>")
 
 
 def test_added_tokens_that_the_template_lacks_stay_tokens(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from support.text_models import served
 
 from services.tokenizer.core import (
     ASK_AGAIN_US,
+    CATCH_UP_US,
     GRACE_US,
-    HEARS_US,
     MOST_ASKED,
     RESEND_US,
     WAIT_US,
@@ -159,8 +159,8 @@ def test_time_limit_of_a_request_counts_once_its_answer_could_be_received(core: 
     """A stopped tokenizer finds out by its timers before it reads that the request was answered long ago."""
     core.handle(submission(timeout_s=10), 70_000_000)
     assert core.handle(Tick(cut_off=True), 80_000_000) == []
-    assert core.handle(Tick(), 80_000_000 + HEARS_US - 1) == []
-    assert failure(core.handle(Tick(), 80_000_000 + HEARS_US))[2] == 408
+    assert core.handle(Tick(), 80_000_000 + CATCH_UP_US - 1) == []
+    assert failure(core.handle(Tick(), 80_000_000 + CATCH_UP_US))[2] == 408
     core.handle(submission(timeout_s=10), 90_000_000)
     core.handle(Tick(cut_off=True), 95_000_000)
     assert failure(core.handle(Tick(), 100_000_000))[2] == 408
@@ -285,7 +285,7 @@ def test_requests_wait_for_the_next_scheduler_after_a_death(core: TokenizerCore)
     assert attempts == {"r1": 2, "r2": 1}  # no scheduler had r2
 
 
-def test_but_not_for_ever(core: TokenizerCore) -> None:
+def test_waiting_request_is_given_up_in_the_end(core: TokenizerCore) -> None:
     core.handle(Schedulers((), died=True), 10)
     core.handle(submission(), 20)
     (fail,) = core.handle(Tick(), 10 + WAIT_US)  # and no Cancel: no scheduler has it
@@ -416,11 +416,11 @@ def test_silent_scheduler_that_got_the_request_twice_gets_a_cancel(core: Tokeniz
     core.handle(submission(), 10)
     core.handle(unavailable(1), 20)
     assert asked(core.handle(Tick(), 20 + ASK_AGAIN_US)) == ("s3", 2)
-    fail, told = core.handle(Tick(), WAIT_US)
+    fail, cancelled = core.handle(Tick(), WAIT_US)
     assert failure([fail])[2] == 503
-    assert isinstance(told, Send)
+    assert isinstance(cancelled, Send)
     error = {"code": 503, "message": "no executor is ready"}
-    assert (told.scheduler, told.message) == ("s3", Cancel(tenant="t", request="r1", **error))
+    assert (cancelled.scheduler, cancelled.message) == ("s3", Cancel(tenant="t", request="r1", **error))
 
 
 def test_scheduler_that_has_refused_gets_no_cancel(core: TokenizerCore) -> None:
@@ -530,7 +530,7 @@ class Intake(RuleBasedStateMachine):
             self.apply(self.core.handle(Cancel(tenant="t", request=name), self.now_us))
 
     @invariant()
-    def nobody_is_forgotten(self) -> None:
+    def none_is_forgotten(self) -> None:
         if hasattr(self, "core"):
             assert self.core.pending == len(self.waiting)
 

@@ -122,8 +122,8 @@ def test_the_call_that_is_shown_has_the_form_that_is_read() -> None:
 def test_a_configured_format_stays() -> None:
     skills = skills_of(shapes.HERMES, "mistral")
     assert (skills.form.name, skills.calls_are) == ("mistral", NOT_READ)
-    told = skills_of(shapes.THREE_ROLES, "mistral")
-    assert (told.form.name, told.tools, told.calls_are) == ("mistral", WRITTEN, SPELLED)
+    found = skills_of(shapes.THREE_ROLES, "mistral")
+    assert (found.form.name, found.tools, found.calls_are) == ("mistral", WRITTEN, SPELLED)
 
 
 def test_template_without_tools_gets_a_form_that_can_be_written() -> None:

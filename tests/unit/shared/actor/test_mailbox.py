@@ -30,7 +30,7 @@ async def test_a_new_incarnation_is_announced_before_its_messages(fleet: Fleet) 
     fleet.put(Envelope("scheduler.s", 6, 1, cancel("b")))
     fleet.put(Envelope("scheduler.s", 5, 2, cancel("late")))
     await fleet.broker.settle()
-    assert [t for t in actor.told if t[0] in ("receive", "restart")] == [
+    assert [t for t in actor.events if t[0] in ("receive", "restart")] == [
         ("receive", "a"),
         ("restart", "scheduler.s"),
         ("receive", "b"),
@@ -39,7 +39,7 @@ async def test_a_new_incarnation_is_announced_before_its_messages(fleet: Fleet) 
     assert runtime.mailbox.epoch_of("scheduler.nobody") == 0
 
 
-async def test_a_beat_of_a_new_incarnation_announces_it_as_well_and_only_once(fleet: Fleet) -> None:
+async def test_a_heartbeat_of_a_new_incarnation_announces_it_as_well_and_only_once(fleet: Fleet) -> None:
     actor = Recorder()
     await fleet.started(actor)
     await fleet.started(Recorder("scheduler"), "s")
@@ -177,8 +177,8 @@ async def test_a_resend_for_a_stream_that_never_was_is_answered_with_nothing(fle
     assert got == []
 
 
-@pytest.mark.parametrize("who", ["sender", "receiver"])
-async def test_a_tail_lost_with_its_announcements_is_repaired_on_reconnecting(fleet: Fleet, who: str) -> None:
+@pytest.mark.parametrize("cut", ["sender", "receiver"])
+async def test_a_tail_lost_with_its_announcements_is_repaired_on_reconnecting(fleet: Fleet, cut: str) -> None:
     """A broker that hangs for a while before it dies takes all of them along."""
     actor, sender = Recorder(), Recorder("scheduler")
     receiving = await fleet.started(actor)
@@ -188,12 +188,12 @@ async def test_a_tail_lost_with_its_announcements_is_repaired_on_reconnecting(fl
     fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
     sending.mailbox.send("executor.a", cancel("two"))
     for _ in range(2 * ANNOUNCEMENTS):
-        await everybody_beats(fleet)
+        await all_beat(fleet)
     assert actor.of("receive") == ["one"]
-    bus = {"sender": sending, "receiver": receiving}[who].bus
+    bus = {"sender": sending, "receiver": receiving}[cut].bus
     assert isinstance(bus, MemoryBus)
     bus.report(BusFault("reconnected", "back"))
-    await everybody_beats(fleet)
+    await all_beat(fleet)
     assert actor.of("receive", "lost") == ["one", "two"]
 
 
@@ -205,7 +205,7 @@ async def test_a_tail_lost_with_its_announcements_shows_in_the_end(fleet: Fleet)
     fleet.broker.drop("hr.f.executor.a.in.*", times=1 + ANNOUNCEMENTS)
     sending.mailbox.send("executor.a", cancel("one"))
     for _ in range(REANNOUNCE_HEARTBEATS + 1):
-        await everybody_beats(fleet)
+        await all_beat(fleet)
     assert actor.of("receive", "lost") == ["one"]
 
 
@@ -219,11 +219,11 @@ async def test_reconnecting_brings_nothing_twice(fleet: Fleet) -> None:
     for runtime in (receiving, sending):
         assert isinstance(runtime.bus, MemoryBus)
         runtime.bus.report(BusFault("reconnected", "back"))
-        await everybody_beats(fleet)
+        await all_beat(fleet)
     assert actor.of("receive", "lost") == ["one", "two"]
 
 
-async def everybody_beats(fleet: Fleet) -> None:
+async def all_beat(fleet: Fleet) -> None:
     fleet.clock.advance(INTERVAL_US)
     for runtime in fleet.runtimes:
         runtime.send_heartbeat()

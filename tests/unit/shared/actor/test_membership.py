@@ -15,7 +15,7 @@ BEAT = Heartbeat(kind="executor", actor="e0", host_id="h", state="ready", model=
 
 def test_news_are_a_new_actor_incarnation_state_arena_or_scheduler() -> None:
     peers = Peers()
-    told = [
+    reported = [
         peers.update(5, BEAT, 0),
         peers.update(5, BEAT, 1),
         peers.update(5, replace(BEAT, load=(("rows", 3),)), 2),
@@ -24,7 +24,7 @@ def test_news_are_a_new_actor_incarnation_state_arena_or_scheduler() -> None:
         peers.update(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1), 5),
         peers.update(6, replace(BEAT, state="draining", arena="a-1", arena_generation=1, scheduler="s0"), 6),
     ]
-    assert told == [True, False, False, True, True, True, True]
+    assert reported == [True, False, False, True, True, True, True]
 
 
 def test_heartbeat_of_a_past_incarnation_is_ignored() -> None:
@@ -36,7 +36,7 @@ def test_heartbeat_of_a_past_incarnation_is_ignored() -> None:
     assert (peer.epoch, peer.heartbeat.state, peer.last_seen_us) == (6, "ready", 0)
 
 
-def test_three_missed_beats_of_its_own_interval_end_a_peer() -> None:
+def test_three_missed_heartbeats_of_its_own_interval_end_a_peer() -> None:
     peers = Peers()
     peers.update(1, BEAT, 0)
     peers.update(1, replace(BEAT, actor="slow", interval_us=1000), 0)
@@ -210,9 +210,9 @@ def test_executor_compares_its_tokens_with_the_fleets(
     peers = Peers()
     for i, (kind, number) in enumerate(theirs):
         load = ((TOKENS, number),) if number else ()
-        for model, said in (("m", load), ("another", ((TOKENS, 9),))):
+        for model, answered in (("m", load), ("another", ((TOKENS, 9),))):
             actor = str(i) if model == "m" else f"{i}-{model}"
-            beat = Heartbeat(kind=kind, actor=actor, host_id="h", state="ready", model=model, load=said)
+            beat = Heartbeat(kind=kind, actor=actor, host_id="h", state="ready", model=model, load=answered)
             peers.update(1, beat, 0)
     assert peers.of_other_tokens("m", 7) == other
 

@@ -41,7 +41,7 @@ async def test_heartbeats_have_the_states_of_a_life(fleet: Fleet) -> None:
     states = [state for _, state in fleet.beats]
     assert states == ["starting", "ready", "draining", "stopped"]
     assert runtime.state == "stopped"
-    assert [what for what, _ in actor.told if what in ("start", "drain", "stop")] == [
+    assert [what for what, _ in actor.events if what in ("start", "drain", "stop")] == [
         "start",
         "drain",
         "stop",
@@ -64,12 +64,12 @@ async def test_process_settles_before_the_actor_requests_work(fleet: Fleet) -> N
 async def test_watcher_gets_each_heartbeat_and_a_report_when_the_broker_brings_none_back(
     fleet: Fleet,
 ) -> None:
-    told: list[str] = []
+    events: list[str] = []
     runtime = fleet.runtime(Recorder())
 
     def note(state: str, source: str, epoch: int) -> None:
         assert (source, epoch) == ("executor.a", runtime.mailbox.epoch)
-        told.append(state)
+        events.append(state)
 
     runtime.on_heartbeat = note
     await runtime.start()
@@ -83,7 +83,7 @@ async def test_watcher_gets_each_heartbeat_and_a_report_when_the_broker_brings_n
     runtime.upkeep()
     runtime.send_heartbeat()
     await runtime.finish(1.0)
-    assert [state for state, _ in itertools.groupby(told)] == [
+    assert [state for state, _ in itertools.groupby(events)] == [
         "ready",
         "cut_off",
         "ready",
@@ -100,7 +100,7 @@ async def test_finishing_twice_stops_once(fleet: Fleet) -> None:
     assert len(actor.of("stop")) == 1
 
 
-async def test_a_beat_carries_the_facts(fleet: Fleet) -> None:
+async def test_a_heartbeat_carries_the_facts(fleet: Fleet) -> None:
     watcher = Recorder("scheduler")
     seen = await fleet.started(watcher, "s")
     await fleet.started(Recorder())
@@ -132,8 +132,8 @@ async def test_handlers_wait_for_start_but_not_for_ready(fleet: Fleet) -> None:
     await fleet.broker.settle()
     fleet.put(Envelope("scheduler.s", 1, 1, cancel("early")))
     await fleet.broker.settle()
-    told = [what for what, _ in actor.told]
-    assert told[0] == "start"
+    events = [what for what, _ in actor.events]
+    assert events[0] == "start"
     assert actor.of("receive") == ["early"]
     assert (await fleet.ask(subjects.STATUS))["state"] == "starting"
     actor.gate.set()
@@ -147,13 +147,13 @@ async def test_messages_that_arrive_while_subscribing_are_kept_for_after_start(f
     deliver = runtime._guarded(actor.receive)
     deliver("scheduler.s", cancel("one"), "")
     deliver("scheduler.s", cancel("two"), "-trace")
-    assert actor.told == []
+    assert actor.events == []
     assert runtime._status() == {}
     runtime.send_heartbeat()
-    assert actor.told == [], "facts are not asked for before start"
+    assert actor.events == [], "facts are not asked for before start"
     await runtime.start()
     await fleet.broker.settle()
-    assert actor.told[0] == ("start", "")
+    assert actor.events[0] == ("start", "")
     assert actor.of("receive") == ["one", "two-trace"]
 
 
@@ -182,17 +182,19 @@ async def test_an_exception_in_a_handler_fails_the_actor(fleet: Fleet, handler: 
     await fleet.started(Recorder("scheduler"), "s")
     error = await asyncio.wait_for(runtime.failed(), 10)
     assert str(error) == f"broken in {handler}"
-    told = len(actor.of("receive", "peer", "lost", "restart"))
+    events = len(actor.of("receive", "peer", "lost", "restart"))
     fleet.put(Envelope("scheduler.s", 2, 2, cancel("three")))
     await fleet.broker.settle()
-    assert len(actor.of("receive", "peer", "lost", "restart")) == told, "a failed actor handles nothing more"
+    assert len(actor.of("receive", "peer", "lost", "restart")) == events, (
+        "a failed actor handles nothing more"
+    )
     assert await fleet.ask(f"$SRV.STATS.headrace-executor.{runtime.actor_id}")
     await runtime.finish(1.0)
     await runtime.finish(1.0)
     await fleet.broker.settle()
     assert actor.of("drain") == []
     assert actor.of("stop") == [""]
-    assert [state for who, state in fleet.beats if who == "executor.a"][-1] == "failed"
+    assert [state for origin, state in fleet.beats if origin == "executor.a"][-1] == "failed"
 
 
 @pytest.mark.parametrize("moment", ["drain", "stop"])
@@ -284,7 +286,9 @@ async def test_bus_faults_are_logged(fleet: Fleet, caplog: pytest.LogCaptureFixt
     assert "executor.a: overflow: hr.f" in caplog.text
 
 
-async def test_damaged_or_foreign_beats_are_ignored(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+async def test_damaged_or_foreign_heartbeats_are_ignored(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     actor = Recorder()
     await fleet.started(actor)
     before = actor.of("peer")
@@ -320,7 +324,7 @@ async def test_upkeep_forgets_actors_that_miss_heartbeats(fleet: Fleet) -> None:
     assert actor.of("peer")[-1] == "scheduler.s ready"
 
 
-async def test_an_announced_death_is_that_of_missed_beats_at_once_and_once(fleet: Fleet) -> None:
+async def test_an_announced_death_equals_one_by_missed_heartbeats_at_once_and_once(fleet: Fleet) -> None:
     actor = Recorder()
     await fleet.started(actor)
     dead = await fleet.started(Recorder("scheduler"), "s")
@@ -403,7 +407,7 @@ async def test_actor_gets_a_report_when_the_broker_is_cut_off_and_back(fleet: Fl
     assert actor.of("broker") == ["False", "True"]
 
 
-async def test_beats_and_upkeep_go_on_by_themselves(fleet: Fleet) -> None:
+async def test_heartbeats_and_upkeep_go_on_by_themselves(fleet: Fleet) -> None:
     actor = Recorder()
     runtime = fleet.runtime(actor)
     runtime.heartbeat_interval_us = 1000

@@ -38,7 +38,7 @@ def source_of(answer: Answer, *, required: bool, parallel: bool = True) -> str |
 
 
 @pytest.mark.parametrize("answer", WRITTEN, ids=NAMES)
-def test_text_with_calls(answer: Answer) -> None:
+def test_grammar_accepts_text_with_calls(answer: Answer) -> None:
     rule = source_of(answer, required=False)
     if answer.form == "xlam":  # a list in a text is no call
         assert rule is None
@@ -51,7 +51,7 @@ def test_text_with_calls(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("answer", WRITTEN, ids=NAMES)
-def test_one_call_at_most(answer: Answer) -> None:
+def test_grammar_accepts_one_call_at_most(answer: Answer) -> None:
     rule = source_of(answer, required=False, parallel=False)
     assert rule is None or not accepts(rule, answer.text)
 
@@ -76,14 +76,14 @@ def test_calls_or_text_under_a_schema(name: str, thinking: bool) -> None:
     thought = f"hm{form.think[1]}\n\n" if thinking and form.think else ""
     called = form.writes.before.replace("NAME", "get_time") + arguments_in(name, SECOND) + form.writes.after
     called = form.writes.first + called + form.writes.last
-    said = '{"name": "Ada", "parameters": [1, 2]}'
+    bare_call = '{"name": "Ada", "parameters": [1, 2]}'
     assert accepts(rule, thought + called)
-    assert accepts(rule, thought + said)
-    for wrong in (TEXT, f"{said} {called}", f"{called}{said}", '{"name": "Ada"}', ""):
+    assert accepts(rule, thought + bare_call)
+    for wrong in (TEXT, f"{bare_call} {called}", f"{called}{bare_call}", '{"name": "Ada"}', ""):
         assert not accepts(rule, thought + wrong)
-    for pieces in ([thought + said], thought + said):
+    for pieces in ([thought + bare_call], thought + bare_call):
         found = read(name, *pieces, thinking=thinking)
-        assert (found.content, found.calls) == (said, [])
+        assert (found.content, found.calls) == (bare_call, [])
     (call,) = read(name, *thought, called, thinking=thinking).calls
     assert (call[0], json.loads(call[1])) == ("get_time", SECOND)
 
@@ -124,7 +124,7 @@ def arguments_in(name: str, arguments: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_json_after_the_reasoning(thinking: bool) -> None:
+def test_grammar_accepts_json_after_the_reasoning(thinking: bool) -> None:
     schema = {**CLOSED, "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     rules = grammar.json_rules("text", schema)
     rule = grammar.whole(FORMATS["qwen3"], rules, thinking=thinking)

@@ -39,7 +39,7 @@ PAGE = "# HELP n_total n, 1\n# TYPE n_total counter\nn_total 3.0\n"
         ({**ON, "OTEL_SDK_DISABLED": "true"}, None, False),
     ],
 )
-def test_the_standard_variables(
+def test_standard_variables_choose_the_page(
     variables: dict[str, str], address: tuple[str, int] | None, otlp: bool
 ) -> None:
     assert prometheus_address(variables) == address
@@ -58,8 +58,8 @@ def test_each_service_has_its_port_from_the_first_upwards() -> None:
     first = 20_000 + os.getpid() % 10_000
     found = ScrapeTargets({**ON, "OTEL_EXPORTER_PROMETHEUS_PORT": str(first)}, ["gateway", "executor-0"])
     assert found.addresses == {"gateway": ("127.0.0.1", first), "executor-0": ("127.0.0.1", first + 1)}
-    told = found.variables("executor-0")
-    assert prometheus_address({**ON, **told}) == ("127.0.0.1", first + 1)
+    found_variables = found.variables("executor-0")
+    assert prometheus_address({**ON, **found_variables}) == ("127.0.0.1", first + 1)
     assert found.shown() == (
         f"gateway http://127.0.0.1:{first}/metrics, executor-0 http://127.0.0.1:{first + 1}/metrics"
     )
@@ -130,7 +130,7 @@ def test_the_process_shows_itself_under_the_usual_names() -> None:
         (b"\x00\xff\r\n\r\n", b"405 Method Not Allowed", b"GET it\n"),
     ],
 )
-def test_answers(head: bytes, status: bytes, body: bytes) -> None:
+def test_scrape_answers_by_path_and_method(head: bytes, status: bytes, body: bytes) -> None:
     first, _, rest = answer(head, lambda: COUNTED).partition(b"\r\n")
     headers, _, found = rest.partition(b"\r\n\r\n")
     assert (first, found) == (b"HTTP/1.1 " + status, body)

@@ -97,9 +97,9 @@ class World:
             **more,
         }
         for seq in (0, 1):
-            self.say(Open(seq=seq, choice=seq, stream=stream, **fields))
+            self.send(Open(seq=seq, choice=seq, stream=stream, **fields))
 
-    def say(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         for message in messages:
             self.carry(self.core.handle(self.scheduler, message))
 
@@ -115,7 +115,7 @@ class World:
         scores = floats(-byte for byte in data) if self.scored else floats()
         first, self.sent[seq] = self.sent[seq], self.sent[seq] + len(data)
         ids, counts = ints(3 + byte for byte in data), ints([len(data)])
-        self.say(
+        self.send(
             Tokens(
                 executor="e", step=1, seqs=ints([seq]), first=ints([first]), counts=counts, ids=ids,
                 logprobs=scores,
@@ -134,7 +134,7 @@ class World:
     def close(self, **more: Any) -> None:
         for seq in (0, 1):
             usage = Usage(prompt_tokens=1, completion_tokens=self.sent[seq])
-            self.say(Close(seq=seq, final=self.sent[seq], reason="length", usage=usage, **more))
+            self.send(Close(seq=seq, final=self.sent[seq], reason="length", usage=usage, **more))
 
     def numbers(self, inbox: str) -> list[int]:
         return [frame.number for frame in self.published if frame.inbox == inbox]
@@ -322,7 +322,7 @@ def test_a_backlog_refuses_for_now(letters: Vocabulary) -> None:
 def test_a_failure_reaches_the_reader(letters: Vocabulary, stream: bool) -> None:
     world = begun(letters, stream=stream)
     world.attach("a")
-    world.say(Close(seq=0, final=6, reason="error", code=500, message="the engine broke"))
+    world.send(Close(seq=0, final=6, reason="error", code=500, message="the engine broke"))
     assert world.inboxes["a"][-1]["error"]["message"] == "the engine broke"
     assert world.inboxes["a"][-1]["frame"] == 2
     assert world.inboxes["in"][-1]["error"]["message"] == (
@@ -384,7 +384,7 @@ def test_another_scheduler_goes_on_with_the_reader(letters: Vocabulary) -> None:
         request="r", attempt=1, tenant="t", model="m", inbox="in", timeout_us=10**9, max_tokens=20,
         stream=False, seed=7, n=2, tokens=ints([11]),
     )  # fmt: skip
-    world.say(kept)
+    world.send(kept)
     world.attach("a")
     world.carry(world.core.on_lost(SCHEDULER, "it has gone", lambda source: False, void=True))
     world.carry(world.core.failover.advance(["b"], 1_000))
@@ -393,7 +393,7 @@ def test_another_scheduler_goes_on_with_the_reader(letters: Vocabulary) -> None:
     assert [*asked.generated] == [6, 0]
     fields: dict[str, Any] = {"request": "r", "tenant": "t", "model": "m", "inbox": "in", "attempt": 1}
     world.scheduler = "scheduler.b"
-    world.say(*(Open(seq=seq, choice=seq, choices=2, stream=False, **fields) for seq in (0, 1)))
+    world.send(*(Open(seq=seq, choice=seq, choices=2, stream=False, **fields) for seq in (0, 1)))
     world.tokens(0, b"mill")
     world.flush()
     world.close()

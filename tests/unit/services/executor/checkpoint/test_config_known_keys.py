@@ -176,7 +176,7 @@ CHANGES: dict[str, Any] = {
     "unknown_flag": False,
 }
 
-SAID = {
+REASONS = {
     "hidden_act": "activation 'gelu_",
     "rope_scaling": "rope scaling 'dynamic'",
     "rope_parameters": "rope scaling 'proportional'",
@@ -188,7 +188,7 @@ SAID = {
 def test_one_unknown_key_refuses_a_config(key: str) -> None:
     good = {**SIZES, **SAVED, **PUBLISHED["Llama-2-7b-hf"]}
     from_hf(good)
-    with pytest.raises(SetupError, match=rf"{SAID.get(key, key)}.* supported"):
+    with pytest.raises(SetupError, match=rf"{REASONS.get(key, key)}.* supported"):
         from_hf({**good, key: CHANGES[key]})
 
 
@@ -254,14 +254,14 @@ GGUF_CHANGES: dict[str, Any] = {
     "unknown.flag": True,
 }
 
-SAID_OF_GGUF = {"llama.rope.scaling.type": "rope scaling 'longrope'"}
+REASONS_OF_GGUF = {"llama.rope.scaling.type": "rope scaling 'longrope'"}
 
 
 @pytest.mark.parametrize("key", GGUF_CHANGES)
 def test_one_unknown_key_refuses_a_gguf_file(key: str, tmp_path: Path) -> None:
     path = gguf_of(tmp_path, **{key: GGUF_CHANGES[key]})
     assert read_metadata(path)[key] == pytest.approx(GGUF_CHANGES[key])
-    word = SAID_OF_GGUF.get(key, key.removeprefix("llama."))
+    word = REASONS_OF_GGUF.get(key, key.removeprefix("llama."))
     with pytest.raises(SetupError, match=rf"m\.gguf: .*{word}.* not supported"):
         load_gguf(path, torch.float32, CPU)
 

@@ -52,9 +52,9 @@ def test_error_on_an_unsupported_gpu_names_the_reason_and_auto_becomes_bf16(
         (options(dense, deterministic=True), "dtype fp8 is not deterministic.*use bf16"),
         (options(experts), "dtype fp8 has no products of experts; use bf16"),
     ]
-    for each, said in cases:
+    for each, reason in cases:
         assert loader._dtype_name(each, CUDA) == "bf16"
-        with pytest.raises(SetupError, match=said):
+        with pytest.raises(SetupError, match=reason):
             loader._dtype_name(options(each.model_path, dtype="fp8", deterministic=each.deterministic), CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     assert loader._dtype_name(options(dense), CUDA) == "bf16"

@@ -122,9 +122,9 @@ def test_error_on_an_unsupported_gpu_names_the_reason_also_for_auto(
     with pytest.raises(SetupError, match=r"int4 is for checkpoints in 4 bits \(awq, gptq, .*use fp8 or bf16"):
         loader._dtype_name(options(plain, dtype="int4"), CUDA)
 
-    def refused(path: Path, said: str, **more: Any) -> None:
+    def refused(path: Path, why: str, **more: Any) -> None:
         for dtype in ("auto", "int4"):
-            with pytest.raises(SetupError, match=f"{said}.*use dtype fp8 or bf16, which dequantise"):
+            with pytest.raises(SetupError, match=f"{why}.*use dtype fp8 or bf16, which dequantise"):
                 loader._dtype_name(options(path, dtype=dtype, **more), CUDA)
 
     refused(dense, "dtype int4 is not deterministic", deterministic=True)

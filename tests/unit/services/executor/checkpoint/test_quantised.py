@@ -84,7 +84,7 @@ def set_weights(**keys: Any) -> Callable[[dict[str, Any]], object]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         (lambda c: c.update(quant_method="bitnet"), "quant_method = 'bitnet'"),
         (lambda c: c.update(format="int-quantized"), "format = 'int-quantized'"),
@@ -108,13 +108,13 @@ def set_weights(**keys: Any) -> Callable[[dict[str, Any]], object]:
         (set_weights(strategy="block", block_structure=[128, 1e400]), "the size of blocks = [128, inf]"),
     ],
 )
-def test_unsupported_quantisation_is_refused(change: Callable[[dict[str, Any]], object], said: str) -> None:
+def test_unsupported_quantisation_is_refused(change: Callable[[dict[str, Any]], object], reason: str) -> None:
     config = json.loads(json.dumps(compressed("channel")))
     assert scheme_of({"quantization_config": config}) == InBlocksOfFp8(None)
     change(config)
     with pytest.raises(SetupError) as caught:
         scheme_of({"quantization_config": config})
-    assert said in caught.value.message
+    assert reason in caught.value.message
     assert "in quantization_config of config.json is not supported; supported are fp8" in caught.value.message
 
 

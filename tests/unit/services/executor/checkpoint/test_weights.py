@@ -110,9 +110,9 @@ def test_every_tensor_is_claimed_or_the_folder_is_refused(kind: str, tmp_path: P
 def test_quantised_tensors_are_refused_without_a_word_in_the_configuration(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     name = "model.layers.1.mlp.down_proj.weight"
-    for dtype, said in ((torch.float8_e4m3fn, "F8_E4M3, without scales"), (torch.int8, "I8")):
+    for dtype, reason in ((torch.float8_e4m3fn, "F8_E4M3, without scales"), (torch.int8, "I8")):
         rewritten(folder, **{name: torch.ones(64, 112).to(dtype)})
-        assert f"tensor '{name}' is {said}; quantised" in refusal(folder)
+        assert f"tensor '{name}' is {reason}; quantised" in refusal(folder)
     rewritten(folder, **{name: torch.ones(64, 112).to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)})
     assert f"tensor '{name}' is F8_E4M3" in refusal(folder)  # of an unknown kind
 

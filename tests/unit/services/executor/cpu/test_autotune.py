@@ -261,7 +261,9 @@ def test_one_core_and_one_dtype_leave_nothing_to_choose(
 
 
 @pytest.mark.parametrize("dtype", ["f32", "packed", "packed8", "int8"])
-def test_products_of_this_machine(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_this_machine_are_timed(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if dtype != "f32" and not kernels.cpu_jit.has(*kernels.cpu_jit.BYTES):
         pytest.skip("kernels of packed weights and int8 need a CPU with AVX2 and F16C")
     monkeypatch.setattr(autotune, "BUDGET_S", 0.02)

@@ -39,9 +39,9 @@ def test_compile_watch_reports_only_kernels_compiled_while_serving(caplog: pytes
     watch.stop()
     compile_one("_merge")
     assert watch.kernels == ["_attend[num_warps=4](x: *bf16)"]
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert "compiled under a request" in said
-    assert "_attend" in said
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "compiled under a request" in warning
+    assert "_attend" in warning
 
 
 def test_the_hook_of_a_later_engine_stays() -> None:

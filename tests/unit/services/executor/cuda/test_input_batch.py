@@ -212,7 +212,7 @@ def test_large_heads_are_attended_in_smaller_tiles() -> None:
     assert row_by_row(large).many.decode == WIDE.few.decode
 
 
-def test_halves_sample_what_the_whole_step_samples(slots: CudaSlots) -> None:
+def test_micro_batches_sample_the_tokens_of_the_whole_step(slots: CudaSlots) -> None:
     made = maker()
     for slot in range(4):
         slots.open(opened(slot, list(range(100 * slot, 100 * slot + 60))))
@@ -230,9 +230,9 @@ def test_halves_sample_what_the_whole_step_samples(slots: CudaSlots) -> None:
     whole = arrange(plan, slots)
     first, second = arrange(parts.first, slots), arrange(parts.second, slots, apart=False)
     assert (first.decode_rows, second.decode_rows) == (1, 0)
-    behind = 64
-    tokens = np.full((3, behind + second.tokens), -1)
-    tokens[:, : first.tokens], tokens[:, behind:] = first.columns, second.columns
-    samples = samples_of(first, second, behind, parts.order)
+    after = 64
+    tokens = np.full((3, after + second.tokens), -1)
+    tokens[:, : first.tokens], tokens[:, after:] = first.columns, second.columns
+    samples = samples_of(first, second, after, parts.order)
     assert samples[1:].tolist() == whole.samples[1:].tolist()
     assert tokens[:, samples[0]].tolist() == whole.columns[:, whole.samples[0]].tolist()

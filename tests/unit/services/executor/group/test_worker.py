@@ -106,7 +106,7 @@ def test_a_step_that_was_not_sampled_is_forgotten() -> None:
 
 
 def test_last_stage_sends_its_tokens_and_its_errors() -> None:
-    said: queue.SimpleQueue[Sampled] = queue.SimpleQueue()
+    sampled: queue.SimpleQueue[Sampled] = queue.SimpleQueue()
     entered: list[str] = []
 
     class Samples(Engine):
@@ -117,11 +117,11 @@ def test_last_stage_sends_its_tokens_and_its_errors() -> None:
 
     engine: Any = Samples()
     engine.refuses = {5}
-    sampler = SampleThread(engine, said.put, lambda: entered.append("here"), stages=2)
+    sampler = SampleThread(engine, sampled.put, lambda: entered.append("here"), stages=2)
     last = Worker(engine, lambda order: None, sampler)
     for order in (plan(3), plan(4), plan(5), DropStep(5), SetSampled(3, ints([3]), ints([0])), plan(6)):
         last.execute(order)
-    found = [said.get(timeout=WITHIN_S) for _ in range(3)]
+    found = [sampled.get(timeout=WITHIN_S) for _ in range(3)]
     assert [(each.step, each.error) for each in found] == [(3, ""), (4, "ValueError: no more words"), (6, "")]
     assert found[0].output is not None
     assert list(found[0].output.ids) == [3]

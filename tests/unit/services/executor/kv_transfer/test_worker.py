@@ -86,14 +86,14 @@ class Bench:
         self.clock, self.file = FakeClock(), file
         self.computing = False
         self.copier = HandCopier(self.clock)
-        self.told: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.lane = CopyWorker(
             self.copier,
             self.clock,
             CopyCallbacks(
-                on_copied=lambda epoch, copied: self.told.put((epoch, copied)),
-                on_idle=lambda: self.told.put("quiet"),
-                on_unmapped=lambda generation: self.told.put(generation),
+                on_copied=lambda epoch, copied: self.reports.put((epoch, copied)),
+                on_idle=lambda: self.reports.put("quiet"),
+                on_unmapped=lambda generation: self.reports.put(generation),
             ),
             lambda: self.computing,
         )
@@ -119,7 +119,7 @@ class Bench:
         )
 
     def next(self) -> object:
-        return self.told.get(timeout=WITHIN_S)
+        return self.reports.get(timeout=WITHIN_S)
 
     def copied(self) -> KvCopied:
         epoch, copied = self.next()  # type: ignore[misc]  # the test knows what comes
@@ -261,7 +261,7 @@ def test_range_outside_the_arena_is_not_copied(bench: Bench) -> None:
     assert bench.copier.pieces() == [("store", [1])]
 
 
-def test_an_error_of_the_device_is_the_answer_and_the_lane_goes_on(bench: Bench) -> None:
+def test_an_error_of_the_device_is_the_answer_and_the_copy_thread_goes_on(bench: Bench) -> None:
     bench.copier.fail["store"] = RuntimeError("the bus is down")
     bench.copy(1, 1)
     bench.copy(2, 2)
@@ -324,7 +324,7 @@ def test_closing_stops_the_copy_and_unmaps(bench: Bench) -> None:
     closing.join(WITHIN_S)
     assert bench.next() == bench.file.generation
     assert bench.copier.pieces() == [("store", [0, 1])]
-    assert bench.told.empty()
+    assert bench.reports.empty()
     bench.lane.close(WITHIN_S)  # again
 
 

@@ -37,11 +37,11 @@ def lanes() -> Iterator[CommThread]:
     made.close()
 
 
-def program(name: str, talks: int, heard: list[str]) -> ForwardPass:
-    for i in range(talks):
-        heard.append(f"{name}{i} computes")
-        yield lambda i=i: heard.append(f"{name}{i} talks")
-    return torch.tensor([talks])
+def program(name: str, collectives: int, run_order: list[str]) -> ForwardPass:
+    for i in range(collectives):
+        run_order.append(f"{name}{i} computes")
+        yield lambda i=i: run_order.append(f"{name}{i} talks")
+    return torch.tensor([collectives])
 
 
 def test_collective_runs_during_the_compute_of_the_other(lanes: CommThread) -> None:
@@ -65,15 +65,15 @@ def test_collective_runs_during_the_compute_of_the_other(lanes: CommThread) -> N
 
 @pytest.mark.parametrize("way", ["lanes", "in turn"])
 def test_collectives_of_both_programs_run_in_one_order(way: str, lanes: CommThread) -> None:
-    heard: list[str] = []
-    programs = [program("a", 3, heard), program("b", 2, heard)]
+    run_order: list[str] = []
+    programs = [program("a", 3, run_order), program("b", 2, run_order)]
     found = run_in_turn(programs) if way == "in turn" else lanes.run_interleaved(programs, HostSegmentTimer())
     assert [int(each) for each in found] == [3, 2]
-    assert [what for what in heard if "talks" in what] == [
+    assert [what for what in run_order if "talks" in what] == [
         "a0 talks", "b0 talks", "a1 talks", "b1 talks", "a2 talks"
     ]  # fmt: skip
     for name in "ab":
-        own = [what for what in heard if what[0] == name]
+        own = [what for what in run_order if what[0] == name]
         assert own == sorted(
             own, key=lambda what: (what[1], what[3:])
         )  # what is exchanged was computed before
@@ -104,10 +104,10 @@ def test_programs_without_collectives_end() -> None:
         yield from ()
         return torch.tensor(value)
 
-    def say(index: int, talk: Collective) -> object:
-        raise AssertionError("nothing is said")
+    def run_collective(index: int, collective: Collective) -> object:
+        raise AssertionError("no collective runs")
 
-    found: list[Tensor] = run_interleaved([silent(1), silent(2)], say)  # type: ignore[arg-type]  # never called
+    found: list[Tensor] = run_interleaved([silent(1), silent(2)], run_collective)  # type: ignore[arg-type]  # never called
     assert [int(each) for each in found] == [1, 2]
 
 

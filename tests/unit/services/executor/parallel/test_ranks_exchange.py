@@ -20,13 +20,13 @@ def _on_rank(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     for turn in range(ROUNDS):
         generator = torch.Generator().manual_seed(100 * turn + ranks.rank)
         x = torch.randint(-99, 99, (ranks.size, 3, turn + 1), generator=generator)
-        for said in (copies, group):
+        for exchanged in (copies, group):
             gathered, part, whole = x.new_empty(ranks.size, *x.shape), x.new_empty(3, turn + 1), x.clone()
-            said.all_gather_into(gathered, x)
-            said.reduce_scatter_into(part, x)
+            exchanged.all_gather_into(gathered, x)
+            exchanged.reduce_scatter_into(part, x)
             doubled = torch.empty_like(gathered)
-            said.all_gather_each((doubled, gathered), (2 * x, x + 1))  # in a row, into the same memory
-            said.all_reduce(whole)
+            exchanged.all_gather_each((doubled, gathered), (2 * x, x + 1))  # in a row, into the same memory
+            exchanged.all_reduce(whole)
             found.append(torch.cat([doubled.flatten(), gathered.flatten(), part.flatten(), whole.flatten()]))
     return list(zip(found[::2], found[1::2], strict=True))
 

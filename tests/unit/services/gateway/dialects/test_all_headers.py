@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from services.gateway.app import Endpoints, _route
+from services.gateway.app import _route
 from services.gateway.dialects.later import is_async
 from services.gateway.dialects.responses import START, Place, Responses, _place
+from services.gateway.endpoints import Endpoints
 from services.gateway.store import call_of
 from shared.clock import SystemClock
 from shared.errors import BadRequest
@@ -42,7 +43,7 @@ def test_the_preference_for_an_answer_later(prefer: str, wanted: bool) -> None:
     assert not is_async(request())
 
 
-def test_the_place_of_a_reader() -> None:
+def test_place_of_a_reader_comes_from_the_query_or_a_header() -> None:
     assert _place(request()) == START
     assert _place(request("starting_after=7")) == Place(1, 7)
     assert _place(request(f"starting_after={(4 << 32) + 9}")) == Place(5, 9)

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.dialects import anthropic
 from services.gateway.dialects.anthropic import MessageEvents, message, read
-from services.gateway.errors import NotAuthorized
+from services.gateway.exchange import NotAuthorized
 from services.tokenizer.prepare import _max_tokens, _too_long, read_request
 from shared.api import ChatRequest
 from shared.errors import BadRequest, EngineError, HeadraceError, Overloaded, Unavailable, UnknownModel
@@ -101,7 +101,7 @@ def test_the_choice_of_a_tool(choice: dict[str, Any], chosen: object) -> None:
     assert read({**ASKED, "tools": [TOOL], "tool_choice": choice})["tool_choice"] == chosen
 
 
-def test_a_conversation_with_calls() -> None:
+def test_conversation_with_calls_is_translated() -> None:
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "rain"}]}
     failed = {"type": "tool_result", "tool_use_id": "c2", "content": "none", "is_error": True}
     used = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}}
@@ -147,11 +147,11 @@ def test_null_fields_of_blocks_mean_none() -> None:
     tool = {**TOOL, "description": None, "input_schema": {"properties": {"a": {"const": None}}}}
     choice = {"type": "auto", "name": None, "disable_parallel_tool_use": None}
     body = read({**ASKED, "messages": messages, "tools": [tool], "tool_choice": choice})
-    _, called, returned, said, _ = body["messages"]
+    _, called, returned, answered, _ = body["messages"]
     arguments = [call["function"]["arguments"] for call in called["tool_calls"]]
     assert arguments == [{}, {}, {}, {"a": None}]
     assert returned == {"role": "tool", "tool_call_id": "c", "content": ""}
-    assert said == {"role": "assistant", "content": ""}
+    assert answered == {"role": "assistant", "content": ""}
     assert body["tools"][0]["function"]["parameters"] == tool["input_schema"]
 
 
@@ -261,8 +261,8 @@ HEAD = {"model": "m", "created": 9, "answer_format": "hermes"}
 
 
 def native(text: str, reason: str = "stop", **more: str) -> dict[str, Any]:
-    said = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": said, "logprobs": None, "finish_reason": reason, **more}
+    answered = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": answered, "logprobs": None, "finish_reason": reason, **more}
     return {**HEAD, "id": "r", "choices": [choice], "usage": USAGE}
 
 
@@ -270,7 +270,7 @@ def asked(**more: Any) -> Call:
     return read_call(read({**ASKED, **more}), chat=True, request_id="r")
 
 
-def test_a_plain_answer() -> None:
+def test_plain_answer_has_anthropics_form() -> None:
     assert message(asked(), [native("Hello")], ()) == {
         "id": "r",
         "type": "message",
@@ -322,7 +322,7 @@ def events(call: Call, *frames: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_stream() -> None:
+def test_stream_has_anthropics_events() -> None:
     got = events(asked(stream=True), ACCEPTED, delta("Hel"), delta("lo"), done(stop_reason="END"))
     assert [each["type"] for each in got] == [
         "message_start",
@@ -388,7 +388,7 @@ def test_blocks_of_a_stream_follow_each_other() -> None:
         (Unavailable("w"), "overloaded_error"),
     ],
 )
-def test_errors(error: HeadraceError, kind: str) -> None:
+def test_errors_have_anthropics_form(error: HeadraceError, kind: str) -> None:
     body = anthropic.error_body(error, "r")
     assert body == {"type": "error", "error": {"type": kind, "message": "w"}, "request_id": "r"}
     assert MessageEvents(asked(stream=True)).end(body).startswith(b"event: error\ndata: ")

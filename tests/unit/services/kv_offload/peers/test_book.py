@@ -53,7 +53,7 @@ class Pair:
 
     def carry(self, *, change: Callable[[Message], Message | None] = lambda m: m) -> list[Message]:
         """All messages of the two to each other, until both are silent; sums are made at once."""
-        heard: list[Message] = []
+        received: list[Message] = []
         busy = True
         while busy:
             busy = False
@@ -67,10 +67,10 @@ class Pair:
                 for send in fresh:
                     if send.to in (A, B):
                         busy = True
-                        heard.append(send.message)
+                        received.append(send.message)
                         if (message := change(send.message)) is not None:
                             other.handle(Arrived(source, 7, message))
-        return heard
+        return received
 
     def running(self) -> PeerRead:
         (call,) = [c for c in self.a.peer_calls if isinstance(c, PeerRead)]
@@ -109,7 +109,7 @@ class Pair:
 
     def assert_idle(self) -> None:
         """After the scheduler's release nothing is pinned, leased, asked or queued on either side."""
-        self.a.say(KvRelease(jobs=ints([5])))
+        self.a.deliver(KvRelease(jobs=ints([5])))
         book = self.a.core.peers
         assert isinstance(book, Book)
         assert (book.asks, book.wanted, book.reading, book.next_us()) == ({}, {}, set(), None)
@@ -171,7 +171,7 @@ def test_two_loads_of_the_same_blocks_read_them_once(pair: Pair) -> None:
     pair.carry()
     pair.read()
     assert [came(ready) for ready in pair.readies()] == [2, 2], "block 3 was never looked up"
-    pair.a.say(KvRelease(jobs=ints([6])))
+    pair.a.deliver(KvRelease(jobs=ints([6])))
     pair.assert_idle()
 
 
@@ -278,7 +278,7 @@ def test_block_that_the_peer_has_evicted_is_not_found(pair: Pair) -> None:
     [PeerLost(B), Restarted(B), PeersChanged(b"of a", {}), PeersChanged(b"of a", {B: GENERATION + 1})],
     ids=["dead", "restarted", "unreadable", "another generation"],
 )
-def test_a_peer_goes(pair: Pair, event: object, asked: bool) -> None:
+def test_lookups_and_prefetches_end_at_once_when_a_peer_goes(pair: Pair, event: object, asked: bool) -> None:
     pair.look_up(1, 2, 3)
     pair.a.prefetch(5, 1, 2)
     if not asked:
@@ -326,7 +326,7 @@ def test_a_read_fails_and_the_peer_rests_until_one_works(pair: Pair) -> None:
     pair.read()
     assert came(pair.readies()[-1]) == 2
     assert pair.a.core.peers.resting == {}
-    pair.a.say(KvRelease(jobs=ints([8])))
+    pair.a.deliver(KvRelease(jobs=ints([8])))
     pair.assert_idle()
 
 
@@ -417,7 +417,7 @@ def test_l1_without_room_takes_nothing() -> None:
     pair.load(1, 2)
     pair.read()
     assert came(pair.readies()[-1]) == 0
-    pair.a.say(KvRelease(jobs=ints([9])))
+    pair.a.deliver(KvRelease(jobs=ints([9])))
     pair.assert_idle()
 
 
@@ -456,11 +456,11 @@ def test_any_order_of_events_ends_with_right_bytes_and_no_lease(seed: int) -> No
             case _:
                 pair.carry()
         for ready in pair.readies():
-            pair.a.say(KvRelease(jobs=ints([ready.job])))
+            pair.a.deliver(KvRelease(jobs=ints([ready.job])))
         for name, entry in pair.a.state.l1.entries.items():
             assert pair.a.memory[entry.range.offset] == name
     pair.a.peer_calls.clear()
     pair.wait(2 * MOST_PATIENCE_US)
     pair.a.handle(Ticked())
-    pair.a.say(KvRelease(jobs=ints(range(100, job + 1))))
+    pair.a.deliver(KvRelease(jobs=ints(range(100, job + 1))))
     pair.assert_idle()

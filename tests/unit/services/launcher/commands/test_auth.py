@@ -10,7 +10,7 @@ from pathlib import Path
 import bcrypt
 import pytest
 
-from services.gateway.app import read_keys
+from services.gateway.visitors import read_keys
 from services.launcher import credentials
 from services.launcher.cli import main
 from services.launcher.commands import auth
@@ -25,9 +25,9 @@ USERS = ["tokenizer", "scheduler", "executor", "kv_offload", "detokenizer", "gat
 
 
 def make(folder: Path, *tenants: str, force: bool = False, tls: Tls | None = None) -> list[str]:
-    said: list[str] = []
-    auth.generate(folder, Plan(URL, "default", tenants, force, tls), said.append)
-    return said
+    made: list[str] = []
+    auth.generate(folder, Plan(URL, "default", tenants, force, tls), made.append)
+    return made
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -74,7 +74,7 @@ def test_servers_configuration_has_the_passwords_only_as_hashes(tmp_path: Path) 
         assert bcrypt.checkpw(password.encode(), line.split('"')[3].encode())
 
 
-def test_again_changes_nothing(tmp_path: Path) -> None:
+def test_auth_again_changes_nothing(tmp_path: Path) -> None:
     make(tmp_path, "acme")
     before = contents(tmp_path)
     assert make(tmp_path) == []
@@ -84,8 +84,8 @@ def test_again_changes_nothing(tmp_path: Path) -> None:
 def test_a_new_tenant_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     make(tmp_path)
     before = contents(tmp_path)
-    said = make(tmp_path, "a.b")
-    assert [line.partition(": ")[0] for line in said] == [
+    made = make(tmp_path, "a.b")
+    assert [line.partition(": ")[0] for line in made] == [
         str(tmp_path / "tenants/a=2Eb/headrace.toml"), str(tmp_path / "nats/users.conf")
     ]  # fmt: skip
     after = contents(tmp_path)
@@ -263,7 +263,7 @@ def test_users_of_another_version_or_fleet_are_an_error(tmp_path: Path) -> None:
     assert credentials.authorization(tmp_path, "default") == users.read_text()
 
 
-def test_urls() -> None:
+def test_urls_are_parsed_and_shown() -> None:
     one = access.parse("tls://headrace-executor:pw@h:4222?ca=/ca.pem")
     assert one == access.Login(("tls://headrace-executor:pw@h:4222",), "headrace-executor", "/ca.pem")
     assert one.inbox_prefix == "_INBOX.headrace-executor"

@@ -75,9 +75,9 @@ def test_memory_of_the_host_is_not_compared_on_a_gpu(
     monkeypatch.setenv("HEADRACE_DEVICE", "cuda")
     monkeypatch.setattr("services.launcher.commands.doctor.available_bytes", lambda: 0)
     assert main(["doctor", "--model", str(model), "--users", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "in bf16" in said
-    assert said.endswith("weights and KV on GPUs\n")
+    output = capsys.readouterr().out
+    assert "in bf16" in output
+    assert output.endswith("weights and KV on GPUs\n")
 
 
 def test_the_command_prints_it_and_fails_without_the_memory(

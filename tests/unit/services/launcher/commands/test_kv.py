@@ -105,7 +105,7 @@ def test_peers_are_shown_once_there_are_some() -> None:
 
 
 def test_words_where_there_is_no_tier() -> None:
-    assert kv.draw([], []) == list(kv.NOBODY)
+    assert kv.draw([], []) == list(kv.NO_STORE)
     off = store(VirtualKv(Arena(0)))
     assert kv.draw([off], []) == [f"kv_offload.k  ready  {kv.OFF}"]
     assert kv.draw([{**off, "not_shared": True}], []) == [f"kv_offload.k  ready  {kv.NOT_SHARED}"]
@@ -173,11 +173,11 @@ def test_status_and_metrics_agree() -> None:
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e13, "25 TB"), (5e15, "5e+03 TB")]
 )
-def test_sizes(count: float, text: str) -> None:
+def test_sizes_are_printed_with_units(count: float, text: str) -> None:
     assert size(count) == text
 
 
 def test_a_password_is_not_shown() -> None:
-    told = build(Settings(l1="off", l2="redis://user:secret@h:6380/0")).status()
-    assert told["l2_url"] == "redis://h:6380/0"
+    tier_status = build(Settings(l1="off", l2="redis://user:secret@h:6380/0")).status()
+    assert tier_status["l2_url"] == "redis://h:6380/0"
     assert build(Settings(l1="off")).status()["l2_url"] == ""

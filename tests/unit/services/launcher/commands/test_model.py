@@ -49,7 +49,7 @@ async def test_action_of_each_host_is_printed_with_the_model_and_the_host(
 
 
 @pytest.mark.parametrize("action", ["load", "unload", "sleep", "wake"])
-def test_the_command_line(
+def test_command_line_names_the_model(
     action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[tuple[object, ...]] = []

@@ -12,7 +12,7 @@ import pytest
 from support.actor_fleet import Fleet, Hand, watched_fleet
 from support.memory_bus import MemoryBroker
 
-from loadtest.simulator.command import told
+from loadtest.simulator.command import report_lines
 from loadtest.simulator.replay.rerun import rerun
 from services.launcher.cli import main
 from services.launcher.commands.record import Recording, record_from
@@ -159,7 +159,7 @@ def test_difference_is_printed_with_its_place() -> None:
         "facts": {}, "first_event": 1, "events": 2000, "commands": 7, "hashes": 2, "snapshots": 1,
         "virtual_us": 1_600_000, "wall_us": 1000, "difference": difference,
     }  # fmt: skip
-    assert told(body)[3:] == [
+    assert report_lines(body)[3:] == [
         "  the state after event 20 differs; after event 10 it was equal, 1.500000 s after the first event",
         "    in the log aa, recomputed bb",
         "    state.draining: False, now True",

@@ -91,7 +91,7 @@ async def test_fleet_without_such_a_scheduler_is_an_error(monkeypatch: pytest.Mo
         await command.policy(Target("", "m"), "f", "order=fcfs", "x")
 
 
-def test_words_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_takes_these_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policy", "set"]) == 1
     assert "headrace policy set kind=name,..." in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -109,12 +109,12 @@ class Plain:
 
 
 def compare(waiting: WaitingQueue, plain: Plain) -> None:
-    everyone = [group for group, _, _ in plain.units] + plain.parked
-    assert {group.number for group in waiting} == {group.number for group in everyone}
-    assert len(waiting) == len(everyone)
-    assert waiting.queued_tokens == sum(len(s.tokens) for group in everyone for s in group.sequences)
+    all_groups = [group for group, _, _ in plain.units] + plain.parked
+    assert {group.number for group in waiting} == {group.number for group in all_groups}
+    assert len(waiting) == len(all_groups)
+    assert waiting.queued_tokens == sum(len(s.tokens) for group in all_groups for s in group.sequences)
     held: dict[str, list[int]] = {}
-    for group in everyone:
+    for group in all_groups:
         groups, tokens = held.setdefault(group.client[0], [0, 0])
         held[group.client[0]] = [groups + 1, tokens + sum(len(s.tokens) for s in group.sequences)]
     assert {tenant: [h.groups, h.tokens] for tenant, h in waiting.tenants.items()} == held
@@ -138,8 +138,8 @@ def test_the_order_is_that_of_a_sort(rank: str, seed: int) -> None:
         waiting.promote_aged(now_us)
         plain.age(now_us)
         what = dice.random()
-        everyone = [group for group, _, _ in plain.units] + plain.parked
-        if what < 0.45 or not everyone:
+        all_groups = [group for group, _, _ in plain.units] + plain.parked
+        if what < 0.45 or not all_groups:
             resumes = dice.random() < 0.15
             group = make_unit(
                 number, dice.choice("abcd"), dice.randrange(3), now_us, tokens=dice.randint(1, 9),
@@ -155,7 +155,7 @@ def test_the_order_is_that_of_a_sort(rank: str, seed: int) -> None:
                 plain.remove(first)
                 waiting.served.charge_input(first.client, dice.randint(0, 50))
         elif what < 0.78:
-            group = dice.choice(everyone)
+            group = dice.choice(all_groups)
             if len(group.sequences) > 1 and not group.parked:  # of wide ones some choices start
                 names = [s.seq for s in group.sequences]
                 begins = waiting.split(group, dice.randrange(1, len(names)))
@@ -165,7 +165,7 @@ def test_the_order_is_that_of_a_sort(rank: str, seed: int) -> None:
                     {group.number},
                 )
         elif what < 0.85:
-            group = dice.choice(everyone)
+            group = dice.choice(all_groups)
             if len(group.sequences) == 1:
                 plain.remove(group)
             waiting.drop(group.sequences[0])
@@ -191,7 +191,7 @@ def test_candidates_after_the_first_group_are_found() -> None:
     waiting.add(make_unit(6, "c", 1, 6, resumes=1), 6)
     first = waiting.first("m")
     assert first is not None
-    assert [group.number for group in (first, *waiting.candidates_after("m", first, anybody))] == [
+    assert [group.number for group in (first, *waiting.candidates_after("m", first, any_group))] == [
         4,
         6,
         1,
@@ -208,13 +208,13 @@ def test_only_so_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         waiting.add(make_unit(number, "abc"[number % 3], number % 2, number), number)
     first = waiting.first("m")
     assert first is not None
-    assert len(waiting.candidates_after("m", first, anybody)) == 3
+    assert len(waiting.candidates_after("m", first, any_group)) == 3
     assert [
         group.number for group in waiting.candidates_after("m", first, lambda group: group.number == 9)
     ] == [9]
 
 
-def anybody(group: SequenceGroup) -> bool:
+def any_group(group: SequenceGroup) -> bool:
     return True
 
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from shared.api import Tool
 from shared.errors import BadRequest, Overloaded
 from shared.openai.call import Call, read_call
-from shared.openai.responses.output import Event, failure_of, of_state, output_of, said, whole
+from shared.openai.responses.output import Event, answer_turn, failure_of, of_state, output_of, whole
 from shared.openai.responses.request import read
 from shared.openai.whole_answer import answer
 
@@ -38,7 +38,7 @@ def native(text: str, reason: str = "stop", **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_plain_answer() -> None:
+def test_plain_answer_has_the_responses_form() -> None:
     body = whole(asked(metadata={"a": "b"}), [native("Hello")])
     Response.model_validate(body, strict=True)
     text = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
@@ -85,7 +85,7 @@ def test_reasoning_text_and_calls_are_items() -> None:
         "status": "completed",
     }
     assert first["call_id"] != second["call_id"]
-    turn = said(call, answered)
+    turn = answer_turn(call, answered)
     assert (turn["reasoning_content"], [c["id"] for c in turn["tool_calls"]]) == (
         "hm",
         [first["call_id"], second["call_id"]],

@@ -119,12 +119,12 @@ def test_a_choice_finds_a_function_in_a_namespace(named: dict[str, str], called:
 
 
 def test_a_conversation_with_calls_and_reasoning() -> None:
-    said: Any = {"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": None}
+    part: Any = {"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": None}
     thought = {"type": "reasoning_text", "text": "hm"}
     items: list[Any] = [
         USER,
         {"type": "reasoning", "id": "rs", "summary": [], "content": [thought]},
-        {"type": "message", "id": "msg", "role": "assistant", "status": "completed", "content": [said]},
+        {"type": "message", "id": "msg", "role": "assistant", "status": "completed", "content": [part]},
         {**CALLED, "id": "fc", "status": None},
         {**CALLED, "call_id": "c2"},
         {"type": "function_call_output", "call_id": "c1", "output": "rain"},

@@ -77,10 +77,10 @@ async def end_of(nc: Nats, request: str) -> tuple[str, str]:
     heartbeats = await nc.subscribe(HEARTBEATS)
     async with asyncio.timeout(60):
         while True:
-            told = json.loads((await nc.request(f"headrace.v1.trace.{request}", timeout=60)).data)
-            if told["state"] == "ended":
+            facts = json.loads((await nc.request(f"headrace.v1.trace.{request}", timeout=60)).data)
+            if facts["state"] == "ended":
                 await heartbeats.unsubscribe()
-                choice = told["choices"][0]
+                choice = facts["choices"][0]
                 assert choice["tokens"] < LONG
                 return choice["reason"], choice["error"]
             await heartbeats.next_msg(30)
@@ -153,8 +153,8 @@ async def test_a_reader_that_reads_nothing_is_cut_off_by_the_server_and_noticed(
             lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             lazy.connect((host, int(port)))
             ask = body("lazy", stream=True, n=32)
-            said = f"SUB lazy.in 1\r\nPUB {SUBJECT} lazy.in {len(ask)}\r\n".encode() + ask + b"\r\n"
-            lazy.sendall(b'CONNECT {"verbose":false}\r\n' + said)
+            lines = f"SUB lazy.in 1\r\nPUB {SUBJECT} lazy.in {len(ask)}\r\n".encode() + ask + b"\r\n"
+            lazy.sendall(b'CONNECT {"verbose":false}\r\n' + lines)
             assert await end_of(nc, "lazy") == STOPPED
         await assert_all_free(nc)
         await nc.close()
@@ -169,8 +169,8 @@ async def test_a_cancel_frees_the_blocks_within_two_steps(start_up: StartUp) -> 
     nc = await nats.connect(up.nats_url)
 
     async def engine() -> dict[str, Any]:
-        told = json.loads((await nc.request("$SRV.STATS.headrace-scheduler", timeout=60)).data)["data"]
-        (found,) = told["executors"].values()
+        facts = json.loads((await nc.request("$SRV.STATS.headrace-scheduler", timeout=60)).data)["data"]
+        (found,) = facts["executors"].values()
         return dict(found)
 
     try:

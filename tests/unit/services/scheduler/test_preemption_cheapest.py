@@ -45,7 +45,7 @@ def test_cheapest_pause_is_chosen_over_the_latest(victim: str, stays: str) -> No
         world.assert_answers(name)
 
 
-def test_the_price_by_hand() -> None:
+def test_price_equals_one_by_hand() -> None:
     """Without a tier: the time to compute the tokens again, by the blocks that no other sequence holds."""
     _, executor = two_jobs("cheapest")
     short, long = executor.running

@@ -48,15 +48,15 @@ def letters(vocabulary: Vocabulary) -> list[int]:
 
 
 @pytest.fixture
-def told() -> queue.SimpleQueue[GrammarReady | GrammarFailed]:
+def reports() -> queue.SimpleQueue[GrammarReady | GrammarFailed]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
 def grammars(
-    vocabulary: Vocabulary, told: queue.SimpleQueue[GrammarReady | GrammarFailed]
+    vocabulary: Vocabulary, reports: queue.SimpleQueue[GrammarReady | GrammarFailed]
 ) -> Iterator[Grammars]:
-    grammars = Grammars(lambda: vocabulary, PADDED, told.put)
+    grammars = Grammars(lambda: vocabulary, PADDED, reports.put)
     yield grammars
     grammars.end()
 
@@ -188,24 +188,24 @@ def test_a_grammar_that_leads_nowhere_is_at_fault_not_the_engine(
 
 
 def test_end_of_each_compilation_is_reported_once_for_each_waiting_slot(
-    grammars: Grammars, told: queue.SimpleQueue[GrammarReady | GrammarFailed]
+    grammars: Grammars, reports: queue.SimpleQueue[GrammarReady | GrammarFailed]
 ) -> None:
     grammars.open(opened(0))
-    first = told.get(timeout=60)
+    first = reports.get(timeout=60)
     assert isinstance(first, GrammarReady)
     assert (first.slot, first.generation) == (0, 1)
     assert first.compile_us > 0
     grammars.open(opened(1))  # known: reported at once
-    assert told.get_nowait() == replace(first, slot=1)
+    assert reports.get_nowait() == replace(first, slot=1)
     grammars.open(opened(2, grammar=""))
     grammars.open(opened(3, wrong("nothing")))
     grammars.open(opened(4, wrong("nowhere")))
     grammars.close(4)
-    failed = told.get(timeout=60)
+    failed = reports.get(timeout=60)
     assert isinstance(failed, GrammarFailed)
     assert failed.slot == 3
     assert failed.message.startswith("grammar: ")
     grammars.open(opened(5, grammar_of({"structured_outputs": {"regex": "[ab]"}})))
-    last = told.get(timeout=60)
+    last = reports.get(timeout=60)
     assert (type(last), last.slot) == (GrammarReady, 5)
-    assert told.empty()
+    assert reports.empty()
