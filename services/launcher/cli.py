@@ -53,7 +53,7 @@ COMMANDS = {
     "completion": "services.launcher.commands.completion:command",
 }
 HINTS = {  # the end of a complaint of argparse
-    "word": "services.launcher.commands.completion:proposal"
+    "word": "services.launcher.commands.completion:proposal",
 }
 # The line of each command in --help, and the settings that it offers as flags; None: all. The environment and
 # a TOML file may set the others.

@@ -67,7 +67,7 @@ SHARED = (
     "keeper",
 )  # shared by all models; a process of another kind serves one model
 AGENTS = {  # for operators: loads, sleeps and wakes of the models here
-    "models": "services.launcher.host_agent:HostAgent"
+    "models": "services.launcher.host_agent:HostAgent",
 }
 _FEW_CORES = 4
 _FIRST_ANSWER_S = 0.5  # from ready to the start of the rest: a first request gets all cores

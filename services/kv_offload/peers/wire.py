@@ -27,7 +27,9 @@ log = logging.getLogger("headrace.kv_offload")
 
 WRONG = -1
 # A module's `build` returns what opens its transport for the file of an arena, None if it is not installed.
-WIRES = {"nixl": "services.kv_offload.peers.nixl:build"}
+WIRES = {
+    "nixl": "services.kv_offload.peers.nixl:build",
+}
 
 
 class Wire(Protocol):
