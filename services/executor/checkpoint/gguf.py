@@ -66,7 +66,7 @@ def load_gguf(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
-    shard_of: weights.ShardOf = weights.whole_model,
+    partition_of: weights.PartitionOf = weights.whole_model,
     *,
     packed: bool = False,
     load_part: weights.LoadPart = weights.plain_part,
@@ -88,8 +88,8 @@ def load_gguf(
             return stored.rows(_halves(stored.shape[0], shapes.head_dim))
         return stored
 
-    shard = shard_of(shapes)
-    return shard.shapes, weights.assemble(shard, find, dtype, device, load_part)
+    partition = partition_of(shapes)
+    return partition.shapes, weights.assemble(partition, find, dtype, device, load_part)
 
 
 def type_of_blocks(path: Path) -> Kind | None:
