@@ -14,15 +14,15 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from services.launcher.console import load
 from services.launcher.nats_server import is_free
 from shared.config import DEFAULT_NATS_URL, Loaded
-from shared.errors import SetupError
-from shared.nats import access
-from shared.nats.interface import BusFault
+from shared.errors import SetupError, Unavailable
+from shared.nats import access, subjects
+from shared.nats.interface import Bus, BusFault, NoResponders, RequestTimeout
 from shared.nats.subjects import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -32,7 +32,12 @@ if TYPE_CHECKING:
     from shared.nats.bus import NatsBus
 
 CONNECT_TIMEOUT_S = 5.0  # a busy machine takes seconds for the first answer
+DECIDE_S = 5.0  # for a scheduler, which may decide upon the result of a step first: milliseconds
+STATUS_WAIT_S = 0.5  # a ready service answers in milliseconds, one that starts may need longer
 READY_POLL_S = 0.1  # between two looks whether a fleet is ready
+
+
+Facts = dict[str, Any]  # the answer of a service about itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,41 @@ async def connected(url: str, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncGene
         yield bus
     finally:
         await bus.drain()
+
+
+async def services_of(target: Target, fleet: str) -> list[Facts]:
+    """The answers of the services of `fleet`, in pipeline order. Raises Unavailable without any."""
+    async with connected(target.nats_url) as bus:
+        return await answers_of(bus, fleet)
+
+
+async def answers_of(bus: Bus, fleet: str) -> list[Facts]:
+    """The same, over a connection."""
+    from shared.client.client import request_all
+
+    answers = await request_all(bus, subjects.STATUS, STATUS_WAIT_S)
+    services = sorted((a for a in answers if a.get("fleet") == fleet), key=_order)
+    if not services:
+        fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))
+        raise Unavailable(f"no service of fleet {fleet!r} answers; there are: {fleets or 'none'}")
+    return services
+
+
+def _order(answer: Facts) -> tuple[int, str]:
+    from services.launcher.serve import KINDS
+
+    kind = str(answer.get("kind"))
+    return (KINDS.index(kind) if kind in KINDS else len(KINDS), f"{kind}.{answer.get('id')}")
+
+
+async def ask_scheduler(bus: Bus, subject: str, body: str) -> Facts:
+    """The answer of a scheduler; empty without one."""
+    try:
+        reply = await bus.request(subject, body.encode("utf-8", "replace"), timeout_us=int(DECIDE_S * 1e6))
+    except (NoResponders, RequestTimeout):
+        return {}
+    answer: Facts = json.loads(reply.data)
+    return answer
 
 
 def _print_denied(fault: BusFault) -> None:

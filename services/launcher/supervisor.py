@@ -75,6 +75,9 @@ class Service:
                 os.kill(self.process.pid, number)
 
 
+LOADED, ASLEEP, UNLOADED, CHANGING = "loaded", "asleep", "unloaded", "changing"  # states of a model here
+
+
 class ExecutorProcesses:
     """The executors of one model."""
 

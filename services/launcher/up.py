@@ -20,27 +20,27 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from services.launcher import (
     background,
     console,
-    host_agent,
+    credentials,
+    joining,
     leaf,
     nats_server,
     own_folder,
     session,
     supervisor,
 )
-from services.launcher.commands import auth
-from services.launcher.commands.logs import LogFiles
 from services.launcher.console import ServiceLines, print_line
 from services.launcher.fork_server import UNBUFFERED, ForkServer
 from services.launcher.heartbeats import HANGS_S, HeartbeatNote, SilenceTimers, Watch, ticks_of
-from services.launcher.host_agent import HostAgent, Joined, MemoryRule
+from services.launcher.joining import Joined
 from services.launcher.nats_server import NatsServer, ServerLimits
-from services.launcher.own_folder import OwnFolder
+from services.launcher.own_folder import LogFiles, OwnFolder
 from services.launcher.serve import KINDS, check_settings
 from services.launcher.session import RunState
 from shared import codec
@@ -66,6 +66,9 @@ SHARED = (
     "kv_offload",
     "keeper",
 )  # shared by all models; a process of another kind serves one model
+AGENTS = {  # for operators: loads, sleeps and wakes of the models here
+    "models": "services.launcher.host_agent:HostAgent",
+}
 _FEW_CORES = 4
 _FIRST_ANSWER_S = 0.5  # from ready to the start of the rest: a first request gets all cores
 _TEXT = ("tokenizer", "detokenizer")
@@ -83,7 +86,7 @@ OWN_CONNECT_S = 60.0  # to that of `up`, which runs, however busy the machine is
 @dataclass(frozen=True, slots=True)
 class Flags:
     """What `up` is asked for beside its settings. Edges connect at `leaves`, HOST:PORT. With `join`, a URL,
-    it adds executors and a kv_offload to the fleet there (see host_agent.py). `schedulers`: of each model.
+    it adds executors and a kv_offload to the fleet there (see joining.py). `schedulers`: of each model.
     With `until_idle` it ends by itself (see background.py)."""
 
     leaves: str = ""
@@ -110,7 +113,7 @@ def up(
     if join:
         settings = settings.model_copy(update={"nats_url": join, "http": "off", "durable": False})
     elif users is not None and not settings.http_keys:
-        settings = settings.model_copy(update={"http_keys": str(auth.keys_of(users))})
+        settings = settings.model_copy(update={"http_keys": str(credentials.keys_of(users))})
     if (settings.leaf or leaves) and (settings.nats_url or (settings.leaf and leaves)):
         raise SetupError(
             "--leaf and --leaves are of the server that `up` starts, without --nats-url: use one"
@@ -137,13 +140,13 @@ def up(
     with _no_process_named(), ExitStack() as stack:
         server = None
         if not settings.nats_url:
-            extra = auth.authorization(users, settings.fleet) if users else ""
+            extra = credentials.authorization(users, settings.fleet) if users else ""
             extra += leaf.listen(leaves, users) if leaves else ""
             limits = _durable_limits(settings, must_be_durable=must_be_durable)
             settings = settings.model_copy(update={"durable": limits is not None})
             if settings.leaf:
                 names = (*models, *settings.model_names[1:])
-                account = auth.account_of(users)
+                account = credentials.account_of(users)
                 extra += leaf.remote(settings.leaf, names, has_users=bool(users), account=account)
                 limits = leaf.limits_of(settings.fleet, limits)
             if port := settings.port:
@@ -195,9 +198,9 @@ async def _look(url: str, settings: Settings, models: Sequence[str]) -> Joined:
     async with session.connected(url, CONNECT_S) as bus:
         readiness = Readiness(bus, settings.fleet)
         peers = await readiness.until(
-            lambda peers: host_agent.is_fleet_answering(peers, models), host_agent.FLEET_ANSWER_S
+            lambda peers: joining.is_fleet_answering(peers, models), joining.FLEET_ANSWER_S
         )
-        return host_agent.checked_fleet(peers, settings, models, access.shown(url))
+        return joining.checked_fleet(peers, settings, models, access.shown(url))
 
 
 def _durable_limits(settings: Settings, *, must_be_durable: bool) -> ServerLimits | None:
@@ -223,7 +226,7 @@ class _Logins:
 
     def of(self, name: str) -> str:
         """The URL for a service or the operator. Raises SetupError."""
-        return auth.url_of(self.users, name, self.url) if self.users else self.url
+        return credentials.url_of(self.users, name, self.url) if self.users else self.url
 
     def of_commands(self, joined: Joined | None) -> str:
         """The URL for this command and for others on this machine. A host that joins a fleet may have the
@@ -306,12 +309,8 @@ class _Up:
         self._supervisor.on_end = self._on_end
         self._executors = {name: self._executors_of(name) for name in models}
         if settings.awake_gib:
-            rule = MemoryRule(int(settings.awake_gib * 1024))
-            for name, executors in self._executors.items():
-                if why := rule.why_not(name, executors.least_mib):
-                    raise SetupError(why)
-            for name in list(models)[1:]:
-                self._executors[name].stop()  # not started before requests wait for it
+            for agent in AGENTS.values():
+                resolve_name(agent).share(self._executors, int(settings.awake_gib * 1024))
 
     async def run(self, *, until_idle: bool = False) -> int:
         loop = asyncio.get_running_loop()
@@ -351,7 +350,8 @@ class _Up:
                 await ready
                 self._write_run_state()
                 if self._logins.can_operate:  # others may not ask for loads
-                    stack.callback(loop.create_task(self._serve_models()).cancel)
+                    for agent in AGENTS.values():
+                        stack.callback(loop.create_task(self._serve(agent)).cancel)
                 stack.callback(loop.call_later(_FIRST_ANSWER_S, self._supervisor.start).cancel)
                 if until_idle:
                     idle = loop.create_task(self._idle())
@@ -375,7 +375,7 @@ class _Up:
             "executor": s.executors,
             "detokenizer": s.detokenizers,
         }
-        kinds = KINDS if self._joined is None else host_agent.JOINING_KINDS
+        kinds = KINDS if self._joined is None else joining.JOINING_KINDS
         specs = supervisor.service_specs({kind: counts.get(kind, 1) for kind in SHARED if kind in kinds})
         of_model = {kind: counts.get(kind, 1) for kind in kinds if kind not in SHARED}
         for name, model in self._models.items():
@@ -387,7 +387,7 @@ class _Up:
         specs.sort(key=lambda spec: KINDS.index(spec.kind))
         device, ranks = s.device_and_ranks
         if device != "cpu" and s.backend != "sim":
-            specs = host_agent.placed(specs, ranks, host_agent.seen(os.environ))
+            specs = joining.placed(specs, ranks, joining.seen(os.environ))
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
         specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
         env = with_import_path({**os.environ, **s.to_env(), **UNBUFFERED})
@@ -420,14 +420,14 @@ class _Up:
         weights = 0 if settings.backend == "sim" else size_bytes(resolve(model, settings.cache_dir))
         return supervisor.ExecutorProcesses(self._supervisor, services, len(services) * weights >> 20)
 
-    async def _serve_models(self) -> None:
-        """Load, unload, sleep and wake, until cancelled."""
+    async def _serve(self, name: str) -> None:
+        """Run an agent until cancelled."""
         bus = await self._connect()
         try:
             s = self._settings
             awake_mib = int(s.awake_gib * 1024)
             clock = SystemClock()
-            agent = HostAgent(bus, s.fleet, s.host_id, self._executors, awake_mib, clock, print_line)
+            agent = resolve_name(name)(bus, s.fleet, s.host_id, self._executors, awake_mib, clock, print_line)
             await agent.run()
         finally:
             await bus.drain()
@@ -446,7 +446,7 @@ class _Up:
         """The setting with the classes that tenants may use, for a tokenizer with credentials."""
         if spec.kind != "tokenizer" or self._logins.users is None or self._settings.tenant_classes:
             return {}
-        path = self._logins.users / "tokenizer" / auth.CLASSES
+        path = self._logins.users / "tokenizer" / credentials.CLASSES
         return {"HEADRACE_TENANT_CLASSES": str(path.resolve())} if path.exists() else {}
 
     async def _connect(self) -> NatsBus:
@@ -504,7 +504,7 @@ class _Up:
         if not self._http or self._curl:  # browsers open no Unix sockets
             return ""
         users = self._logins.users
-        key = auth.operator_key(users) if users is not None else ""
+        key = credentials.operator_key(users) if users is not None else ""
         return f"{self._http}/#key={key}" if key else f"{self._http}/"
 
     def _note(self, *, ready: bool) -> RunState:

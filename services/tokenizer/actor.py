@@ -14,8 +14,9 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import Any
 
-from services.tokenizer.aliases import UNSURE, AliasNames
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.core import (
     Command,
@@ -29,7 +30,9 @@ from services.tokenizer.core import (
     TokenizerCore,
 )
 from services.tokenizer.intake import (
+    STANDS_BY,
     TENANT,
+    UNSURE,
     Arrival,
     Arrivals,
     BackgroundEncoder,
@@ -45,8 +48,7 @@ from services.tokenizer.prepare import (
     prepared,
     sampling_defaults,
 )
-from services.tokenizer.queries import STANDS_BY, Checks, Queries, refuse
-from services.tokenizer.standby import TURN_US, Standby
+from services.tokenizer.queries import Checks, Queries, refuse
 from services.tokenizer.template_probe import NOT_READ, UNKNOWN
 from shared.actor import membership
 from shared.actor.mailbox import Mailbox
@@ -68,6 +70,10 @@ from shared.vocab.vocabulary import Vocabulary, load_vocabulary
 
 log = logging.getLogger("headrace.tokenizer")
 
+PARTS = {  # requests to aliases; copies of the requests of others, for a takeover
+    "aliases": "services.tokenizer.aliases:AliasNames",
+    "standby": "services.tokenizer.standby:StandbyShell",
+}
 TICK_S = 0.1
 LONG_BYTES = 16_384  # 10 to 50 ms of work: longer requests are prepared on a thread
 # Each request arrives up to three times: at its owner, as a copy, and for the group of any model. The last
@@ -99,12 +105,11 @@ class TokenizerActor(Actor):
         self._classes = classes or TenantClasses()
         self._core = TokenizerCore(model, give_up_us)
         self._edge = edge
-        self._standby = Standby()
-        self._taken_over = 0
-        self._started = False
+        self._standby: list[Any] = []
+        self._aliases: list[Any] = []
+        self._started = self._listens = False
         self._subscriptions: list[Subscription] = []
         self._ticking: asyncio.Task[None] | None = None
-        self._standing: asyncio.Task[None] | None = None
         self._second: Bus  # for messages that may be read later
 
     async def start(self, mailbox: Mailbox) -> None:
@@ -119,44 +124,55 @@ class TokenizerActor(Actor):
         self._tenant_queue = TenantQueue(self._take, self._is_over_share)
         self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
         self._second.on_fault(_log_fault)
-        copies = self._arrivals.on_copy
-        aliases = AliasNames(mailbox, self._table, self._second, copies, self._model.names)
-        self._aliases, forward, load = aliases, aliases.forward, aliases.load
-        await aliases.start(self._replicas)
+        copies, names = self._arrivals.on_copy, self._model.names
+        self._aliases = part("aliases", mailbox, self._table, self._second, copies, names)
+        for aliases in self._aliases:
+            await aliases.start(self._replicas)
         self._queries = Queries(
-            mailbox, self._model, self._context, self._second, self._table, forward, load, edge=self._edge
+            mailbox, self._model, self._context, self._second, self._table, self._aliases, edge=self._edge
         )
+        self._standby = part("standby", mailbox, self._name, self._own, self._is_ours, self._arrivals)
         self._checks = Checks(mailbox, self._model, self._classes.of)
         await self._queries.check_names()
         requests = [subjects.generate_any_tenant(name) for name in self._model.names]
         self._subscriptions = [
             await subscribe(subjects.CANCEL_ALL, self._on_cancel),
             *await self._checks.listen(),
-            *[await self._second.subscribe(asked, copies) for asked in requests],
+            *[await self._second.subscribe(asked, copies) for asked in requests if self._standby],
             *[await subscribe(asked, self._arrivals.on_request, queue="tokenizer") for asked in requests],
-            *await aliases.listen(self._queries.roots, self._queries.is_served, edge=self._edge),
+            *[
+                listening
+                for aliases in self._aliases
+                for listening in await aliases.listen(
+                    self._queries.roots, self._queries.is_served, edge=self._edge
+                )
+            ],
             # Last: a tokenizer that answers these must receive requests.
             *await self._queries.listen(self._awaited),
         ]
         await self._second.flush()
-        self._standing = asyncio.get_running_loop().create_task(self._stand_by())
+        self._listens = True
+        for standby in self._standby:
+            standby.start()
 
     def receive(self, source: str, message: Message, trace: str) -> None:
         if isinstance(message, Accepted | Rejected):
             self._handle(message)
         elif isinstance(message, Claims):
-            self._standby.on_claims(source, message, self._mailbox.clock.now_us())
+            for standby in self._standby:
+                standby.on_claims(source, message)
         else:
             log.error("%s of %s is not for a tokenizer", type(message).__name__, source)
 
     def on_restart(self, source: str) -> None:
-        self._standby.on_gone(source)
+        for standby in self._standby:
+            standby.on_gone(source)
 
     def on_stream_lost(self, source: str) -> None:
-        self._standby.on_gone(source)
+        self.on_restart(source)
 
     def on_peer_gone(self, peer: membership.Peer) -> None:
-        self._standby.on_gone(peer.source)
+        self.on_restart(peer.source)
         self._on_peer(peer)
 
     def on_peer(self, peer: membership.Peer) -> None:
@@ -166,19 +182,19 @@ class TokenizerActor(Actor):
 
     def upkeep(self) -> None:
         self._classes.refresh()
-        if self._standing is not None:  # started
+        if self._listens:
             self._table.catch_up(self._queries.newest(STAMP))
-            self._aliases.upkeep()
+            for part in (*self._aliases, *self._standby):
+                part.upkeep()
         self._handle(loads(self._mailbox.peers, self._name))
-        for task in (self._ticking, self._standing):
-            if task is not None and task.done():
-                task.result()  # a failed tick fails the actor, as a failed handler does
+        if self._ticking is not None and self._ticking.done():
+            self._ticking.result()  # a failed tick fails the actor, as a failed handler does
 
     def heartbeat_payload(self) -> HeartbeatPayload:
         load = (
             ("context", self._context()),
             ("model_context", self._model.max_context),
-            (STANDS_BY, 1),
+            (STANDS_BY, len(self._standby)),
             (STAMP, self._table.stamp),
             (membership.VOCABULARY, self._vocabulary),
             (membership.TOKENS, membership.vocabulary_number(self._model.vocabulary.tokens_digest)),
@@ -196,8 +212,8 @@ class TokenizerActor(Actor):
         core = self._core
         return {
             TokenizerCounter.PENDING: self._pending,
-            TokenizerCounter.COPIES: len(self._standby),
-            TokenizerCounter.TAKEN_OVER: self._taken_over,
+            TokenizerCounter.COPIES: sum(map(len, self._standby)),
+            TokenizerCounter.TAKEN_OVER: sum(standby.taken_over for standby in self._standby),
             TokenizerCounter.REQUESTS: core.requests,
             TokenizerCounter.FAILED: core.failed,
             TokenizerCounter.UNAVAILABLE: core.unavailable,
@@ -211,8 +227,8 @@ class TokenizerActor(Actor):
             "sampling": str(self._model.defaults),
             "answer_format": self._model.answer_format.name if self._model.answer_format else OFF,
             "calls": self._model.template.skills(with_tools=True).calls_are,
-            "models_here": sorted(self._queries.served()) if self._standing is not None else [],  # started
-            "removed": self._aliases.removed if self._standing is not None else {},
+            "models_here": sorted(self._queries.served()) if self._listens else [],
+            "removed": {name: age_s for part in self._aliases for name, age_s in part.removed.items()},
             **in_status(self._counted),
         }
 
@@ -222,18 +238,17 @@ class TokenizerActor(Actor):
         await self._arrivals.drain()
         await self._tenant_queue.drain()
         await self._background.drain()
-        await self._queries.drain()
-        await self._aliases.drain()
-        await self._checks.drain()
+        for each in (self._queries, *self._aliases, self._checks):
+            await each.drain()
         if self._ticking is not None:  # ends when nothing is pending
             await self._ticking
-        while len(self._standby) and self._others():  # noqa: ASYNC110 - until the others are done
-            await asyncio.sleep(TURN_US / 1e6)
-        self._send_claims()
+        for standby in self._standby:
+            await standby.drain()
 
     async def stop(self) -> None:
-        if self._standing is not None:
-            self._standing.cancel()
+        for standby in self._standby:
+            standby.stop()
+        if self._listens:
             await self._second.drain()
 
     # ---- internals ------------------------------------------------------------------------------
@@ -276,11 +291,11 @@ class TokenizerActor(Actor):
                 if isinstance(message, Tokenized):
                     message = dataclasses.replace(message, sent_wall_us=self._mailbox.clock.wall_us())
                 self._send(command.scheduler, message, command.trace)
-            elif isinstance(command, RequestDone):
-                self._standby.on_done(command.key, self._mailbox.clock.now_us())
-            else:
+                continue
+            if not isinstance(command, RequestDone):
                 refuse(self._mailbox, self._name, command)
-                self._standby.on_done(command.key, self._mailbox.clock.now_us())
+            for standby in self._standby:
+                standby.on_done(command.key)
 
     def _send(self, scheduler: str, message: Tokenized | Cancel, trace: str) -> None:
         try:
@@ -305,15 +320,17 @@ class TokenizerActor(Actor):
             pending = PendingRequest(delivery, key_of(delivery), received_us, received_wall_us)
             if copied:
                 pending.unsure = delivery.headers.get(UNSURE, "")
-                self._standby.copy(pending, received_us)
-            elif not self._standby.is_done_elsewhere(pending):
+                for standby in self._standby:
+                    standby.copy(pending)
+            elif not any(standby.is_done_elsewhere(pending) for standby in self._standby):
                 self._own(pending)
 
     def _own(self, pending: PendingRequest) -> None:
         """Put a request of this tokenizer into the tenant queue."""
         delivery = pending.delivery
         pending.request_id = pending.request_id or secrets.token_urlsafe(16)
-        self._standby.own(pending)
+        for standby in self._standby:
+            standby.own(pending)
         try:
             self._tenant_queue.put(pending)
         except Overloaded as error:
@@ -326,7 +343,7 @@ class TokenizerActor(Actor):
     def _take(self, pending: PendingRequest) -> None:
         """Prepare the next request, in the background if it is long."""
         delivery, clock = pending.delivery, self._mailbox.clock
-        if self._others() and self._standby.give_way(pending, clock.now_us()):
+        if any(standby.give_way(pending) for standby in self._standby):
             return
         tracer, given = self._mailbox.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
@@ -359,55 +376,26 @@ class TokenizerActor(Actor):
             self._handle(submission.prepared(submission.fresh_id, error))
 
     def _done(self, ready: Prepared) -> None:
-        """Pass a prepared request to the core. The others must first receive an id drawn here: after a
-        takeover they would draw another one."""
-        if self._standby.is_unannounced(ready.key, ready.request):
-            self._send_claims()
+        """Pass a prepared request to the core, once the others have an id drawn here."""
+        for standby in self._standby:
+            standby.announce(ready.key, ready.request)
         self._handle(ready)
 
-    # ---- for the other tokenizers ---------------------------------------------------------------
-
-    def _others(self, *, draining: bool = False) -> list[str]:
-        """The ids of the other ready (or `draining`) tokenizers of this model that send Claims."""
-        peers, kind = self._mailbox.peers, self.kind
-        ids = peers.ready(kind, self._name) + (peers.draining(kind, self._name) if draining else [])
-        found = (peers.get(f"{kind}.{actor}") for actor in ids)
-        others = (peer for peer in found if peer is not None and peer.source != self._mailbox.source)
-        return [peer.heartbeat.actor for peer in others if (STANDS_BY, 1) in peer.heartbeat.load]
-
-    async def _stand_by(self) -> None:
-        while True:
-            self._turn()
-            await asyncio.sleep(TURN_US / 1e6)
-
-    def _turn(self) -> None:
-        """Send claims to the others, and take over their lost requests."""
-        self._send_claims()
-        now_us, others = self._mailbox.clock.now_us(), self._others()
-        if self._mailbox.peers.is_cut_off(self._mailbox.source, now_us):
-            self._standby.pardon(now_us)
-        ids = sorted([self._mailbox.actor, *others])
-        late = self._standby.overdue(self._mailbox.actor, ids, now_us)
-        for pending in late:
-            if pending.owners or (  # else another fleet, or a former model of an alias, may have it
-                self._queries.are_all_ours(ids)
-                and (not pending.unsure or self._table.is_settled(pending.unsure, pending.received_us))
-            ):
-                log.warning("took over a request of %s", pending.owner or "another tokenizer")
-                self._taken_over += 1
-                pending.owners = max(pending.owners, 1)
-                self._own(pending)
-        if late:
-            self._send_claims()
-
-    def _send_claims(self) -> None:
-        if (claims := self._standby.report(busy=bool(len(self._arrivals)))) is not None:
-            for actor in self._others(draining=True):  # a draining one takes over unclaimed requests, too
-                self._mailbox.send(f"{self.kind}.{actor}", claims)
+    def _is_ours(self, pending: PendingRequest, ids: Sequence[str]) -> bool:
+        """False if another fleet than that of the tokenizers `ids`, or a former model of an alias, may have
+        this request."""
+        return self._queries.are_all_ours(ids) and (
+            not pending.unsure or self._table.is_settled(pending.unsure, pending.received_us)
+        )
 
     def _on_cancel(self, delivery: Delivery) -> None:
         if (names := subjects.names_in(delivery.subject)) is not None:
             self._handle(Cancel(tenant=names[0], request=names[1]))
+
+
+def part(name: str, *given: object) -> list[Any]:
+    """The part of this name, made of what is `given`; none if PARTS lacks its line."""
+    return [resolve_name(PARTS[name])(*given)] if name in PARTS else []
 
 
 def schedulers(peers: membership.Peers, model: str, news: membership.Peer | None = None) -> Schedulers:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from services.tokenizer.intake import key_of
+from services.tokenizer.intake import UNSURE, key_of
 from shared.actor.mailbox import Mailbox
 from shared.aliases import HEADER, MAX_ALIASES, Alias, Aliases, read_targets
 from shared.api import REQUEST_ID
@@ -29,7 +29,6 @@ from shared.replies import error_reply, to_json
 log = logging.getLogger("headrace.tokenizer")
 
 ASK_US = 1_000_000
-UNSURE = "unsure"  # in the headers of a copy, with its alias; never sent
 STREAM = {
     "subjects": [subjects.ALIAS_ALL], "storage": "file", "max_msgs_per_subject": 1, "allow_direct": True,
     "allow_msg_ttl": True, "max_bytes": 4_194_304,  # MAX_ALIASES with all their targets

@@ -230,6 +230,8 @@ class BackgroundEncoder:
             gc.enable()
 
 
+STANDS_BY = "stands_by"  # in the load of a heartbeat: this tokenizer sends Claims
+UNSURE = "unsure"  # in the headers of a copy, with its alias; never sent
 MAX_COPIES, MAX_COPY_BYTES = 8_192, 64 * 1024 * 1024  # then the oldest are dropped: they are likely done
 HASHED_BYTES = 16_384  # of a body
 

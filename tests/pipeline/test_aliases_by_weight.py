@@ -275,13 +275,13 @@ async def test_a_request_to_an_alias_that_another_tokenizer_has_not_ended_yet_is
     await two.until(lambda: two.is_settled("chat"))
     slow, ended = two.runtimes["tokenizer-2"].actor, asyncio.Event()
     assert isinstance(slow, TokenizerActor)
-    subscribe = slow._aliases._subscribe
+    subscribe = slow._aliases[0]._subscribe
 
     async def late(name: str) -> None:
         await ended.wait()
         await subscribe(name)
 
-    monkeypatch.setattr(slow._aliases, "_subscribe", late)
+    monkeypatch.setattr(slow._aliases[0], "_subscribe", late)
     await two.set("chat")
     asked = [asyncio.ensure_future(two.model_of("chat", f"late{n}")) for n in range(8)]
     await two.until(lambda: any(each.actor._queries._looking for each in tokenizers(two)))
@@ -385,7 +385,7 @@ async def test_the_aliases_of_a_removed_stream_are_stored_again(
     await two.set("code")
     both = {subjects.alias("chat"), subjects.alias("code")}
     assert await stored() == both, "a deleted one stays deleted"
-    known = [each._aliases._streams.made for each in two.tokenizers()]
+    known = [each._aliases[0]._streams.made for each in two.tokenizers()]
     await two.until(lambda: all(made.was_found(subjects.ALIAS_STREAM) for made in known))
     await remove()
     async with asyncio.timeout(30):
@@ -408,7 +408,10 @@ def _looks_late(runtime: Runtime) -> bool:
     actor = runtime.actor
     if not isinstance(actor, TokenizerActor):
         return True
-    return actor._aliases._looks_at_us > runtime.clock.now_us() + 1_000_000_000 and not actor._aliases._tasks
+    return (
+        actor._aliases[0]._looks_at_us > runtime.clock.now_us() + 1_000_000_000
+        and not actor._aliases[0]._tasks
+    )
 
 
 class SetClock(SystemClock):

@@ -13,11 +13,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.launcher.commands.record import ask_scheduler
-from services.launcher.commands.status import Facts, services_of
 from services.launcher.console import actions_of
-from services.launcher.host_agent import ASLEEP, CHANGING, LOADED, UNLOADED
-from services.launcher.session import Target, connected, find_fleet
+from services.launcher.session import Facts, Target, ask_scheduler, connected, find_fleet, services_of
+from services.launcher.supervisor import ASLEEP, CHANGING, LOADED, UNLOADED
 from shared.client.client import Client, error_of, request_all
 from shared.errors import BadRequest, Unavailable
 from shared.nats import subjects

@@ -20,18 +20,24 @@ import argparse
 import asyncio
 import contextlib
 import io
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from services.launcher.commands.status import Facts, services_of
 from services.launcher.console import load, load_test_module, print_line
-from services.launcher.session import Target, connected, find_fleet, find_target
+from services.launcher.session import (
+    Facts,
+    Target,
+    ask_scheduler,
+    connected,
+    find_fleet,
+    find_target,
+    services_of,
+)
 from shared.client.client import request_all
 from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable
 from shared.nats import subjects
-from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
+from shared.nats.interface import Bus, Delivery, NoResponders
 from shared.processes import open_private
 
 WAIT_S = 2.0
@@ -210,9 +216,6 @@ class Stretches:
         return self._before + self._now.getvalue()
 
 
-POLICY_WAIT_S = 5.0  # a step's result may be decided upon first: milliseconds
-
-
 async def policy(target: Target, fleet: str, change: str | None, model: str) -> int:
     """Print a line for each scheduler of `fleet`, or only of `model`; with `change` after that. Returns 1 if
     a scheduler has refused it or has not answered. Raises Unavailable without a scheduler, BadRequest."""
@@ -243,18 +246,6 @@ async def set_policy(bus: Bus, schedulers: list[Facts], change: str) -> int:
         else:
             print(f"{_named(scheduler)}: no answer: `headrace policy` shows whether it has changed")
     return 0 if all("after" in answer for answer in answers) else 1
-
-
-async def ask_scheduler(bus: Bus, subject: str, body: str) -> Facts:
-    """The answer of a scheduler; empty without one."""
-    try:
-        reply = await bus.request(
-            subject, body.encode("utf-8", "replace"), timeout_us=int(POLICY_WAIT_S * 1e6)
-        )
-    except (NoResponders, RequestTimeout):
-        return {}
-    answer: Facts = json.loads(reply.data)
-    return answer
 
 
 def _named(scheduler: Facts) -> str:

@@ -23,16 +23,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any
 
 from services.launcher import console
-from services.launcher.serve import KINDS
-from services.launcher.session import Target, connected, find_fleet
+from services.launcher.console import size
+from services.launcher.session import (
+    STATUS_WAIT_S,
+    Facts,
+    Target,
+    answers_of,
+    connected,
+    find_fleet,
+    services_of,
+)
 from shared.actor.membership import NEEDED
-from shared.client.client import request_all
-from shared.errors import BadRequest, HeadraceError, Unavailable
+from shared.errors import BadRequest, HeadraceError
 from shared.nats import access, subjects
-from shared.nats.interface import Bus
 from shared.telemetry import counters
 from shared.telemetry.counters import KvOffloadCounter, KvOffloadLinkCounter, SchedulerCounter
 
@@ -57,26 +62,6 @@ async def status(target: Target, fleet: str, wanted: str = "", *, as_json: bool)
             print(": ".join(link.split("=", 1)))
 
 
-async def services_of(target: Target, fleet: str) -> list[Facts]:
-    """The answers of the services of `fleet`, in pipeline order. Raises Unavailable without any."""
-    async with connected(target.nats_url) as bus:
-        return await _answers(bus, fleet)
-
-
-async def _answers(bus: Bus, fleet: str) -> list[Facts]:
-    answers = await request_all(bus, subjects.STATUS, STATUS_WAIT_S)
-    services = sorted((a for a in answers if a.get("fleet") == fleet), key=_order)
-    if not services:
-        fleets = ", ".join(sorted({str(a.get("fleet")) for a in answers}))
-        raise Unavailable(f"no service of fleet {fleet!r} answers; there are: {fleets or 'none'}")
-    return services
-
-
-def _order(answer: Facts) -> tuple[int, str]:
-    kind = str(answer.get("kind"))
-    return (KINDS.index(kind) if kind in KINDS else len(KINDS), f"{kind}.{answer.get('id')}")
-
-
 def _width() -> int:
     """Columns of the terminal; 0 without one."""
     return shutil.get_terminal_size().columns if console.is_terminal(sys.stdout) else 0
@@ -90,7 +75,7 @@ async def top(target: Target, fleet: str, interval_s: float, count: int) -> None
         raise BadRequest("--interval is above 0, and --count is 0 or more")
     ended = asyncio.Event()
     async with connected(target.nats_url) as bus:
-        url, services = access.shown(target.nats_url), await _answers(bus, fleet)
+        url, services = access.shown(target.nats_url), await answers_of(bus, fleet)
         with _screen(ended) as show, contextlib.suppress(asyncio.CancelledError):  # Ctrl-C ends it well
             text = lines(Fleet(fleet, url, services), _width())
             for turn in itertools.count(1):
@@ -103,7 +88,7 @@ async def top(target: Target, fleet: str, interval_s: float, count: int) -> None
                 if turn == count or await _is_set_within(ended, interval_s - STATUS_WAIT_S):
                     return
                 try:
-                    text = lines(Fleet(fleet, url, await _answers(bus, fleet)), _width())
+                    text = lines(Fleet(fleet, url, await answers_of(bus, fleet)), _width())
                 except HeadraceError as error:
                     text = [f"{error.message}; trying again"]
 
@@ -141,11 +126,6 @@ def _screen(ended: asyncio.Event) -> Iterator[Callable[[list[str]], None]]:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-Facts = dict[str, Any]
-
-STATUS_WAIT_S = (
-    0.5  # to wait for answers: a ready service needs milliseconds, one that starts may need longer
-)
 ID_DIGITS = 4  # shown of an id, more if two start alike
 GROWS = 10  # requests by which a queue has grown in ten seconds to be reported as a problem
 FULL_PCT = 95
@@ -169,7 +149,6 @@ _REFUSALS = (
         "no scheduler has answered, or none had an executor and a detokenizer",
     ),
 )
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -576,15 +555,6 @@ def age(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds // length:.0f}{unit}"
     return f"{seconds:.0f}s"
-
-
-def size(count: float) -> str:
-    """Bytes with three digits and a unit."""
-    for unit in _UNITS[:-1]:
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} {_UNITS[-1]}"
 
 
 def _seconds(facts: Facts) -> str:

@@ -16,8 +16,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
-from services.launcher.commands.answer import AGAIN
-from services.launcher.console import add_sampling_flags, dim, load, options_of
+from services.launcher.console import AGAIN, add_sampling_flags, dim, load, options_of
 from services.launcher.session import Target, connected, find_target
 from shared.client.client import Client
 from shared.client.follow import ENDED, text_of

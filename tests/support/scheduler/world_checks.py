@@ -140,7 +140,7 @@ def caches(world: World) -> None:
     assert not state.commands, f"a decision was not made: {state.commands}"
 
 
-ALL = [limits, overlap, no_idle_window, none_forgotten, sums]
+ALL = [limits, overlap, no_idle_window, none_forgotten, sums, caches]
 
 
 class Turns:

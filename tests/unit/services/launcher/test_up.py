@@ -136,9 +136,9 @@ async def test_an_idle_fleet_drains(
     settings = load(flags={"http": "off", "durable": False}).settings
     up = _Up(settings, {"a": str(tmp_path / "a.gguf")}, None, _Logins("nats://n:1"))
 
-    async def at_once() -> None: ...
+    async def at_once(*_: str) -> None: ...
 
-    for name in ("_become_ready", "_serve_models", "_idle"):
+    for name in ("_become_ready", "_serve", "_idle"):
         monkeypatch.setattr(up, name, at_once)
     monkeypatch.setattr(up._supervisor, "start", lambda **more: None)
     assert await up.run(until_idle=True) == 0

@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from support.scheduler import invariants
 from support.scheduler.world import RESERVE, World
 
-from services.scheduler.state import invariants
 from services.scheduler.state.state import Limits
 
 BT = 4  # block_tokens of these engines

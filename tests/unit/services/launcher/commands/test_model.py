@@ -11,8 +11,7 @@ from support.actor_fleet import Fleet, watched_fleet
 
 from services.launcher.cli import main
 from services.launcher.commands import model
-from services.launcher.commands.record import ask_scheduler
-from services.launcher.session import Target
+from services.launcher.session import Target, ask_scheduler
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.state.state import Limits
 from shared.nats import subjects

@@ -1,4 +1,4 @@
-"""`check` verifies every invariant of the scheduler's state. Tests call it after events; no service does.
+"""`check` verifies every invariant of the scheduler's state. `World` calls it after events.
 
 What the state keeps so that a decision needs no loop over everything (counts, sums, caches, heaps, timers)
 equals a recount. `BlockPool.check` does the same for one pool.
