@@ -84,12 +84,12 @@ def test_damaged_scales_are_refused_and_sizes_without_a_product_stay_plain() -> 
 
 
 def test_a_gpu_keeps_a_file_in_blocks_if_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     path = write_gguf(
         "llama", tmp_path / "a.gguf", types={"weight": GgmlType.F32, ".ffn_gate.weight": GgmlType.F32}
     )
     save_tiny("llama", tmp_path / "folder")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())  # transformers is imported by now
 
     def dtype(of: Path, name: str = "auto", **more: bool) -> str:
         wanted = TorchOptions(model_path=of, model_name="m", device="cuda", dtype=name, **more)
