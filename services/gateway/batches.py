@@ -3,7 +3,7 @@
     POST /v1/files ──pieces──▶ UploadForm ──chunks──▶ keeper        GET …/content, the other way
 
 The gateway holds the chunks on their way, and needs no permission for a stream: the keeper checks tenants,
-limits and fields (services/keeper/verbs.py, batch_verbs.py).
+limits and fields (services/keeper/batches/).
 
 `UploadForm` reads the form of an upload as it arrives: the file leaves in pieces, and is nowhere whole.
 

@@ -31,19 +31,20 @@ import re
 import ssl
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from typing import Any
 
+from services.keeper.parts import Keeper, Part
 from services.keeper.records import BATCH, COMPLETED, DELETED, RESPONSE, Body, Hook, to_json
-from shared.clock import Clock
-from shared.config import WatchedFile
+from shared.config import Settings, WatchedFile
 from shared.errors import BadRequest, HeadraceError, Unavailable
 from shared.nats import subjects
 from shared.nats.interface import Delivery
-from shared.nats.jetstream import REMOVED_S, JetStream, Puller, Taken, deliveries
-from shared.processes import Rarely
+from shared.nats.jetstream import REMOVED_S, Puller, Taken, deliveries
+from shared.telemetry.counters import Counted, KeeperCounter
 
 MAX_URL_CHARS = 2_048
 SECRET, MIN_SECRET_BYTES, MAX_SECRET_BYTES = "whsec_", 24, 64  # as the specification has them
@@ -202,13 +203,21 @@ AGAIN_US = 5_000_000  # until a record whose event could not be stored is delive
 _STATUS = re.compile(rb"HTTP/1\.[01] ([0-9]{3})\b")
 
 
-class Webhooks:
-    """The webhooks of one keeper."""
+def hosts_in(path: str) -> WatchedFile[dict[str, Secrets]]:
+    """The hosts in a file. Raises SetupError."""
+    return WatchedFile("webhooks", path, read_hosts, log)
 
-    def __init__(self, streams: JetStream, clock: Clock, path: str) -> None:
-        """`path` names the file of hosts; empty: none may be called. Raises SetupError if it is invalid."""
-        self._streams, self._clock = streams, clock
-        self._hosts = WatchedFile("webhooks", path, read_hosts, log) if path else None
+
+class Webhooks(Part):
+    """The webhooks of one keeper; none without the setting `webhooks`."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        """Raises SetupError if the file of hosts is invalid."""
+        self._keeper, self._streams = keeper, keeper.streams
+        self._clock, self._away = keeper.clock, keeper.away
+        self._hosts = hosts_in(keeper.hosts) if keeper.hosts else None
+        if self._hosts is not None:
+            keeper.check_url, keeper.land = self.check, self.land
         self._ready = False  # there is a stream
         self._made: set[str] = set()  # hosts with a consumer of these settings
         self._due: set[str] = set()  # hosts that may have events now
@@ -216,19 +225,20 @@ class Webhooks:
         self._busy = Counter[str]()  # tries that run, by host
         self._tries: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._away = Rarely(log, clock)
         self.delivered = self.failed = self.given_up = 0
         self._lists_at = 0.0  # the next list of all events, at the earliest
         self._dropped = Counter[str]()  # events that found no room, by origin
         self._dropped_us: dict[str, int] = {}
 
+    @staticmethod
+    def check_settings(settings: Settings) -> None:
+        if settings.webhooks:
+            hosts_in(settings.webhooks)
+
     def check(self, url: object) -> str:
         """`url`, if events may go there. Raises BadRequest, Unavailable."""
         target = target_of(url)
-        if self._hosts is None:
-            why = "this fleet calls none; its setting `webhooks` names no file of hosts"
-            raise BadRequest(f"`webhook`: {why}", param="webhook")
-        if target.origin not in self._hosts.value:
+        if self._hosts is None or target.origin not in self._hosts.value:
             why = f"{target.origin:.300} is not among the hosts that this fleet calls (setting `webhooks`)"
             raise BadRequest(f"`webhook`: {why}", param="webhook")
         if not self._ready:
@@ -238,10 +248,7 @@ class Webhooks:
     async def land(self, hook: Hook, reply: str) -> None:
         """Store the event of a record, then ack the delivery of its request."""
         try:
-            if self._hosts is not None:
-                await self._store(hook)
-            else:
-                self._away.warning("an event of %s is not sent: the setting `webhooks` is off", hook.kind)
+            await self._store(hook)
         except HeadraceError as error:
             self._away.warning("webhooks wait: %s", error.message)
             self._streams.nak(reply, AGAIN_US)
@@ -263,14 +270,19 @@ class Webhooks:
         self._turn(key)
 
     @property
-    def dropped(self) -> int:
-        """Events that found no room."""
-        return self._dropped.total()
+    def counted(self) -> Counted:
+        return {
+            KeeperCounter.HOOKS: self.delivered,
+            KeeperCounter.HOOKS_FAILED: self.failed,
+            KeeperCounter.HOOKS_GIVEN_UP: self.given_up,
+            KeeperCounter.HOOKS_DROPPED: self._dropped.total(),
+        }
 
-    def dropped_lately(self) -> dict[str, int]:
-        """These events by origin, of hosts that have lost one within REMOVED_S."""
+    def status(self) -> Mapping[str, object]:
+        """The events that found no room, by origin, of hosts that have lost one within REMOVED_S."""
         since_us = self._clock.now_us() - REMOVED_S * 1_000_000
-        return {origin: self._dropped[origin] for origin, at in self._dropped_us.items() if at > since_us}
+        lost = {origin: self._dropped[origin] for origin, at in self._dropped_us.items() if at > since_us}
+        return {"webhooks_dropped": lost}
 
     # ---- room for all ----------------------------------------------------------------------------
 
@@ -299,13 +311,17 @@ class Webhooks:
 
     # ---- from the stream to the hosts ------------------------------------------------------------
 
-    async def run(self, replicas: int) -> None:
-        """Send events for ever; without the setting, return."""
-        while self._hosts is not None:
+    def loops(self) -> Iterable[Coroutine[Any, Any, None]]:
+        return () if self._hosts is None else (self._run(self._hosts),)
+
+    async def _run(self, hosts: WatchedFile[dict[str, Secrets]]) -> None:
+        """Send events for ever."""
+        config = {**STREAM, "num_replicas": self._keeper.replicas}
+        while True:
             try:
-                await self._streams.make_stream(subjects.HOOK_STREAM, {**STREAM, "num_replicas": replicas})
+                await self._streams.make_stream(subjects.HOOK_STREAM, config)
                 self._ready = True
-                await self._send(self._hosts)
+                await self._send(hosts)
             except HeadraceError as error:
                 self._away.warning("webhooks wait: %s", error.message)
                 await asyncio.sleep(OPEN_AGAIN_S)

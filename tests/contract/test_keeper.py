@@ -36,7 +36,7 @@ from shared.errors import (
 from shared.messages import Heartbeat
 from shared.nats import object_store, subjects
 from shared.nats.bus import NatsBus
-from shared.nats.interface import Delivery
+from shared.nats.interface import Delivery, NoResponders
 from shared.nats.jetstream import JetStream
 from shared.replies import error_reply, to_json
 
@@ -162,6 +162,23 @@ async def world(server: NatsServer) -> AsyncIterator[World]:
 
 def test_a_heartbeat_may_come_before_the_server_has_answered() -> None:
     KeeperActor().upkeep()
+
+
+async def test_a_keeper_without_parts_answers_durable_requests_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "PARTS", ())
+    world.outcomes = [None]
+    keeper = await world.opened()
+    with pytest.raises(BadRequest, match="this fleet calls none"):
+        await world.submit(webhook="https://a.example/")
+    await world.submit()
+    await world.until(world.news)
+    assert (await world.result())["answer"] == {"choices": [{"text": BODY["prompt"]}]}
+    for subject in (subjects.files("public", "list"), subjects.batches("public", "list")):
+        with pytest.raises(NoResponders):
+            await world.client.request(subject)
+    assert keeper.actor.status().keys() >= {"queued", "stored"}
 
 
 async def test_a_request_is_sent_as_it_was_stored_and_its_record_is_kept(world: World) -> None:

@@ -57,6 +57,8 @@ NOTE_AGE_US = 60_000_000  # and, if nothing else has changed, of its age
 CLOSE_US = 5_000_000  # for the lines in flight of a cancelled or expired batch to end
 GIVEN_UP_S = 3_600  # after its time, a batch whose files find no room has failed
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"
+WEBHOOK = "_webhook"  # the private field of a batch with the URL for the event of its end
+STATE_KEPT_S = 777_600  # nine days: longer than the longest batch
 AGE = "_age_s"  # the private field with the seconds for which keepers have held it
 _PROMPT = re.compile(rb'"(?:instructions|messages|prompt|input)"\s*:')  # within a text its quotes are escaped
 
