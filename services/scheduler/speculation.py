@@ -29,7 +29,7 @@ from shared.step_model import StepShape
 MIN_SEEN = 16  # steps before the cost model is used
 MARGIN_PM = 30  # that drafts must gain
 TRY_EVERY = 64  # steps after a refused draft until a row tries another one
-LEAST_PM = 50  # of a draft's probability
+LEAST_PM = 5  # of a draft's probability
 GRAPHS = (1, 3, 7)  # drafts of a row for which engines record graphs
 
 
