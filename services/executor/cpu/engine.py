@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
+from itertools import accumulate
 from statistics import median
 
 import torch
@@ -110,7 +111,7 @@ class TorchBackend:
         torch.set_num_threads(loaded.threads)  # they compute; fewer may have laid out the weights
         self._slots = Slots(options.slots, blocks_for(context, cache.block_tokens), cache.spare, context)
         self._sampler = Sampler(options.slots, shapes.vocab, device, deterministic=exact)
-        self._speculation = speculation_of(self._slots.tokens) if alone and options.max_drafts else None
+        self._speculation = speculation_of(self._slots.tokens) if options.max_drafts else None
         if self._speculation is not None:
             self.info = replace(self.info, max_drafts=min(options.max_drafts, self._speculation.max_drafts))
         self._batches = BatchBuilder(self._slots, cache, deterministic=exact, sequences=kinds.sequences)
@@ -266,13 +267,24 @@ class TorchBackend:
             output, logits[kept], torch.tensor(tokens), [slots[row] for row in kept]
         )
 
-    def record_choices(self, pending: Pending, ids: Ints, done: Ints) -> None:
+    def record_choices(self, pending: Pending, ids: Ints, done: Ints, counts: Ints) -> None:
         """See services.executor.group.driver.RankBackend."""
         self._computed = pending.forwarded
-        if slots := list(pending.plan.sample_slots):
-            last, ended = torch.from_numpy(self._slots.last_token), torch.from_numpy(self._slots.done)
-            record_choices(last, ended, slots, ids, done)
-            append_sampled(map(self._slots.tokens, slots), ids, pending.positions)
+        slots, positions = list(pending.plan.sample_slots), pending.positions
+        if not slots:
+            return
+        of_rows, last_ids = slots, ids
+        if (
+            counts and pending.drafts is not None
+        ):  # a row for each draft, of which the first `counts` are kept
+            begins = [0, *accumulate(1 + drafts for drafts in pending.drafts.counts)]
+            kept = [begin + nth for begin, count in zip(begins, counts, strict=False) for nth in range(count)]
+            of_rows = [slots[begin] for begin in begins[:-1]]
+            last_ids = ints([ids[end - 1] for end in accumulate(counts)])
+            slots, positions = [slots[row] for row in kept], [positions[row] for row in kept]
+        last, ended = torch.from_numpy(self._slots.last_token), torch.from_numpy(self._slots.done)
+        record_choices(last, ended, of_rows, last_ids, done)
+        append_sampled(map(self._slots.tokens, slots), ids, positions)
 
     def reset(self) -> None:
         for slot in range(self.info.slots):
