@@ -205,7 +205,7 @@ def beside(error: SetupError, settings: Settings, port: int) -> SetupError:
     folder, own = path_for(settings).parent, os.getpid()
     notes = (read(path) for path in sorted([*folder.glob("*.json"), *folder.glob("*.up")]))
     for note in notes:
-        if note is not None and note.pid != own and port in _ports_of(note):
+        if note and note.pid != own and port in {urlsplit(url).port for url in (note.page, note.nats_url)}:
             named = "" if note.fleet == "default" else f" --fleet {note.fleet}"
             return SetupError(
                 f"{error.message}. The fleet {note.fleet} runs here and has it (process {note.pid}): use it "
@@ -213,11 +213,6 @@ def beside(error: SetupError, settings: Settings, port: int) -> SetupError:
                 "beside it with --fleet NAME --http 127.0.0.1:0"
             )
     return error
-
-
-def _ports_of(note: RunState) -> set[int]:
-    """The ports of its gateway and its nats-server."""
-    return {port for url in (note.page, note.nats_url) if (port := urlsplit(url).port)}
 
 
 @contextmanager

@@ -286,12 +286,10 @@ class Queries:
             for name in (heartbeat.model, *heartbeat.aliases):
                 if name in self._known or (name and len(self._known) < MAX_KNOWN):
                     self._known[name] = now_us
-            if self._awaited and self._opening is None and self._is_complete() and not self._edge:
+            late = now_us >= self._awaited_until_us
+            waits = self._awaited and self._opening is None and not self._edge
+            if waits and (late or self._awaited <= {*self.served()}):
                 self._opening = asyncio.get_running_loop().create_task(self._open())
-
-    def _is_complete(self) -> bool:
-        late = self._mailbox.clock.now_us() >= self._awaited_until_us
-        return late or self._awaited <= {*self.served()}
 
     def are_all_ours(self, ids: Sequence[str]) -> bool:
         """True if all tokenizers of this model, in any fleet on this server, are `ids` of this fleet."""

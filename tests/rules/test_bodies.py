@@ -25,8 +25,8 @@ JSON_ELSEWHERE = (
     "shared/answer_formats/", "services/tokenizer/chat_template.py", "services/tokenizer/template_probe.py",
     "services/tokenizer/structured_output.py", "services/executor/sampling/logits_processors.py",  # by models
     "shared/nats/jetstream.py", "services/launcher/nats_server.py",  # of the nats-server
-    "services/launcher/credentials.py",
-    "services/launcher/fork_server.py", "services/launcher/session.py", "services/executor/cpu/autotune.py",
+    "services/launcher/fork_server.py", "services/launcher/credentials.py", "services/launcher/session.py",
+    "services/executor/cpu/autotune.py",
     "services/launcher/commands/chat.py", "services/launcher/commands/submit.py",  # files of a user
 )  # fmt: skip
 NOT_OURS = {  # functions and patterns that name no subject of their own
