@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as GgmlType
 from support.executor.tiny_gguf import write_gguf
 
 import kernels.cpu_jit
@@ -269,7 +269,7 @@ def test_products_of_this_machine_are_timed(
     monkeypatch.setattr(autotune, "BUDGET_S", 0.02)
     monkeypatch.setattr(autotune, "_BYTES", 1 << 18)
     monkeypatch.setattr(autotune, "usable_cores", lambda: 2.0)
-    monkeypatch.setattr(autotune, "type_of_blocks", lambda path: Kind.Q4_K)
+    monkeypatch.setattr(autotune, "type_of_blocks", lambda path: GgmlType.Q4_K)
     before = torch.get_num_threads()
     found = timing_for(settings(tmp_path), tmp_path / "model.gguf", dtype, ("f32", "bf16"))
     assert torch.get_num_threads() == before
