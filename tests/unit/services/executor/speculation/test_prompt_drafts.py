@@ -20,7 +20,7 @@ def by_hand(tokens: Sequence[int], most: int) -> tuple[list[int], int]:
         for at in range(len(tokens) - 1 - length, -1, -1):
             if list(tokens[at : at + length]) == end:
                 known = list(tokens)
-                for nth in range(most):
+                for nth in range(min(most, length)):
                     known.append(known[at + length + nth])
                 return known[len(tokens) :], length
     return [], 0
@@ -57,7 +57,8 @@ def drafts_of(tokens: list[int], prompt: int, prediction: list[int], most: int =
 
 
 def test_prediction_is_followed_from_the_first_token_on() -> None:
-    assert drafts_of([1, 2, 50], 2, [50, 51, 52, 53, 54, 55]) == [51, 52, 53, 54]
+    assert drafts_of([1, 2, 50], 2, [50, 51, 52, 53, 54, 55]) == [51]
+    assert drafts_of([1, 2, 50, 51], 2, [50, 51, 52, 53, 54, 55]) == [52, 53]
 
 
 def test_prediction_is_followed_again_after_an_edit() -> None:
