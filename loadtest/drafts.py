@@ -70,8 +70,8 @@ def bodies(load: str, clients: int) -> list[Body]:
     for number in range(clients):
         body: Body = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS[load], "ignore_eos": True}
         if load == "copy":
-            text = " ".join(random.Random(number).sample(SENTENCES, 6))
-            body["prompt"] = f"{text}\n\n{text}\n\n{text[:30]}"
+            text = " ".join(sentences := random.Random(number).sample(SENTENCES, 6))
+            body["prompt"] = f"{text}\n\n{text}\n\n{sentences[0]}"
         else:
             again = f"{number}. " if number >= len(asked) else ""  # no two answers are the same
             text = again + asked[number % len(asked)]

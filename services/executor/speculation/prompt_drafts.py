@@ -4,8 +4,8 @@
 
 The longest run of last tokens that occurs counts, and of its places the latest one. It has as many drafts
 as tokens, since a short run is most often chance: a copy has 2, 5, then 8 drafts in its first steps. A text
-that repeats itself goes on repeating: drafts beyond the last token continue with the first of them. A request with
-a prediction finds its drafts there first, also after one token: most often the answer begins as it does.
+that repeats itself goes on repeating: drafts beyond the last token continue with the first of them. A request
+with a prediction finds its drafts there first, also after one token: most often the answer begins like it.
 
 Nothing is kept between steps. A search takes about 2 us, and 1 us more for each 1,000 tokens.
 """
