@@ -7,6 +7,8 @@ may have sent them. `decode` reads what a service has sent or stored, `asked` wh
 check types and bounds. Positional messages between actors are in messages.py; public requests in api.py.
 """
 
+# ruff: noqa: UP013 - a catalogue: a body takes a few lines
+
 from __future__ import annotations
 
 import json
@@ -14,9 +16,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar, cast
 
-from pydantic import Field, TypeAdapter, ValidationError, WrapValidator, with_config
+from pydantic import Field, TypeAdapter, ValidationError, WrapValidator
 from pydantic_core import from_json
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, is_typeddict
 
 from shared.errors import BadRequest, WireError
 
@@ -47,133 +49,65 @@ WINDOW = r"^([1-9][0-9]{0,3}m|([1-9][0-9]?|1[0-5][0-9]|16[0-8])h|[1-7]d)$"
 Status = Literal["queued", "running", "completed", "failed", "cancelled", "deleted"]
 
 
-_declared = with_config({"strict": True, "extra": "allow"})  # exact types, and unknown fields are kept
-
-
+# fmt: off
 # ---- durable requests ---------------------------------------------------------------------------
 
+# A durable request that waits: services/keeper/records.py has its meaning
+Work = TypedDict("Work", {
+    "tenant": Name, "id": Name, "model": str, "body": Json, "digest": str, "submitted_us": int,
+    "keep": NotRequired[Json], "webhook": NotRequired[str], "model_digest": NotRequired[str],
+})
 
-@with_config({"strict": True})
-class Work(TypedDict):
-    """A durable request that waits: services/keeper/records.py has its meaning."""
+# A durable request is stored, or was. `model`: that an alias stood for
+Submitted = TypedDict("Submitted", {"id": Name, "status": Status, "model": NotRequired[str]})
 
-    tenant: Name
-    id: Name
-    model: str
-    body: Json
-    digest: str
-    submitted_us: int
-    keep: NotRequired[Json]
-    webhook: NotRequired[str]
-    model_digest: NotRequired[str]
+# A durable request in its store: it waits, runs or has ended. `digest`: of the body as it was submitted;
+# clients do not get it; `keep`: what the gateway needs to answer for it over HTTP; `model_changed`: another
+# model has answered than that of `submit`
+Record = TypedDict("Record", {
+    "id": Name, "status": Status, "digest": NotRequired[str], "model": NotRequired[str],
+    "submitted_at": NotRequired[int], "ended_at": NotRequired[int], "keep": NotRequired[Json],
+    "request": NotRequired[Json], "answer": NotRequired[Json], "error": NotRequired[Json],
+    "model_changed": NotRequired[bool],
+})
 
+# A request that was answered already, for its record
+Kept = TypedDict("Kept", {"request": Json, "keep": Json, "answer": Json, "model": NotRequired[str]})
 
-@_declared
-class Submitted(TypedDict):
-    """A durable request is stored, or was."""
+# The news that a durable request or a batch has ended
+Ended = TypedDict("Ended", {"id": Name, "status": str})
 
-    id: Name
-    status: Status
-    model: NotRequired[str]  # that an alias stood for
+# The record of a request is gone
+Deleted = TypedDict("Deleted", {"id": Name, "deleted": bool})
 
+# What a tokenizer chooses for a valid request; further fields are defaults of its model
+Drawn = TypedDict("Drawn", {
+    "seed": NotRequired[int], "slo_class": NotRequired[str], "error": NotRequired[Json],
+})
 
-@_declared
-class Record(TypedDict):
-    """A durable request in its store: it waits, runs or has ended."""
+# The text of one choice that a reader has. `hash`: replies.text_hash
+Had = TypedDict("Had", {"chars": Count, "hash": NotRequired[str]})
 
-    id: Name
-    status: Status
-    digest: NotRequired[str]  # of the body as it was submitted; clients do not get it
-    model: NotRequired[str]
-    submitted_at: NotRequired[int]
-    ended_at: NotRequired[int]
-    keep: NotRequired[Json]  # what the gateway needs to answer for it over HTTP
-    request: NotRequired[Json]
-    answer: NotRequired[Json]
-    error: NotRequired[Json]
-    model_changed: NotRequired[bool]  # another model has answered than that of `submit`
+# A reader wants the frames of a request, from where it is; an empty body: from the start. `choices`: by
+# index; `attempt`: of its last frame; `leave`: it wants no more
+Attach = TypedDict("Attach", {
+    "choices": NotRequired[dict[str, Had]], "attempt": NotRequired[Count], "leave": NotRequired[bool],
+})
 
+# A message to a client: accepted, delta, done or error; the answer of a request without a stream has its
+# `choices` alone. Readers of each frame check what they use, see client/follow.py
+Frame = TypedDict("Frame", {
+    "type": NotRequired[str], "request_id": NotRequired[str], "attempt": NotRequired[int],
+    "frame": NotRequired[int], "choices": NotRequired[list[Json]], "error": NotRequired[Json],
+})
 
-@_declared
-class Kept(TypedDict):
-    """A request that was answered already, for its record."""
+# The keeper of an edge asks the centre: `submit` has model and request, the other verbs an id
+Forwarded = TypedDict("Forwarded", {
+    "id": NotRequired[Name], "model": NotRequired[Name], "request": NotRequired[Json],
+})
 
-    request: Json
-    keep: Json
-    answer: Json
-    model: NotRequired[str]
-
-
-@_declared
-class Ended(TypedDict):
-    """The news that a durable request or a batch has ended."""
-
-    id: Name
-    status: str
-
-
-@_declared
-class Deleted(TypedDict):
-    """The record of a request is gone."""
-
-    id: Name
-    deleted: bool
-
-
-@_declared
-class Drawn(TypedDict):
-    """What a tokenizer chooses for a valid request; further fields are defaults of its model."""
-
-    seed: NotRequired[int]
-    slo_class: NotRequired[str]
-    error: NotRequired[Json]
-
-
-@_declared
-class Had(TypedDict):
-    """The text of one choice that a reader has."""
-
-    chars: Count
-    hash: NotRequired[str]  # replies.text_hash
-
-
-@_declared
-class Attach(TypedDict):
-    """A reader wants the frames of a request, from where it is; an empty body: from the start."""
-
-    choices: NotRequired[dict[str, Had]]  # by index
-    attempt: NotRequired[Count]  # of its last frame
-    leave: NotRequired[bool]  # it wants no more
-
-
-@_declared
-class Frame(TypedDict):
-    """A message to a client: accepted, delta, done or error; the answer of a request without a stream has
-    its `choices` alone. Readers of each frame check what they use, see client/follow.py."""
-
-    type: NotRequired[str]
-    request_id: NotRequired[str]
-    attempt: NotRequired[int]
-    frame: NotRequired[int]
-    choices: NotRequired[list[Json]]
-    error: NotRequired[Json]
-
-
-@_declared
-class Forwarded(TypedDict):
-    """The keeper of an edge asks the centre: `submit` has model and request, the other verbs an id."""
-
-    id: NotRequired[Name]
-    model: NotRequired[Name]
-    request: NotRequired[Json]
-
-
-@_declared
-class HookMessage(TypedDict):
-    """An event for a webhook; `body` is sent as it is."""
-
-    url: str
-    body: str
+# An event for a webhook; `body` is sent as it is
+HookMessage = TypedDict("HookMessage", {"url": str, "body": str})
 
 
 # ---- files and batches --------------------------------------------------------------------------
@@ -182,198 +116,113 @@ FileId = Annotated[str, Field(pattern="^file-[0-9a-f]{22}$"), _else("file-<22 he
 _KEPT = f"{MIN_KEPT_S} to {FILE_KEPT_S} are expected"
 KeptS = Annotated[int, Field(ge=MIN_KEPT_S, le=FILE_KEPT_S)]
 
+# `keep` a file of the chunks that were put
+FileKept = TypedDict("FileKept", {
+    "id": FileId,
+    "filename": Annotated[
+        str, Field(min_length=1, max_length=255), _else("1 to 255 characters are expected")
+    ],
+    "purpose": Annotated[Literal["batch"], _else("batch is expected, files have no other use here")],
+    "bytes": Count, "chunks": Count,
+    "sha256": Annotated[str, Field(pattern="^[0-9a-f]{64}$"), _else("64 hex digits are expected")],
+    "expires_s": NotRequired[Annotated[KeptS, _else(f"`expires_after[seconds]`: {_KEPT}")]],
+})
 
-@_declared
-class FileKept(TypedDict):
-    """`keep` a file of the chunks that were put."""
+# OpenAI's object of a file, with its chunks
+FileMeta = TypedDict("FileMeta", {
+    "id": str, "object": str, "bytes": Count, "created_at": int, "expires_at": int, "filename": str,
+    "purpose": str, "status": str, "chunks": Count, "sha256": str,
+})
 
-    id: FileId
-    filename: Annotated[str, Field(min_length=1, max_length=255), _else("1 to 255 characters are expected")]
-    purpose: Annotated[Literal["batch"], _else("batch is expected, files have no other use here")]
-    bytes: Count
-    chunks: Count
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$"), _else("64 hex digits are expected")]
-    expires_s: NotRequired[Annotated[KeptS, _else(f"`expires_after[seconds]`: {_KEPT}")]]
+# `show` or `delete` a file, also one whose upload is given up
+FileNamed = TypedDict("FileNamed", {"id": str, "unfinished": NotRequired[bool]})
 
+# `read` a chunk of a file
+ChunkNamed = TypedDict("ChunkNamed", {"id": FileId, "chunk": Annotated[int, Field(ge=0, lt=CHUNK_NUMBERS)]})
 
-@_declared
-class FileMeta(TypedDict):
-    """OpenAI's object of a file, with its chunks."""
+# A page of a list, the newest first
+PageAsked = TypedDict("PageAsked", {
+    "limit": NotRequired[Annotated[int, Field(ge=1)]], "after": NotRequired[str],
+    "order": NotRequired[Literal["asc", "desc"]], "purpose": NotRequired[str],
+})
 
-    id: str
-    object: str
-    bytes: Count
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: str
-    status: str
-    chunks: Count
-    sha256: str
+# When the files of a batch go
+OutputExpires = TypedDict("OutputExpires", {"seconds": KeptS})
 
+MetaName = Annotated[str, Field(max_length=64)]
+MetaText = Annotated[str, Field(max_length=512)]
 
-@_declared
-class FileNamed(TypedDict):
-    """`show` or `delete` a file, also one whose upload is given up."""
-
-    id: str
-    unfinished: NotRequired[bool]
-
-
-@_declared
-class ChunkNamed(TypedDict):
-    """`read` a chunk of a file."""
-
-    id: FileId
-    chunk: Annotated[int, Field(ge=0, lt=CHUNK_NUMBERS)]
-
-
-@_declared
-class PageAsked(TypedDict):
-    """A page of a list, the newest first."""
-
-    limit: NotRequired[Annotated[int, Field(ge=1)]]
-    after: NotRequired[str]
-    order: NotRequired[Literal["asc", "desc"]]
-    purpose: NotRequired[str]
-
-
-@_declared
-class OutputExpires(TypedDict):
-    """When the files of a batch go."""
-
-    seconds: KeptS
-
-
-@with_config({"strict": True, "extra": "forbid"})
-class BatchCreated(TypedDict):
-    """`create` a batch."""
-
-    input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    completion_window: Annotated[
+# `create` a batch. `webhook`: services/keeper/webhooks.py judges it
+BatchCreated = TypedDict("BatchCreated", {
+    "input_file_id": str, "endpoint": Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"],
+    "completion_window": Annotated[
         str, Field(pattern=WINDOW), _else("24h or another time up to 7d is expected")
-    ]
-    metadata: NotRequired[
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-    ]
-    output_expires_after: NotRequired[Annotated[OutputExpires, _else(f"seconds from {_KEPT}")]]
-    webhook: NotRequired[Any]  # services/keeper/webhooks.py judges it
+    ],
+    "metadata": NotRequired[Annotated[dict[MetaName, MetaText], Field(max_length=16)]],
+    "output_expires_after": NotRequired[Annotated[OutputExpires, _else(f"seconds from {_KEPT}")]],
+    "webhook": NotRequired[Any],
+})
 
+# OpenAI's object of a batch; private fields start with `_`
+Batch = TypedDict("Batch", {"id": Name, "status": str, "endpoint": str, "input_file_id": str})
 
-@_declared
-class Batch(TypedDict):
-    """OpenAI's object of a batch; private fields start with `_`."""
+# `show` or `cancel` a batch
+BatchNamed = TypedDict("BatchNamed", {"id": str})
 
-    id: Name
-    status: str
-    endpoint: str
-    input_file_id: str
-
-
-@_declared
-class BatchNamed(TypedDict):
-    """`show` or `cancel` a batch."""
-
-    id: str
-
-
-@_declared
-class CancelMark(TypedDict):
-    """A batch was cancelled then, in seconds of the wall clock."""
-
-    at: Count
+# A batch was cancelled then, in seconds of the wall clock
+CancelMark = TypedDict("CancelMark", {"at": Count})
 
 
 # ---- models, texts, the fleet -------------------------------------------------------------------
 
-Targets = dict[
-    str, int
-]  # models that an alias stands for, with their weights: aliases.read_targets has the bounds
+Targets = dict[str, int]  # models with their weights, of an alias; aliases.read_targets has the bounds
+
+# An entry of the list of models. `targets`: of an alias
+Model = TypedDict("Model", {
+    "id": Name, "root": NotRequired[str], "targets": NotRequired[list[Json]], "state": NotRequired[str],
+})
+
+# OpenAI's list of models
+Models = TypedDict("Models", {"data": list[Model]})
+
+# Ids to turn into a text
+TokensAsked = TypedDict("TokensAsked", {"tokens": list[Annotated[int, Field(ge=0)]]})
+
+# The text of ids
+Text = TypedDict("Text", {"model": str, "text": str})
+
+# A policy or an alias before and after a change, or why it is unchanged. `stored`: of an alias: it survives
+# the last tokenizer
+Change = TypedDict("Change", {
+    "before": NotRequired[Any], "after": NotRequired[Any], "stored": NotRequired[bool],
+    "error": NotRequired[Json],
+})
+
+# The states of a scheduler's executors, or why they are unchanged
+SleepStates = TypedDict("SleepStates", {"executors": NotRequired[dict[str, str]], "error": NotRequired[Json]})
+
+# The state of a model on the host of a `headrace up`, or why it is unchanged
+HostAnswer = TypedDict("HostAnswer", {
+    "host": str, "model": str, "state": NotRequired[str], "error": NotRequired[Json],
+})
+
+# The status of a service; its counters are those of telemetry/counters.py
+ServiceStatus = TypedDict("ServiceStatus", {
+    "kind": Name, "id": Name, "fleet": NotRequired[str], "state": NotRequired[str],
+})
+
+# Where the time of a request went; `unknown` requests have no more
+Trace = TypedDict("Trace", {
+    "request_id": str, "state": str, "tenant": NotRequired[str], "spans": NotRequired[list[Json]],
+    "steps": NotRequired[dict[str, dict[str, list[Any]]]],
+})
 
 
-@_declared
-class Model(TypedDict):
-    """An entry of the list of models."""
-
-    id: Name
-    root: NotRequired[str]
-    targets: NotRequired[list[Json]]  # of an alias
-    state: NotRequired[str]
-
-
-@_declared
-class Models(TypedDict):
-    """OpenAI's list of models."""
-
-    data: list[Model]
-
-
-@_declared
-class TokensAsked(TypedDict):
-    """Ids to turn into a text."""
-
-    tokens: list[Annotated[int, Field(ge=0)]]
-
-
-@_declared
-class Text(TypedDict):
-    """The text of ids."""
-
-    model: str
-    text: str
-
-
-@_declared
-class Change(TypedDict):
-    """A policy or an alias before and after a change, or why it is unchanged."""
-
-    before: NotRequired[Any]
-    after: NotRequired[Any]
-    stored: NotRequired[bool]  # of an alias: it survives the last tokenizer
-    error: NotRequired[Json]
-
-
-@_declared
-class SleepStates(TypedDict):
-    """The states of a scheduler's executors, or why they are unchanged."""
-
-    executors: NotRequired[dict[str, str]]
-    error: NotRequired[Json]
-
-
-@_declared
-class HostAnswer(TypedDict):
-    """The state of a model on the host of a `headrace up`, or why it is unchanged."""
-
-    host: str
-    model: str
-    state: NotRequired[str]
-    error: NotRequired[Json]
-
-
-@_declared
-class ServiceStatus(TypedDict):
-    """The status of a service; its counters are those of telemetry/counters.py."""
-
-    kind: Name
-    id: Name
-    fleet: NotRequired[str]
-    state: NotRequired[str]
-
-
-@_declared
-class Trace(TypedDict):
-    """Where the time of a request went; `unknown` requests have no more."""
-
-    request_id: str
-    state: str
-    tenant: NotRequired[str]
-    spans: NotRequired[list[Json]]
-    steps: NotRequired[dict[str, dict[str, list[Any]]]]
+# fmt: on
+for _kind in [each for each in globals().values() if is_typeddict(each)]:  # exact types
+    # unknown fields are kept; a keeper of an earlier version has no place for those of `Work`
+    _extra = {Work: "ignore", BatchCreated: "forbid"}.get(_kind, "allow")
+    _kind.__pydantic_config__ = {"strict": True, "extra": _extra}
 
 
 # ---- the table of all subjects ------------------------------------------------------------------
