@@ -394,7 +394,8 @@ def test_doctor_names_the_extra_for_weights_in_4_bits(
 def test_version_is_printed_without_imports() -> None:
     code = (
         "import sys\nfrom services.launcher.cli import main\n"
-        "try: main(['--version'])\nexcept SystemExit as e: print(e.code, {'torch', 'asyncio'} & {*sys.modules})\n"
+        "try: main(['--version'])\n"
+        "except SystemExit as e: print(e.code, {'torch', 'asyncio'} & {*sys.modules})\n"
         "main(['version'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
