@@ -171,6 +171,10 @@ def ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
+def list_of(each: Schema) -> Schema:
+    return {"type": "array", "items": each}
+
+
 def one_of(*values: object) -> Schema:
     return {"enum": list(values)}
 
@@ -243,9 +247,9 @@ def _requests(more: Sequence[type[BaseModel]]) -> dict[str, Schema]:
     return schemas
 
 
+# fmt: off
 _USAGE = object_of(
-    "prompt_tokens_details",
-    "completion_tokens_details",
+    "prompt_tokens_details", "completion_tokens_details",
     **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT),
     prompt_tokens_details=object_of(cached_tokens=COUNT),
     completion_tokens_details=object_of(reasoning_tokens=COUNT),
@@ -253,70 +257,42 @@ _USAGE = object_of(
 
 
 def _answer(kind: str, **content: Schema) -> Schema:
-    logprobs = {"anyOf": [{"type": "object"}, {"type": "null"}]}
-    reason = one_of("stop", "length", "tool_calls")
     choice = object_of(
-        "stop_reason", index=COUNT, **content, logprobs=logprobs, finish_reason=reason, stop_reason=TEXT
+        "stop_reason", index=COUNT, **content, logprobs={"anyOf": [{"type": "object"}, {"type": "null"}]},
+        finish_reason=one_of("stop", "length", "tool_calls"), stop_reason=TEXT,
     )
     return object_of(
-        "timings",
-        id=TEXT,
-        object=one_of(kind),
-        created=COUNT,
-        model=TEXT,
-        choices={"type": "array", "items": choice},
-        usage=_USAGE,
-        timings={"type": "object", "description": "milliseconds, and tokens a second"},
+        "timings", id=TEXT, object=one_of(kind), created=COUNT, model=TEXT, choices=list_of(choice),
+        usage=_USAGE, timings={"type": "object", "description": "milliseconds, and tokens a second"},
     )
 
 
 _ASSISTANT = object_of(
-    "refusal",
-    "reasoning_content",
-    "reasoning",
-    "tool_calls",
-    role=one_of("assistant"),
-    content=WORD,
-    refusal={"type": "null"},
-    reasoning_content=TEXT,
-    reasoning=TEXT,
-    tool_calls={"type": "array", "items": {"type": "object"}},
+    "refusal", "reasoning_content", "reasoning", "tool_calls", role=one_of("assistant"), content=WORD,
+    refusal={"type": "null"}, reasoning_content=TEXT, reasoning=TEXT, tool_calls=list_of({"type": "object"}),
 )
 _ERROR = object_of("request_id", message=TEXT, type=TEXT, param=WORD, code=WORD, request_id=TEXT)
-
-_NUMBERS: Schema = {"type": "array", "items": {"type": "number"}}
+_VECTOR: Schema = {"anyOf": [list_of({"type": "number"}), TEXT]}
+_TARGET = object_of("state", model=TEXT, weight=COUNT, state=TEXT)
 COMPONENTS: dict[str, Schema] = {
     "ChatAnswer": _answer("chat.completion", message=_ASSISTANT),
     "CompletionAnswer": _answer("text_completion", text=TEXT),
     "EmbeddingAnswer": object_of(
-        object=one_of("list"),
-        data={
-            "type": "array",
-            "items": object_of(
-                object=one_of("embedding"), index=COUNT, embedding={"anyOf": [_NUMBERS, TEXT]}
-            ),
-        },
-        model=TEXT,
-        usage=object_of(prompt_tokens=COUNT, total_tokens=COUNT),
+        object=one_of("list"), model=TEXT, usage=object_of(prompt_tokens=COUNT, total_tokens=COUNT),
+        data=list_of(object_of(object=one_of("embedding"), index=COUNT, embedding=_VECTOR)),
     ),
     "Model": object_of(
-        *("max_model_len", "root", "state", "targets"),
-        id=TEXT,
-        object=one_of("model"),
-        created=COUNT,
-        owned_by=TEXT,
-        root=TEXT,
-        max_model_len=COUNT,
-        state=TEXT,
-        targets={"type": "array", "items": object_of("state", model=TEXT, weight=COUNT, state=TEXT)},
+        "max_model_len", "root", "state", "targets", id=TEXT, object=one_of("model"), created=COUNT,
+        owned_by=TEXT, root=TEXT, max_model_len=COUNT, state=TEXT, targets=list_of(_TARGET),
     ),
-    "Models": object_of(object=one_of("list"), data={"type": "array", "items": ref("Model")}),
+    "Models": object_of(object=one_of("list"), data=list_of(ref("Model"))),
     "TokenizeAnswer": object_of(model=TEXT, count=COUNT, tokens=_TOKENS),
     "DetokenizeAnswer": object_of(model=TEXT, prompt=TEXT),
     "State": object_of("reason", status=one_of("ok", "unavailable"), reason=TEXT),
     "Version": object_of(version=TEXT),
     "Error": object_of(error=_ERROR),
 }
+# fmt: on
 CHAT = post("Chat", "answer a conversation", GENERATING, stream=True)
 COMPLETION = post("Completion", "continue a prompt", GENERATING, stream=True)
 EMBEDDING = post("Embedding", "the vectors of texts", GENERATING)

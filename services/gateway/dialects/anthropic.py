@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 from services.gateway import openapi as doc
 from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import answer as sent
-from services.gateway.openai_response import EVENTS, Api, Body, ChunkBuilder, idle_fields
+from services.gateway.openai_response import Api, Body, ChunkBuilder, Chunks, idle_fields, to_text
 from shared import api
 from shared.errors import BadRequest, HeadraceError
 from shared.openai.call import CONTEXT_LENGTH, Call, error_status, thinking
@@ -472,10 +472,9 @@ def _usage(usage: Body) -> Body:
     }
 
 
-class MessageEvents:
+class MessageEvents(Chunks):
     """The events of one stream, from the chunks of the OpenAI API."""
 
-    media_type: ClassVar = EVENTS
     ping: ClassVar = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, call: Call, echoed: Sequence[str] = ()) -> None:
@@ -492,10 +491,6 @@ class MessageEvents:
             self._prompt_tokens = frame.get("prompt_tokens", 0)
         chunks = self._chunks.convert(prompt, frame)
         return [event for chunk in chunks for event in self._events(json.loads(chunk))]
-
-    def write(self, chunks: Sequence[str]) -> bytes:
-        """Events are whole."""
-        return "".join(chunks).encode("utf-8", "replace")
 
     def end(self, error: Body | None) -> bytes:
         """An event with the error that ended the stream."""
@@ -548,7 +543,7 @@ class MessageEvents:
 
 
 def _event(type: str, **fields: Any) -> str:
-    data = json.dumps({"type": type, **fields}, ensure_ascii=False, separators=(",", ":"))
+    data = to_text({"type": type, **fields})
     return f"event: {type}\ndata: {data}\n\n"
 
 
@@ -597,7 +592,7 @@ def build() -> doc.Part:
     schemas = {
         "MessagesAnswer": doc.object_of(
             id=doc.TEXT, type=doc.one_of("message"), role=doc.one_of("assistant"), model=doc.TEXT,
-            content={"type": "array", "items": {"type": "object"}},
+            content=doc.list_of({"type": "object"}),
             stop_reason=doc.one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
             stop_sequence=doc.WORD, usage=usage,
         ),
