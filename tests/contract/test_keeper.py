@@ -306,7 +306,7 @@ async def test_an_answered_response_is_kept_once(world: World, monkeypatch: pyte
             await keep("other", **wrong)
     with pytest.raises(UnknownModel):
         await world.client.as_tenant("acme").state("k")
-    monkeypatch.setattr("services.keeper.verbs.LOOK_US", -1_000_000)  # at each call
+    monkeypatch.setattr("services.keeper.verbs.SIZE_POLL_US", -1_000_000)  # at each call
     monkeypatch.setattr(JetStream, "room", room := AsyncMock(return_value=(51, 100)))
     with pytest.raises(Overloaded, match="half full") as full:
         await keep("late")
@@ -560,7 +560,7 @@ async def test_another_reader_of_the_work_queue_is_named_and_nothing_is_accepted
     world: World, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A mirror takes requests without a consumer out of the queue. What was accepted before is computed."""
-    monkeypatch.setattr(queues, "LOOK_S", 0.05)
+    monkeypatch.setattr(queues, "CONSUMERS_POLL_S", 0.05)
     keeper, streams = await world.opened(), JetStream(world.bus)
     await world.submit(request_id="before")
     await world.until(world.asked)
