@@ -22,17 +22,17 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from zlib import crc32
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.connection import chunk_writer
 from services.gateway.exchange import Exchange, ExchangeCounters, refusal
 from services.gateway.native_call import PROMPT, unless_gone
-from shared.api import NO_EFFECT
+from shared.api import NO_EFFECT, bad_field
 from shared.client.client import ACCEPTED_S, QUIET
 from shared.clock import Clock
 from shared.errors import EngineError, HeadraceError
@@ -41,6 +41,7 @@ from shared.openai.call import Call, read_call, read_vectors_call
 from shared.openai.whole_answer import answer, stop_reason, total, vectors
 
 Body = dict[str, Any]
+M = TypeVar("M", bound=BaseModel)
 
 _HEADERS = [
     (b"cache-control", b"no-cache"),
@@ -348,6 +349,15 @@ class Api:
     read: Callable[[Body], Body] = dict  # raises BadRequest
     to_call: Callable[..., Call] = read_call
     ignored: Callable[[Body], Sequence[str]] = lambda fields: ()  # what of a valid request changes nothing
+    untyped: str = ""  # the content type of clients that set none; empty: it is JSON's
+
+
+def valid(kind: type[M], fields: Body) -> M:
+    """The fields as `kind` has them. Raises BadRequest."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise bad_field(error) from error
 
 
 def idle_fields(fields: Body, kind: type[BaseModel]) -> list[str]:

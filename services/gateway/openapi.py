@@ -24,6 +24,7 @@ Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 WORD: Schema = {"type": ["string", "null"]}
+EVENTS = "text/event-stream"
 COUNT: Schema = {"type": "integer", "minimum": 0}
 _TOKENS: Schema = {"type": "array", "items": COUNT}
 
@@ -114,14 +115,13 @@ def document(version: str, parts: Sequence[Part]) -> Json:
     }
 
 
-def post(name: str, summary: str, errors: tuple[int, ...], *, stream: bool = False, api: str = "") -> Json:
-    """`api` has errors of its own shape; empty: OpenAI's."""
+def post(name: str, summary: str, errors: tuple[int, ...], *, stream: str = "", api: str = "") -> Json:
+    """`stream`: the media type of one. `api` has errors of its own shape; empty: OpenAI's."""
     body = {"required": True, "content": {"application/json": {"schema": ref(f"{name}Request")}}}
     asked = {**get(name, summary, errors, api), "requestBody": body}
     asked["responses"]["200"] = good = body_of(f"{name}Answer", "the answer")
     if stream:
-        media_type = "application/x-ndjson" if api == "Ollama" else "text/event-stream"
-        good["content"][media_type] = {"schema": {}}
+        good["content"][stream] = {"schema": {}}
     return asked
 
 
@@ -130,7 +130,7 @@ def stored(name: str, summary: str, *, failing: bool = False) -> Json:
     errors = (*LOOKING, 403, 408, 409, 413, 499) if failing else LOOKING
     got = get(f"{name}Answer", summary, errors, operation=f"stored{name.lower()}")
     got["parameters"] = [_LAST_ID, *([] if failing else _STREAMS)]
-    got["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
+    got["responses"]["200"]["content"][EVENTS] = {"schema": {}}
     got["responses"]["204"] = {"description": "the reader has all events"}
     if failing:
         got["responses"]["202"] = body_of("Accepted", "it waits or runs")
@@ -293,8 +293,8 @@ COMPONENTS: dict[str, Schema] = {
     "Error": object_of(error=_ERROR),
 }
 # fmt: on
-CHAT = post("Chat", "answer a conversation", GENERATING, stream=True)
-COMPLETION = post("Completion", "continue a prompt", GENERATING, stream=True)
+CHAT = post("Chat", "answer a conversation", GENERATING, stream=EVENTS)
+COMPLETION = post("Completion", "continue a prompt", GENERATING, stream=EVENTS)
 EMBEDDING = post("Embedding", "the vectors of texts", GENERATING)
 TOKENIZE = post("Tokenize", "the token ids of a prompt", ASKING)
 DETOKENIZE = post("Detokenize", "the text of token ids", ASKING)

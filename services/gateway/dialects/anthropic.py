@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 from services.gateway import openapi as doc
 from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import answer as sent
-from services.gateway.openai_response import Api, Body, ChunkBuilder, Chunks, idle_fields, to_text
+from services.gateway.openai_response import Api, Body, ChunkBuilder, Chunks, idle_fields, to_text, valid
 from shared import api
 from shared.errors import BadRequest, HeadraceError
 from shared.openai.call import CONTEXT_LENGTH, Call, error_status, thinking
@@ -324,10 +324,7 @@ class MessagesRequest(CountTokensRequest):
 
 def read(fields: Body, kind: type[CountTokensRequest] = MessagesRequest) -> Body:
     """The fields of a chat of the OpenAI API. Raises BadRequest."""
-    try:
-        asked = kind.model_validate(api.present(fields, "input", "input_schema", "schema"))
-    except ValidationError as error:
-        raise api.bad_field(error) from error
+    asked = valid(kind, api.present(fields, "input", "input_schema", "schema"))
     body: Body = {name: fields[name] for name in _SAME if name in fields}
     body["messages"] = _turns(asked)
     if asked.tools:
@@ -580,7 +577,7 @@ async def count_tokens(endpoints: Endpoints, request: Request) -> Response:
 def build() -> doc.Part:
     """Anthropic's API."""
     post = partial(doc.post, api="Anthropic")
-    whole = post("Messages", "answer a conversation (Anthropic)", doc.GENERATING, stream=True)
+    whole = post("Messages", "answer a conversation (Anthropic)", doc.GENERATING, stream=doc.EVENTS)
     count = post("CountTokens", "the size of a prompt (Anthropic)", doc.ASKING)
     lines = (
         doc.Operation("POST", "/v1/messages", partial(Endpoints.generate, api=MESSAGES), whole),

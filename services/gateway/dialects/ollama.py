@@ -16,7 +16,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,12 +24,13 @@ from services.gateway import openapi as doc
 from services.gateway.endpoints import VERSION, Endpoints
 from services.gateway.exchange import answer as sent
 from services.gateway.native_call import served_model, served_models
-from services.gateway.openai_response import Api, Body, ChunkBuilder, Chunks, idle_fields, to_text
+from services.gateway.openai_response import Api, Body, ChunkBuilder, Chunks, idle_fields, to_text, valid
 from shared import api
 from shared.errors import HeadraceError
 from shared.openai.call import MAX_INPUTS, Call, read_vectors_call, thinking
 from shared.openai.whole_answer import answer
 
+UNTYPED = "application/x-www-form-urlencoded"  # of curl, as in the examples of ollama's API
 LATEST = ":latest"  # ollama's tag of a name without one
 _OPEN = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 _IDLE = Field(None, description=api.NO_EFFECT)
@@ -147,10 +148,7 @@ class OllamaShowRequest(BaseModel):
 def read(fields: Body, kind: RequestType) -> Body:
     """The fields of a chat or a completion of the OpenAI API; `done_reason` if there is nothing to answer.
     Raises BadRequest."""
-    try:
-        asked = kind.model_validate(fields)
-    except ValidationError as error:
-        raise api.bad_field(error) from error
+    asked = valid(kind, fields)
     body: Body = {"stream": asked.stream}
     if asked.stream:
         body["stream_options"] = {"include_usage": True}
@@ -337,20 +335,14 @@ def shown(model: Body) -> Body:
 
 def read_show(fields: Body) -> Body:
     """The model of `/api/show`. Raises BadRequest."""
-    try:
-        asked = OllamaShowRequest.model_validate(fields)
-    except ValidationError as error:
-        raise api.bad_field(error) from error
+    asked = valid(OllamaShowRequest, fields)
     name = asked.model or asked.name
     return {"model": name.removesuffix(LATEST)} if name else {}
 
 
 def read_embed(fields: Body) -> Body:
     """The fields of a call for vectors. Raises BadRequest."""
-    try:
-        asked = OllamaEmbedRequest.model_validate(fields)
-    except ValidationError as error:
-        raise api.bad_field(error) from error
+    asked = valid(OllamaEmbedRequest, fields)
     body = asked.model_dump(include={"model", "input", "dimensions", "truncate"}, exclude_none=True)
     return {**body, "model": asked.model.removesuffix(LATEST)} if asked.model else body
 
@@ -370,15 +362,17 @@ def embedded(call: Call, natives: Sequence[Body], _: Sequence[str]) -> Body:
 def _api(kind: RequestType, *, chat: bool) -> Api:
     chunks: Callable[..., Any] = partial(Lines, chat=chat)
     whole = partial(whole_answer, chat=chat)
-    return Api(whole, chunks, partial(read, kind=kind), ignored=partial(ignored, kind=kind))
+    some = partial(ignored, kind=kind)
+    return Api(whole, chunks, partial(read, kind=kind), ignored=some, untyped=UNTYPED)
 
 
 CHAT = _api(OllamaChatRequest, chat=True)
 GENERATE = _api(OllamaGenerateRequest, chat=False)
 EMBED = Api(
-    embedded, read=read_embed, to_call=read_vectors_call, ignored=partial(ignored, kind=OllamaEmbedRequest)
-)
-SHOW = Api(read=read_show, ignored=partial(ignored, kind=OllamaShowRequest))
+    embedded, read=read_embed, to_call=read_vectors_call, untyped=UNTYPED,
+    ignored=partial(ignored, kind=OllamaEmbedRequest),
+)  # fmt: skip
+SHOW = Api(read=read_show, ignored=partial(ignored, kind=OllamaShowRequest), untyped=UNTYPED)
 
 
 async def ask(endpoints: Endpoints, request: Request, *, chat: bool) -> Response:
@@ -425,8 +419,8 @@ def build() -> doc.Part:
     """Ollama's API."""
     post, models = partial(doc.post, api="Ollama"), partial(doc.get, "OllamaModels", api="Ollama")
     many, embed = doc.GENERATING, partial(Endpoints.generate, chat=False, api=EMBED)
-    chat = post("OllamaChat", "answer a conversation (ollama)", many, stream=True)
-    generate = post("OllamaGenerate", "answer a prompt (ollama)", many, stream=True)
+    chat = post("OllamaChat", "answer a conversation (ollama)", many, stream="application/x-ndjson")
+    generate = post("OllamaGenerate", "answer a prompt (ollama)", many, stream="application/x-ndjson")
     lines = (
         doc.Operation("POST", "/api/chat", partial(ask, chat=True), chat),
         doc.Operation("POST", "/api/generate", partial(ask, chat=False), generate),

@@ -373,7 +373,9 @@ def _schema() -> doc.Schema:
 
 def build() -> doc.Part:
     """The Responses API."""
-    made = doc.post("Response", "answer a conversation (Responses API)", (*doc.GENERATING, 410), stream=True)
+    made = doc.post(
+        "Response", "answer a conversation (Responses API)", (*doc.GENERATING, 410), stream=doc.EVENTS
+    )
     gone = doc.get("ResponseDeleted", "delete a response", doc.LOOKING)
     cancelled = doc.get("ResponseAnswer", "cancel a response", doc.LOOKING, operation="cancelresponse")
     stored = doc.stored("Response", "a stored response")
