@@ -26,7 +26,7 @@ from services.gateway import openapi as doc
 from services.gateway.endpoints import Endpoints
 from services.gateway.exchange import SlowRequest, answer
 from services.gateway.native_call import BODY_TIMEOUT_S, check_coding, fields_of, read_body
-from shared.bodies import WINDOW
+from shared import bodies
 from shared.client.file_client import FileClient, asked
 from shared.errors import BadRequest, Cancelled, Overloaded
 from shared.nats import subjects
@@ -210,6 +210,7 @@ def _lines() -> tuple[doc.Operation, ...]:
 
 def build() -> doc.Part:
     """Files and batches."""
+    hook = "a URL that gets a signed event when the batch has ended"
     schemas: dict[str, doc.Schema] = {
         "FileRequest": {
             "type": "object",
@@ -219,21 +220,7 @@ def build() -> doc.Part:
         "File": _FILE,
         "Files": _list_of("File"),
         "FileDeleted": doc.object_of(id=doc.TEXT, object=doc.one_of("file"), deleted=doc.one_of(True)),
-        "BatchRequest": {
-            "type": "object",
-            "required": ["input_file_id", "endpoint", "completion_window"],
-            "properties": {
-                "input_file_id": doc.TEXT,
-                "endpoint": doc.one_of(*URLS),
-                "completion_window": {**doc.TEXT, "pattern": WINDOW},
-                "metadata": _METADATA,
-                "webhook": {
-                    **doc.TEXT,
-                    "description": "a URL that gets a signed event when the batch has ended",
-                },
-            },
-            "additionalProperties": False,
-        },
+        **doc.schemas_of("BatchRequest", bodies.BatchCreated, webhook={**doc.TEXT, "description": hook}),
         "BatchAnswer": doc.ref("Batch"),
         "Batch": _BATCH,
         "Batches": _list_of("Batch"),

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
@@ -173,6 +173,16 @@ def ref(name: str) -> Json:
 
 def list_of(each: Schema) -> Schema:
     return {"type": "array", "items": each}
+
+
+def schemas_of(name: str, body: Any, **fields: Schema) -> dict[str, Schema]:
+    """The schemas of a body of shared/bodies.py, which gets `name`; null for what may be left out. `fields`:
+    more about some."""
+    schema = TypeAdapter(body).json_schema(ref_template="#/components/schemas/{model}")
+    for name_of, each in schema["properties"].items():
+        each |= fields.get(name_of, {})
+        schema["properties"][name_of] = each if name_of in schema["required"] else or_null(each)
+    return {**schema.pop("$defs", {}), name: schema}
 
 
 def one_of(*values: object) -> Schema:
