@@ -127,7 +127,7 @@ async def test_an_error_has_the_shape_of_its_api_before_its_handler_runs(
         assert {name: type(answer.json()[name]) for name in shape} == shape
 
 
-def test_nothing_beside_a_dialect_tests_for_it() -> None:
+def test_gateway_names_no_dialect_outside_its_module() -> None:
     """Neither by its name nor by its paths."""
     found = []
     for path in Path(app.__file__).parent.glob("*.py"):
