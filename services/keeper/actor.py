@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from pkgutil import resolve_name
@@ -20,8 +19,9 @@ from typing import Any
 from services.keeper import core
 from services.keeper.parts import PARTS, Keeper, Part, Verb
 from services.keeper.queues import MAX_QUEUED, TenantQueues
-from services.keeper.records import CANCELLED, Body, Work, to_json, work_of
+from services.keeper.records import CANCELLED, Body, Work, work_of
 from services.keeper.verbs import RECORD_ROOM, REPLIES, Verbs, reply_subject
+from shared import bodies
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import can_start_cold, missing
 from shared.actor.runtime import Actor, HeartbeatPayload
@@ -37,6 +37,7 @@ from shared.errors import (
     PayloadTooLarge,
     Unavailable,
     UnknownModel,
+    WireError,
 )
 from shared.nats import access, subjects
 from shared.nats.interface import Delivery, Subscription
@@ -221,7 +222,7 @@ class KeeperActor(Actor):
             if any(part.on_delivery(delivery, stored_us) for part in self._parts):
                 return
             work = work_of(delivery.data)
-        except (ValueError, TypeError, LookupError):  # of another version, or of another writer
+        except WireError:  # of another version, or of another writer
             log.error("dropped %s: it is not a durable request of this version", delivery.subject)
             self._streams.ack(reply)
             return
@@ -252,8 +253,8 @@ class KeeperActor(Actor):
                 case core.Store(key, record):
                     self._call(self._store(key, record))
                 case core.Announce((tenant, request), status):
-                    news = to_json({"id": request, "status": status})
-                    self._mailbox.bus.publish(subjects.done(tenant, request), news)
+                    news = bodies.Ended(id=request, status=status)
+                    self._mailbox.bus.publish(subjects.done(tenant, request), bodies.encode(news))
                 case core.Ack(reply, hook):
                     self._keeper.ack(reply, hook)
                 case core.Nak(reply, delay_us):
@@ -288,7 +289,7 @@ class KeeperActor(Actor):
     async def _store(self, key: core.Key, record: Body) -> None:
         new: bool | None = None
         try:
-            await self._streams.create(subjects.record(*key), to_json(record), ttl_s=core.KEPT_S)
+            await self._streams.create(subjects.record(*key), bodies.encode(record), ttl_s=core.KEPT_S)
             new = True
         except Taken:
             new = False
@@ -304,7 +305,8 @@ class KeeperActor(Actor):
         make = subjects.resume if checkpoint else subjects.generate
         subject, reply = make(work.tenant, work.model), reply_subject(work.tenant, work.id)
         headers = {RUN_HEADER: str(run)} if run else None
-        self._mailbox.bus.publish(subject, checkpoint or to_json(work.body), reply=reply, headers=headers)
+        data = checkpoint or bodies.encode(work.body)
+        self._mailbox.bus.publish(subject, data, reply=reply, headers=headers)
 
     def _on_reply(self, delivery: Delivery) -> None:
         _, tenant, _, request = delivery.subject.split(".")
@@ -377,7 +379,7 @@ class KeeperActor(Actor):
                 param, why = subjects.wrong_name(asked.subject, "model" if submit else "id")
                 raise BadRequest(why, param=param)
             answer = await verb(*names, asked.data)
-            data = answer if isinstance(answer, bytes) else to_json(answer)
+            data = answer if isinstance(answer, bytes) else bodies.encode(answer)
             self._mailbox.bus.publish(asked.reply, data)
         except HeadraceError as error:
             self._mailbox.bus.publish(asked.reply, error_reply(error, "", ""))
@@ -397,9 +399,9 @@ def outcome_of(delivery: Delivery, max_payload: int) -> Body | HeadraceError:
         size = f"the answer of {len(delivery.data)} bytes with its record"
         return PayloadTooLarge(f"{size} is over the server's limit of {max_payload}: ask for less")
     try:
-        body: Body = json.loads(delivery.data)
+        body = bodies.decode(bodies.Json, delivery.data)
         return error_of(body) if "error" in body else body
-    except (ValueError, TypeError):
+    except WireError:
         return EngineError(f"a service answered with something that is not JSON: {delivery.data[:80]!r}")
 
 

@@ -18,16 +18,14 @@ streams and the clients of one side never meet those of the other. `serve` answe
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.keeper.core import EXPIRED, KEPT_S, TRY_AGAIN, Answered, Away, Key
 from services.keeper.parts import Keeper, Part, Verb
-from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work, to_json
+from services.keeper.records import CANCELLED, COMPLETED, FAILED, Body, Work
 from services.keeper.verbs import RECORD_ROOM
-from shared import errors
-from shared.api import read_json
+from shared import bodies, errors
 from shared.client.client import Client, error_of
 from shared.nats import subjects
 from shared.nats.interface import Delivery, NoResponders, RequestTimeout
@@ -304,19 +302,21 @@ class Forwarder(Part):
     async def _call(self, call: Call) -> None:
         tenant, request = call.key
         work = call.work
-        body: Body = {"id": request} if work is None else {"model": work.model, "request": work.body}
+        body = bodies.Forwarded(id=request)
+        if work is not None:
+            body = bodies.Forwarded(model=work.model, request=work.body)
         outcome: Body | errors.HeadraceError
         try:
             client = self._client.as_tenant(tenant)
-            answer = await client.ask(subjects.forward(tenant, call.verb), to_json(body))
-            found: Body = json.loads(answer.data)
+            answer = await client.ask(subjects.forward(tenant, call.verb), bodies.encode(body))
+            found = bodies.decode(bodies.Json, answer.data)
             outcome = error_of(found) if "error" in found and "status" not in found else found
         except errors.HeadraceError as error:
             outcome = error
         self._feed(Called(call.key, call.verb, outcome))
 
     def _answered(self, key: Key, outcome: Body | errors.HeadraceError, *, changed: bool) -> Answered:
-        size = 0 if isinstance(outcome, errors.HeadraceError) else len(to_json(outcome))
+        size = 0 if isinstance(outcome, errors.HeadraceError) else len(bodies.encode(outcome))
         most = self._client.bus.max_payload - self._keeper.core.kept_bytes(key) - RECORD_ROOM
         if size > most:
             why = f"the answer of {size} bytes with its record is over the limit of this edge's nats-server"
@@ -325,7 +325,7 @@ class Forwarder(Part):
 
     def _on_done(self, delivery: Delivery) -> None:
         names = subjects.names_in(delivery.subject)
-        if names is not None and delivery.data == to_json({"id": names[1], "status": CANCELLED}):
+        if names is not None and delivery.data == bodies.encode(bodies.Ended(id=names[1], status=CANCELLED)):
             self._feed(CancelledHere(names))
 
 
@@ -333,14 +333,10 @@ def serve_forwarded(keeper: Keeper) -> Verb:
     """The verb `forward` of a keeper at the centre. It raises BadRequest, and what the verbs raise."""
 
     async def answer(tenant: str, verb: str, data: bytes) -> Body | bytes:
-        try:
-            asked = read_json(data)
-            model, request, body = asked.get("model", ""), asked.get("id", ""), asked.get("request")
-            subjects.work(tenant, request or model)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise errors.BadRequest(f"the body of {verb!r:.40} is of another form: {error!s:.200}") from None
-        if verb == SUBMIT and isinstance(body, dict) and model:
-            return await keeper.verbs[subjects.SUBMIT_ALL](tenant, model, to_json(body))
+        asked = bodies.asked(bodies.Forwarded, data)
+        model, request, body = asked.get("model", ""), asked.get("id", ""), asked.get("request")
+        if verb == SUBMIT and body is not None and model:
+            return await keeper.verbs[subjects.SUBMIT_ALL](tenant, model, bodies.encode(body))
         if verb == RESULT and request:
             return await keeper.verbs[subjects.RESULT_ALL](tenant, request, b"")
         if verb == CANCEL and request:

@@ -11,15 +11,14 @@ one under the same id is refused.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from typing import Any
 
 from services.keeper import records
 from services.keeper.core import KEPT_S
 from services.keeper.parts import Keeper
-from shared.api import REQUEST_ID, read_json
+from shared import bodies
+from shared.api import REQUEST_ID
 from shared.client.client import error_of
 from shared.errors import (
     BadRequest,
@@ -29,6 +28,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
     UnknownRequest,
+    WireError,
 )
 from shared.nats import access, subjects
 from shared.nats.interface import NoResponders, RequestTimeout
@@ -116,7 +116,7 @@ class Verbs:
         ended = records.work_of(waits).record(self._clock.wall_us(), Cancelled("cancelled by the client"))
         try:
             await self._streams.create(
-                subjects.record(tenant, request_id), records.to_json(ended), ttl_s=KEPT_S
+                subjects.record(tenant, request_id), bodies.encode(ended), ttl_s=KEPT_S
             )
         except Taken:
             return False
@@ -126,7 +126,7 @@ class Verbs:
         """Cancel a request, with the news of its end, where no client has sent a cancel to all services.
         Raises Unavailable."""
         if await self.cancel(tenant, request_id):
-            news = records.to_json({"id": request_id, "status": records.CANCELLED})
+            news = bodies.encode(bodies.Ended(id=request_id, status=records.CANCELLED))
             self._bus.publish(subjects.done(tenant, request_id), news)
             self._bus.publish(subjects.cancel(tenant, request_id), b"")  # services may run it
 
@@ -135,24 +135,22 @@ class Verbs:
         and StreamFull."""
         await self.result(tenant, request_id)
         await self.end(tenant, request_id)
-        mark = records.to_json({"id": request_id, "digest": "", "status": records.DELETED})
+        mark = bodies.encode(bodies.Record(id=request_id, digest="", status="deleted"))
         await self._streams.replace(subjects.record(tenant, request_id), mark, ttl_s=KEPT_S)
-        return {"id": request_id, "deleted": True}
+        return {**bodies.Deleted(id=request_id, deleted=True)}
 
     async def keep(self, tenant: str, request_id: str, data: bytes) -> records.Body:
         """Store a request that was answered already: its fields `request`, `keep` and `answer`. Raises
         BadRequest, DuplicateRequest for an id with a record, StreamFull, PayloadTooLarge, Unavailable."""
-        body = _read(data)
-        if not all(isinstance(body.get(name), dict) for name in ("request", "keep", "answer")):
-            raise BadRequest("`request`, `keep` and `answer` are expected, each an object")
-        now_us, model = self._clock.wall_us(), str(body.get("model", ""))
+        kept = bodies.asked(bodies.Kept, data)
+        now_us, model = self._clock.wall_us(), kept.get("model", "")
         if not await self._has_room_to_keep(self._clock.now_us()):
             full = "the store is half full: the rest is for the answers of durable requests"
             raise StreamFull(full, retry_after_ms=FULL_RETRY_MS)
         work = records.Work(
-            tenant, request_id, model, body["request"], records.digest_of(model, body), now_us, body["keep"]
+            tenant, request_id, model, kept["request"], records.digest_of(model, kept), now_us, kept["keep"]
         )
-        record = records.to_json(work.record(now_us, body["answer"]))
+        record = bodies.encode(work.record(now_us, kept["answer"]))
         await self._streams.create(subjects.record(tenant, request_id), record, ttl_s=KEPT_S)
         self.kept += 1
         return {"id": request_id, "status": records.COMPLETED}
@@ -173,8 +171,7 @@ class Verbs:
         lacks_both = sure and waits is None
         record = await self._streams.last(subjects.RECORD_STREAM, record_at, sure=lacks_both)
         if record is not None:
-            found: records.Body = json.loads(record)
-            return found
+            return {**bodies.decode(bodies.Record, record)}
         if waits is None:
             return None
         work = records.work_of(waits)
@@ -222,23 +219,23 @@ class Verbs:
         """What a tokenizer draws for a valid request. Raises its error for another one."""
         try:
             delivery = await self._bus.request(
-                subjects.check(tenant, model), records.to_json(body), timeout_us=CHECK_US
+                subjects.check(tenant, model), bodies.encode(body), timeout_us=CHECK_US
             )
         except NoResponders:
             raise await self._no_tokenizer(model) from None
         except RequestTimeout:
             why = f"no tokenizer of {model!r:.80} has validated the request in {CHECK_US / 1e6:g} s"
             raise Unavailable(f"{why}: try again", retry_after_ms=1_000) from None
-        answer: dict[str, Any] = json.loads(delivery.data)
+        answer = bodies.decode(bodies.Drawn, delivery.data)
         if "error" in answer:
             raise error_of(answer)
-        return answer
+        return {**answer}
 
     async def _no_tokenizer(self, model: str) -> Unavailable | UnknownModel:
         try:
             delivery = await self._bus.request(subjects.MODELS, b"", timeout_us=CHECK_US)
-            names = sorted(each["id"] for each in json.loads(delivery.data)["data"])
-        except (NoResponders, RequestTimeout, LookupError, ValueError):
+            names = sorted(each["id"] for each in bodies.decode(bodies.Models, delivery.data)["data"])
+        except (NoResponders, RequestTimeout, WireError):
             names = []
         if not names or model in names:
             why = f"no tokenizer validates requests for {model!r:.80} now: try again"
@@ -254,20 +251,9 @@ def reply_subject(tenant: str, request_id: str) -> str:
     return f"{access.INBOX}.{subjects.token(tenant)}.{name}.{subjects.token(request_id)}"
 
 
-def fields_of(data: bytes) -> records.Body:
-    """The fields of a request. Raises BadRequest."""
-    try:
-        fields = read_json(data or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not a JSON object: {error!s:.200}") from None
-    if not isinstance(fields, dict):
-        raise BadRequest("the body is not a JSON object")
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 def _read(data: bytes) -> records.Body:
     """The fields of a submitted request. Raises BadRequest."""
-    body = fields_of(data)
+    body = bodies.fields_of(data)
     if body.get("stream") or "stream_options" in body:
         raise BadRequest("a durable request has one answer, no stream: leave `stream` out", param="stream")
     return body

@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import random
 import re
@@ -38,7 +37,8 @@ from hashlib import sha256
 from typing import Any
 
 from services.keeper.parts import Keeper, Part
-from services.keeper.records import BATCH, COMPLETED, DELETED, RESPONSE, Body, Hook, to_json
+from services.keeper.records import BATCH, COMPLETED, DELETED, RESPONSE, Body, Hook
+from shared import bodies
 from shared.config import Settings, WatchedFile
 from shared.errors import BadRequest, HeadraceError, Unavailable
 from shared.nats import subjects
@@ -259,13 +259,13 @@ class Webhooks(Part):
         part = subjects.batch_part(hook.tenant, hook.id, "end")
         end = part if hook.kind == BATCH else subjects.record(hook.tenant, hook.id)
         data = await self._streams.last(subjects.RECORD_STREAM, end)
-        record = json.loads(data) if data is not None else {"status": DELETED}
+        record = bodies.decode(bodies.Ended, data) if data is not None else {"status": DELETED}
         if record["status"] == DELETED:
             return  # by its tenant, or it was kept for its time
         event, key = event_of(hook, record), target_of(hook.url).key
-        message = {"url": hook.url, "body": to_json(event).decode()}
+        message: bodies.HookMessage = {"url": hook.url, "body": bodies.encode(event).decode()}
         with contextlib.suppress(Taken):  # by a keeper that died before its ack
-            await self._streams.create(subjects.hook(key, hook.tenant, event["id"]), to_json(message))
+            await self._streams.create(subjects.hook(key, hook.tenant, event["id"]), bodies.encode(message))
             self._not_pulled[key] += 1
         self._turn(key)
 
@@ -381,7 +381,7 @@ class Webhooks(Part):
     async def _try(self, delivery: Delivery) -> None:
         origin, why, event = "", "", delivery.subject.rpartition(".")[2]
         try:
-            message = json.loads(delivery.data)
+            message = bodies.decode(bodies.HookMessage, delivery.data)
             target = target_of(message["url"])
             origin = target.origin
             if self._hosts is None or (secrets := self._hosts.value.get(origin)) is None:

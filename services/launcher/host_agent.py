@@ -24,19 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.launcher.supervisor import ASLEEP, CHANGING, LOADED, UNLOADED, ExecutorProcesses
-from shared import codec
+from shared import codec, errors
 from shared.actor import membership
 from shared.actor.membership import Peers
 from shared.clock import Clock
-from shared.errors import (
-    BadRequest,
-    HeadraceError,
-    SetupError,
-    Unavailable,
-    UnknownModel,
-    WireError,
-    error_body,
-)
 from shared.messages import Heartbeat
 from shared.nats import access, subjects
 from shared.nats.interface import Bus, Delivery, NoResponders, RequestTimeout
@@ -85,7 +76,7 @@ class HostAgent:
         rule = MemoryRule(awake_mib)
         for at, (name, executors) in enumerate(processes.items()):
             if why := rule.why_not(name, executors.least_mib):
-                raise SetupError(why)
+                raise errors.SetupError(why)
             if at:
                 executors.stop()
 
@@ -115,9 +106,9 @@ class HostAgent:
         it is being unloaded."""
         model = self._known(name)
         if self.awake_mib and (why := self._rule.why_not(name, self._need_mib(model))):
-            raise BadRequest(why)
+            raise errors.BadRequest(why)
         if model.processes.is_ending:
-            raise Unavailable(f"{name} is still being unloaded: try again")
+            raise errors.Unavailable(f"{name} is still being unloaded: try again")
         model.held = model.failed = False
         if not model.processes.is_running:
             if self.awake_mib and self._awake_mib_of_others(name) + self._need_mib(model) > self.awake_mib:
@@ -135,7 +126,7 @@ class HostAgent:
 
     def _known(self, name: str) -> _Model:
         if (model := self._models.get(name)) is None:
-            raise UnknownModel(
+            raise errors.UnknownModel(
                 f"this `headrace up` has no model {name!r:.80}: it has {', '.join(self._models)}"
             )
         return model
@@ -220,7 +211,7 @@ class HostAgent:
                 await self.bus.request(subjects.sleep(scheduler), body, timeout_us=ASK_US)
 
     def _on_heartbeat(self, delivery: Delivery) -> None:
-        with contextlib.suppress(WireError):  # a message of another version
+        with contextlib.suppress(errors.WireError):  # a message of another version
             envelope = codec.decode(delivery.data)
             if isinstance(envelope.message, Heartbeat):
                 self.peers.update(envelope.epoch, envelope.message, self.clock.now_us())
@@ -241,9 +232,9 @@ class HostAgent:
                 case b"unload":
                     state = self.unload(name)
                 case _:
-                    raise BadRequest("the body is neither `load` nor `unload`")
-        except HeadraceError as error:
-            answer = error_body(error)
+                    raise errors.BadRequest("the body is neither `load` nor `unload`")
+        except errors.HeadraceError as error:
+            answer = errors.error_body(error)
         else:
             answer = {"state": state}
         self.bus.publish(delivery.reply, to_json({"host": self.host_id, "model": name, **answer}))
@@ -304,7 +295,9 @@ class MemoryRule:
         if used_mib > self._budget_mib and len(awake) > 1:  # one that was restarted, or all at the start
             return Sleep(min(awake, key=lambda model: (model.work, -model.need_mib, model.name)).name)
         waiting = [
-            m for m in models if m.state in (ASLEEP, UNLOADED) and m.work and not self._is_too_large(m)
+            m
+            for m in models
+            if m.state in (ASLEEP, UNLOADED) and m.work and not self.why_not(m.name, m.need_mib)
         ]
         if now_us >= self._until_us or self._next not in {model.name for model in waiting}:
             self._next = ""
@@ -333,9 +326,6 @@ class MemoryRule:
             if used_mib + model.need_mib <= self._budget_mib:
                 return victims
         return []
-
-    def _is_too_large(self, model: ModelNow) -> bool:
-        return bool(self.why_not(model.name, model.need_mib))
 
 
 def _is_due(model: ModelNow) -> bool:

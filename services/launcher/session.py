@@ -14,11 +14,12 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from services.launcher.console import load
 from services.launcher.nats_server import is_free
+from shared import bodies
 from shared.config import DEFAULT_NATS_URL, Loaded
 from shared.errors import SetupError, Unavailable
 from shared.nats import access, subjects
@@ -38,6 +39,7 @@ READY_POLL_S = 0.1  # between two looks whether a fleet is ready
 
 
 Facts = dict[str, Any]  # the answer of a service about itself
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +144,13 @@ def _order(answer: Facts) -> tuple[int, str]:
     return (KINDS.index(kind) if kind in KINDS else len(KINDS), f"{kind}.{answer.get('id')}")
 
 
-async def ask_scheduler(bus: Bus, subject: str, body: str) -> Facts:
-    """The answer of a scheduler; empty without one."""
+async def ask_scheduler(bus: Bus, kind: type[T], subject: str, body: str) -> T | None:
+    """The answer of a scheduler; None without one."""
     try:
         reply = await bus.request(subject, body.encode("utf-8", "replace"), timeout_us=int(DECIDE_S * 1e6))
     except (NoResponders, RequestTimeout):
-        return {}
-    answer: Facts = json.loads(reply.data)
-    return answer
+        return None
+    return bodies.decode(kind, reply.data)
 
 
 def _print_denied(fault: BusFault) -> None:
@@ -204,7 +205,7 @@ def beside(error: SetupError, settings: Settings, port: int) -> SetupError:
     folder, own = path_for(settings).parent, os.getpid()
     notes = (read(path) for path in sorted([*folder.glob("*.json"), *folder.glob("*.up")]))
     for note in notes:
-        if note is not None and note.pid != own and port in _ports_of(note):
+        if note and note.pid != own and port in {urlsplit(url).port for url in (note.page, note.nats_url)}:
             named = "" if note.fleet == "default" else f" --fleet {note.fleet}"
             return SetupError(
                 f"{error.message}. The fleet {note.fleet} runs here and has it (process {note.pid}): use it "
@@ -212,11 +213,6 @@ def beside(error: SetupError, settings: Settings, port: int) -> SetupError:
                 "beside it with --fleet NAME --http 127.0.0.1:0"
             )
     return error
-
-
-def _ports_of(note: RunState) -> set[int]:
-    """The ports of its gateway and its nats-server."""
-    return {port for url in (note.page, note.nats_url) if (port := urlsplit(url).port)}
 
 
 @contextmanager

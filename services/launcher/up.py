@@ -163,7 +163,11 @@ def up(
         joined = asyncio.run(_look(logins.url_of("executor"), settings, [*models])) if join else None
         if noted:
             raise KeyboardInterrupt
-        return asyncio.run(_run(settings, models, server, logins, joined, flags, forks))
+
+        async def run() -> int:  # in the loop of what it makes
+            return await _Up(settings, models, server, logins, joined, flags, forks).run()
+
+        return asyncio.run(run())
 
 
 def _note_signals() -> list[int]:
@@ -260,19 +264,6 @@ def served_models(settings: Settings, more: Sequence[str] = ()) -> dict[str, str
     return found
 
 
-async def _run(
-    settings: Settings,
-    models: Mapping[str, str],
-    server: NatsServer | None,
-    logins: _Logins,
-    joined: Joined | None,
-    flags: Flags,
-    forks: ForkServer | None,
-) -> int:
-    running = _Up(settings, models, server, logins, joined, flags.schedulers, forks)
-    return await running.run(until_idle=flags.until_idle)
-
-
 class _Up:
     """One run: services, readiness, signals."""
 
@@ -283,12 +274,11 @@ class _Up:
         server: NatsServer | None,
         logins: _Logins,
         joined: Joined | None = None,
-        schedulers: int = 1,
+        flags: Flags = Flags(),
         forks: ForkServer | None = None,
     ) -> None:
-        """`models` by name; the first is that of the settings. An edge may have none. `schedulers`: of each
-        model."""
-        self._schedulers, self._forks = schedulers, forks
+        """`models` by name; the first is that of the settings. An edge may have none."""
+        self._flags, self._forks = flags, forks
         self._settings = settings
         self._models = models
         self._server = server
@@ -312,7 +302,7 @@ class _Up:
             for agent in AGENTS.values():
                 resolve_name(agent).share(self._executors, int(settings.awake_gib * 1024))
 
-    async def run(self, *, until_idle: bool = False) -> int:
+    async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -353,7 +343,7 @@ class _Up:
                     for agent in AGENTS.values():
                         stack.callback(loop.create_task(self._serve(agent)).cancel)
                 stack.callback(loop.call_later(_FIRST_ANSWER_S, self._supervisor.start).cancel)
-                if until_idle:
+                if self._flags.until_idle:
                     idle = loop.create_task(self._idle())
                     stack.callback(idle.cancel)
                     await asyncio.wait({signalled, idle}, return_when=asyncio.FIRST_COMPLETED)
@@ -371,7 +361,7 @@ class _Up:
             "keeper": int(s.durable),
             "kv_offload": int(bool(self._models)),
             "tokenizer": s.tokenizers,
-            "scheduler": self._schedulers,
+            "scheduler": self._flags.schedulers,
             "executor": s.executors,
             "detokenizer": s.detokenizers,
         }
@@ -389,7 +379,10 @@ class _Up:
         if device != "cpu" and s.backend != "sim":
             specs = joining.placed(specs, ranks, joining.seen(os.environ))
         self._pages = ScrapeTargets(os.environ, [spec.name for spec in specs])
-        specs = [replace(spec, argv=self._argv_of(spec), env=self._env_of(spec)) for spec in specs]
+        specs = [
+            replace(s, argv=(*s.argv, "--heartbeats", self._watch.path(s.name)), env=self._env_of(s))
+            for s in specs
+        ]
         env = with_import_path({**os.environ, **s.to_env(), **UNBUFFERED})
         env["HEADRACE_LEAF"] = access.shown(s.leaf)  # no service needs the password
         env["HEADRACE_AWAITED_MODELS"] = ",".join(self._models)
@@ -431,9 +424,6 @@ class _Up:
             await agent.run()
         finally:
             await bus.drain()
-
-    def _argv_of(self, spec: supervisor.ServiceSpec) -> tuple[str, ...]:
-        return (*spec.argv, "--heartbeats", self._watch.path(spec.name))
 
     def _env_of(self, spec: supervisor.ServiceSpec) -> dict[str, str]:
         page = self._pages.variables(spec.name)
@@ -746,7 +736,8 @@ class Readiness:
 
     async def _answered(self, client: Client, model: str, report: Callable[[str], None]) -> str:
         while True:
-            await self._wait_for_heartbeats(model, report)
+            while gone := missing(self._peers, model):
+                await self._next_heartbeat(report, ", ".join(gone))
             try:
                 return await probe(client, model)
             except BadRequest:
@@ -800,10 +791,6 @@ class Readiness:
             self._listens = True
             await self._bus.subscribe(subjects.heartbeat_all(self._fleet), self._on_heartbeat)
             self._bus.publish(subjects.heartbeat_request(self._fleet), b"")
-
-    async def _wait_for_heartbeats(self, model: str, report: Callable[[str], None]) -> None:
-        while gone := missing(self._peers, model):
-            await self._next_heartbeat(report, ", ".join(gone))
 
     async def _next_heartbeat(self, report: Callable[[str], None], why: str) -> None:
         self._heartbeat_came.clear()

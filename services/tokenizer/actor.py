@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Any
 
+from services.tokenizer import intake, prepare
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.core import (
     Command,
@@ -28,25 +29,6 @@ from services.tokenizer.core import (
     Send,
     Tick,
     TokenizerCore,
-)
-from services.tokenizer.intake import (
-    STANDS_BY,
-    TENANT,
-    UNSURE,
-    Arrival,
-    Arrivals,
-    BackgroundEncoder,
-    PendingRequest,
-    TenantQueue,
-    key_of,
-)
-from services.tokenizer.prepare import (
-    Prepared,
-    SamplingDefaults,
-    ServedModel,
-    Submission,
-    prepared,
-    sampling_defaults,
 )
 from services.tokenizer.queries import Checks, Queries, refuse
 from services.tokenizer.template_probe import NOT_READ, UNKNOWN
@@ -60,7 +42,7 @@ from shared.config import Settings, WatchedFile
 from shared.errors import Overloaded, PayloadTooLarge
 from shared.messages import Accepted, Cancel, Claims, Message, Rejected, Tokenized, rejection
 from shared.nats import access, subjects
-from shared.nats.interface import Bus, BusFault, Delivery, Subscription
+from shared.nats.interface import Bus, Delivery, Subscription
 from shared.processes import Rarely, processor_targets
 from shared.telemetry import traces
 from shared.telemetry.counters import Counted, TokenizerCounter, in_status, lately, points
@@ -89,7 +71,7 @@ class TokenizerActor(Actor):
 
     def __init__(
         self,
-        model: ServedModel,
+        model: prepare.ServedModel,
         classes: TenantClasses | None = None,
         give_up_us: int = membership.MIN_DETECTION_US,
         replicas: int = 1,
@@ -116,14 +98,18 @@ class TokenizerActor(Actor):
         self._mailbox = mailbox
         self._table = Aliases(mailbox.clock.now_us)
         self._unheard = Rarely(log, mailbox.clock)
-        self._background = BackgroundEncoder(self._model, self._done, mailbox.clock, self._core.cancels)
+        self._background = intake.BackgroundEncoder(
+            self._model, self._done, mailbox.clock, self._core.cancels
+        )
         self._started = True
         self._handle(schedulers(mailbox.peers, self._name))
         subscribe = mailbox.bus.subscribe
-        self._arrivals = Arrivals(self._see, mailbox.clock.now_us)
-        self._tenant_queue = TenantQueue(self._prepare_next, self._is_over_share)
+        self._arrivals = intake.Arrivals(self._see, mailbox.clock.now_us)
+        self._tenant_queue = intake.TenantQueue(self._prepare_next, self._is_over_share)
         self._second = await mailbox.bus.another("copies", SECOND_S, SECOND_TURN_MESSAGES)
-        self._second.on_fault(_log_fault)
+        self._second.on_fault(
+            lambda fault: log.warning("the connection for copies: %s: %s", fault.kind, fault.detail)
+        )
         copies, names = self._arrivals.on_copy, self._model.names
         self._aliases = part("aliases", mailbox, self._table, self._second, copies, names)
         for aliases in self._aliases:
@@ -194,7 +180,7 @@ class TokenizerActor(Actor):
         load = (
             ("context", self._context()),
             ("model_context", self._model.max_context),
-            (STANDS_BY, len(self._standby)),
+            (intake.STANDS_BY, len(self._standby)),
             (STAMP, self._table.stamp),
             (membership.VOCABULARY, self._vocabulary),
             (membership.TOKENS, membership.vocabulary_number(self._model.vocabulary.tokens_digest)),
@@ -304,7 +290,7 @@ class TokenizerActor(Actor):
             if isinstance(message, Tokenized):
                 self._handle(rejection(message, error.code, error.message))
 
-    def _see(self, arrival: Arrival) -> None:
+    def _see(self, arrival: intake.Arrival) -> None:
         """Own a request from the queue group, or keep it as a copy."""
         delivery, received_us, copied = arrival
         if not access.can_answer(self._mailbox.bus, delivery):
@@ -317,15 +303,15 @@ class TokenizerActor(Actor):
         elif subjects.names_in(delivery.subject) is not None:  # else the group of every model refuses it
             clock = self._mailbox.clock
             received_wall_us = clock.wall_us() - (clock.now_us() - received_us)
-            pending = PendingRequest(delivery, key_of(delivery), received_us, received_wall_us)
+            pending = intake.PendingRequest(delivery, intake.key_of(delivery), received_us, received_wall_us)
             if copied:
-                pending.unsure = delivery.headers.get(UNSURE, "")
+                pending.unsure = delivery.headers.get(intake.UNSURE, "")
                 for standby in self._standby:
                     standby.copy(pending)
             elif not any(standby.is_done_elsewhere(pending) for standby in self._standby):
                 self._own(pending)
 
-    def _own(self, pending: PendingRequest) -> None:
+    def _own(self, pending: intake.PendingRequest) -> None:
         """Put a request of this tokenizer into the tenant queue."""
         delivery = pending.delivery
         pending.request_id = pending.request_id or secrets.token_urlsafe(16)
@@ -340,15 +326,15 @@ class TokenizerActor(Actor):
     def _is_over_share(self, tenant: str) -> bool:
         return self._core.is_over_share(subjects.untoken(tenant), self._mailbox.clock.now_us())
 
-    def _prepare_next(self, pending: PendingRequest) -> None:
+    def _prepare_next(self, pending: intake.PendingRequest) -> None:
         """Prepare the next request, in the background if it is long."""
         delivery, clock = pending.delivery, self._mailbox.clock
         if any(standby.give_way(pending) for standby in self._standby):
             return
         tracer, given = self._mailbox.tracer, traces.from_headers(delivery.headers)
         trace, parent_span = (given, "") if tracer is None else tracer.begin(given)
-        tenant = subjects.name_at(delivery.subject, TENANT)
-        submission = Submission(
+        tenant = subjects.name_at(delivery.subject, intake.TENANT)
+        submission = prepare.Submission(
             tenant=tenant,
             inbox=delivery.reply,
             body=delivery.data,
@@ -368,20 +354,20 @@ class TokenizerActor(Actor):
             run=run_of(delivery.headers),
         )
         if len(delivery.data) <= LONG_BYTES:
-            self._done(prepared(submission, self._model, self._core.cancels))
+            self._done(prepare.prepared(submission, self._model, self._core.cancels))
             return
         try:
             self._background.put(submission)
         except Overloaded as error:
             self._handle(submission.prepared(submission.fresh_id, error))
 
-    def _done(self, ready: Prepared) -> None:
+    def _done(self, ready: prepare.Prepared) -> None:
         """Pass a prepared request to the core, once the others have an id drawn here."""
         for standby in self._standby:
             standby.announce(ready.key, ready.request)
         self._handle(ready)
 
-    def _is_ours(self, pending: PendingRequest, ids: Sequence[str]) -> bool:
+    def _is_ours(self, pending: intake.PendingRequest, ids: Sequence[str]) -> bool:
         """False if another fleet than that of the tokenizers `ids`, or a former model of an alias, may have
         this request."""
         return self._queries.are_all_ours(ids) and (
@@ -455,21 +441,21 @@ class TenantClasses:
             self._file.refresh()
 
 
-def _log_fault(fault: BusFault) -> None:
-    log.warning("the connection for copies: %s: %s", fault.kind, fault.detail)
-
-
-def load_model(settings: Settings) -> ServedModel:
+def load_model(settings: Settings) -> prepare.ServedModel:
     """The vocabulary and template of the configured model, warmed up. Raises SetupError if the model is
     missing or of an unknown family."""
     files = resolve(settings.model, settings.cache_dir)
     vocabulary = load_vocabulary(files)
-    defaults = sampling_defaults(files) if settings.generation_config == "auto" else SamplingDefaults()
+    defaults = (
+        prepare.sampling_defaults(files)
+        if settings.generation_config == "auto"
+        else prepare.SamplingDefaults()
+    )
     for special in (False, True):  # build both forms now: see Vocabulary.encode
         vocabulary.encode("warm up", special=special)
     name, *aliases = served_names(settings)
     template, form = _template_of(name, vocabulary, settings.answer_format)
-    return ServedModel(
+    return prepare.ServedModel(
         name=name,
         aliases=tuple(aliases),
         vocabulary=vocabulary,

@@ -16,13 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from services.tokenizer.prepare import (
-    Cancels,
-    Prepared,
-    ServedModel,
-    Submission,
-    prepared,
-)
+from services.tokenizer.prepare import Cancels, Prepared, ServedModel, Submission, prepared
 from shared.clock import Clock, SystemClock
 from shared.errors import Overloaded
 from shared.fair_share import Turns, has_no_room

@@ -22,12 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from pydantic_core import from_json
-
 from services.tokenizer import prepare
 from services.tokenizer.core import WAIT_US, Fail
 from services.tokenizer.structured_output import grammar_of, read_tools
-from shared import codec, errors
+from shared import bodies, codec, errors
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import Peers
 from shared.aliases import Alias, Aliases
@@ -122,7 +120,7 @@ class Queries:
             found = await self._mailbox.bus.request(subjects.MODELS, b"", timeout_us=LISTEN_US)
         except (NoResponders, RequestTimeout):
             return
-        for entry in from_json(found.data)["data"]:
+        for entry in bodies.decode(bodies.Models, found.data)["data"]:
             name, root = entry["id"], entry.get("root", entry["id"])
             if name in self._model.names and root != self._model.name:
                 other = f"of model {root!r}" if name != root else "of another model"
@@ -288,12 +286,10 @@ class Queries:
             for name in (heartbeat.model, *heartbeat.aliases):
                 if name in self._known or (name and len(self._known) < MAX_KNOWN):
                     self._known[name] = now_us
-            if self._awaited and self._opening is None and self._is_complete() and not self._edge:
+            late = now_us >= self._awaited_until_us
+            waits = self._awaited and self._opening is None and not self._edge
+            if waits and (late or self._awaited <= {*self.served()}):
                 self._opening = asyncio.get_running_loop().create_task(self._open())
-
-    def _is_complete(self) -> bool:
-        late = self._mailbox.clock.now_us() >= self._awaited_until_us
-        return late or self._awaited <= {*self.served()}
 
     def are_all_ours(self, ids: Sequence[str]) -> bool:
         """True if all tokenizers of this model, in any fleet on this server, are `ids` of this fleet."""

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from pydantic_core import from_json
-
 from shared import errors
+from shared.bodies import parse_frame
 from shared.client.follow import ENDED, RESUME_S, AttachAgain, Followed, Patience
 from shared.clock import TIMER_S, timer_s
 from shared.messages import Floats
@@ -568,7 +567,7 @@ def _unwritable(why: str) -> errors.BadRequest:
 def _read(data: bytes) -> Body | None:
     """A JSON object, None for anything else."""
     try:
-        body = from_json(data)  # three times as fast as json.loads, and on the path of each frame
+        body = parse_frame(data)
     except ValueError:
         return None
     return body if isinstance(body, dict) else None

@@ -23,7 +23,8 @@ from hashlib import sha256
 from heapq import heappop, heappush
 
 from services.keeper import core
-from services.keeper.records import Body, to_json
+from services.keeper.records import Body
+from shared import bodies
 from shared.api import MAX_TIMEOUT_S
 from shared.client.chunks import DamagedFile
 from shared.errors import (
@@ -564,11 +565,11 @@ class BatchCore:
         flight.due_us = self._now_us + max(delay_us, error.retry_after_ms * 1_000)
 
     def _record(self, flight: _Flight, body: Body, *, ok: bool) -> BatchCommand:
-        data = to_json({"id": f"batch_req_{self.id}.{flight.number}", **body})
+        data = bodies.encode({"id": f"batch_req_{self.id}.{flight.number}", **body})
         if len(data) + 1_024 > self.max_payload:  # headers take some of it
             why = PayloadTooLarge(f"the answer of {len(data)} bytes is over the server's limit: ask for less")
             line = refused(why, flight.call.request_id, flight.custom_id)
-            data, ok = to_json({"id": f"batch_req_{self.id}.{flight.number}", **line}), False
+            data, ok = bodies.encode({"id": f"batch_req_{self.id}.{flight.number}", **line}), False
         flight.record, flight.due_us = StoreLine(flight.number, ok, data), self._now_us + core.RETRY_US
         return flight.record
 

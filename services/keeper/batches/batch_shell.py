@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 
 from services.keeper.batches import batch_core
 from services.keeper.batches.batch_core import STATE_KEPT_S, WEBHOOK
-from services.keeper.batches.batch_verbs import FILE_KEPT_S, BatchVerbs, FileVerbs, file_object
+from services.keeper.batches.batch_verbs import BatchVerbs, FileVerbs, file_object
 from services.keeper.core import Ack, Key, Nak, Progress, age_at_first
 from services.keeper.parts import Keeper, Part
-from services.keeper.records import BATCH, Body, Hook, to_json
+from services.keeper.records import BATCH, Body, Hook
 from services.keeper.verbs import reply_subject
+from shared import bodies
 from shared.client.chunks import lines_of
-from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable, UnknownRequest
+from shared.errors import BadRequest, EngineError, HeadraceError, Unavailable, UnknownRequest, WireError
 from shared.nats import subjects
 from shared.nats.interface import Delivery, NoResponders, RequestTimeout
 from shared.nats.jetstream import StreamFull, Taken, deliveries
@@ -92,7 +92,7 @@ class Batches(Part):
         if not subjects.is_batch_job(delivery.subject):
             return False
         tenant = subjects.untoken(delivery.subject.split(".")[3])
-        batch: Body = json.loads(delivery.data)
+        batch: Body = {**bodies.decode(bodies.Batch, delivery.data)}
         key = tenant, batch["id"]
         if (held := self._held.get(key)) is not None:  # the progress acks were late
             held.core.ack = delivery.reply
@@ -155,7 +155,7 @@ class Batches(Part):
                 case batch_core.AskLine(body):
                     reply = reply_subject(held.tenant, body["request_id"])
                     subject = subjects.generate(held.tenant, body["model"])
-                    self._bus.publish(subject, to_json(body), reply=reply)
+                    self._bus.publish(subject, bodies.encode(body), reply=reply)
                 case batch_core.CancelLine(request):
                     self._bus.publish(subjects.cancel(held.tenant, request), b"")
                 case batch_core.SaveState(batch):
@@ -173,8 +173,8 @@ class Batches(Part):
             self._share()
         if over.status:
             self.ended += 1
-            news = to_json({"id": held.core.id, "status": over.status})
-            self._bus.publish(subjects.done(held.tenant, held.core.id), news)
+            news = bodies.Ended(id=held.core.id, status=over.status)
+            self._bus.publish(subjects.done(held.tenant, held.core.id), bodies.encode(news))
         self._keeper.spawn(self._clean(held, over))
 
     # ---- calls with one result -------------------------------------------------------------------
@@ -210,7 +210,8 @@ class Batches(Part):
         state = await last(stream, subjects.batch_part(tenant, batch, "state"))
         ok = [number for number, outcome in ends.items() if outcome == "ok"]
         failed = [number for number, outcome in ends.items() if outcome != "ok"]
-        return batch_core.Opened(False, json.loads(state) if state is not None else None, ok, failed)
+        noted = {**bodies.decode(bodies.Batch, state)} if state is not None else None
+        return batch_core.Opened(False, noted, ok, failed)
 
     async def _ends(self, held: _Held) -> dict[int, str]:
         """The lines with a record, each with its outcome."""
@@ -252,9 +253,9 @@ class Batches(Part):
         if there is none."""
         try:
             answer = await self._bus.request(subjects.MODELS, b"", timeout_us=MODELS_US)
-            served = json.loads(answer.data)["data"]
+            served = bodies.decode(bodies.Models, answer.data)["data"]
             entries = [each for each in served if self._here is None or each["id"] in self._here]
-        except (NoResponders, RequestTimeout, LookupError, ValueError):
+        except (NoResponders, RequestTimeout, WireError):
             entries = []
         if not entries:
             raise Unavailable("no tokenizer serves a model now")
@@ -341,11 +342,11 @@ class Batches(Part):
                 if number not in ends and raw.strip():
                     name, custom_id = f"batch_req_{held.core.id}.{number}", read_line(raw).custom_id
                     line = {"id": name, "custom_id": custom_id, "response": None, "error": why}
-                    yield to_json(line) + b"\n"
+                    yield bodies.encode(line) + b"\n"
 
     async def _file(self, held: _Held, what: str, pieces: AsyncGenerator[bytes]) -> str:
         core, now_us = held.core, self._clock.wall_us()
-        kept_s = int(core.batch.get("_output_kept_s", FILE_KEPT_S))
+        kept_s = int(core.batch.get("_output_kept_s", bodies.FILE_KEPT_S))
         meta = file_object(new_id("file-", now_us), f"{core.id}_{what}.jsonl", "batch_output", now_us, kept_s)
         async with contextlib.aclosing(pieces):
             await self._store.write(held.tenant, meta, pieces, kept_s)
@@ -354,11 +355,11 @@ class Batches(Part):
     async def _end(self, held: _Held, batch: Body) -> batch_core.EndStored:
         try:
             subject = subjects.batch_part(held.tenant, held.core.id, "end")
-            await self._streams.create(subject, to_json(batch), FILE_KEPT_S)
+            await self._streams.create(subject, bodies.encode(batch), bodies.FILE_KEPT_S)
         except Taken:
             stored = await self._streams.last(subjects.RECORD_STREAM, subject)
             return batch_core.EndStored(
-                new=stored == to_json(batch)
+                new=stored == bodies.encode(batch)
             )  # by an earlier try whose answer was lost
         return batch_core.EndStored(new=True)
 
@@ -382,7 +383,7 @@ class Batches(Part):
     async def _save(self, held: _Held, batch: Body) -> None:
         with contextlib.suppress(HeadraceError):  # the next one follows
             subject = subjects.batch_part(held.tenant, held.core.id, "state")
-            await self._streams.replace(subject, to_json(batch), STATE_KEPT_S)
+            await self._streams.replace(subject, bodies.encode(batch), STATE_KEPT_S)
 
     async def _look(self, held: _Held) -> None:
         """Look whether the client has cancelled it, or another keeper has ended it."""

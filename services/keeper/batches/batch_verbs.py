@@ -15,40 +15,35 @@ them alike, and any tenant may: only keepers have permissions for the stream.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from services.keeper.batches.batch_core import CANCELLING, STATE_KEPT_S, VALIDATING, WEBHOOK
 from services.keeper.parts import Keeper
-from services.keeper.records import Body, to_json
-from services.keeper.verbs import fields_of, reply_subject
+from services.keeper.records import Body
+from services.keeper.verbs import reply_subject
+from shared import bodies
 from shared.client.chunks import CHUNK_BYTES
 from shared.clock import Clock
 from shared.errors import BadRequest, DuplicateRequest, HeadraceError, PayloadTooLarge
 from shared.nats import subjects
 from shared.nats.jetstream import Taken
 from shared.nats.object_store import FILE_ID, ObjectStore, UnknownFile, new_id
-from shared.openai.batch_lines import MAX_FILE_BYTES, URLS, WINDOW
+from shared.openai.batch_lines import MAX_FILE_BYTES
 from shared.openai.call import MAX_PROMPTS
 
-MAX_WINDOW_S = 604_800  # a week
+PARTS: dict[str, type[Any]] = {"end": bodies.Batch, "state": bodies.Batch, "cancel": bodies.CancelMark}
 BATCH_ID = re.compile(r"batch_[0-9a-f]{22}")
 MAX_LINE_ID = f".50000:{MAX_PROMPTS}"  # what the longest id of a request has after that of its batch
-MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512  # entries and characters, as OpenAI has them
 _UNIT_S = {"m": 60, "h": 3_600, "d": 86_400}
-_FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after", "webhook")
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 MAX_CHUNKS = MAX_FILE_BYTES // CHUNK_BYTES
 MAX_LISTED = 100
-FILE_KEPT_S = 2_592_000  # a file goes after 30 days
-MIN_KEPT_S = 3_600
 UPLOAD_S = 3_600  # chunks that are no file after this time were left by an uploader that died
 RAW = b"="  # the reply to `read` starts with it; that of an error is JSON
 _PUT = re.compile(rb"([^ \n]{1,64}) (\d{1,5})\n")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class BatchVerbs:
@@ -57,20 +52,21 @@ class BatchVerbs:
     def __init__(self, keeper: Keeper, store: ObjectStore) -> None:
         self._keeper, self._store = keeper, store
         self._streams, self._queues, self._clock = keeper.streams, keeper.queues, keeper.clock
-        self._verbs: dict[str, Callable[[str, Body], Awaitable[Body]]] = {
-            "create": self._create, "show": self._show, "list": self._list, "cancel": self._cancel,
+        self._verbs: dict[str, tuple[type[Any], Callable[[str, Any], Awaitable[Body]]]] = {
+            "create": (bodies.BatchCreated, self._create), "show": (bodies.BatchNamed, self._show),
+            "list": (bodies.PageAsked, self._list), "cancel": (bodies.BatchNamed, self._cancel),
         }  # fmt: skip
 
     async def answer(self, tenant: str, verb: str, data: bytes) -> Body:
         """The reply to a verb. Raises BadRequest, UnknownFile, StreamFull, Unavailable."""
         if verb not in self._verbs:
             raise BadRequest(f"{verb!r:.40} is no verb of batches: {', '.join(self._verbs)}")
-        return await self._verbs[verb](tenant, fields_of(data))
+        kind, handle = self._verbs[verb]
+        return await handle(tenant, bodies.asked(kind, data))
 
-    async def _create(self, tenant: str, asked: Body) -> Body:
-        window_s = _checked(asked)
+    async def _create(self, tenant: str, asked: bodies.BatchCreated) -> Body:
         await self._store.meta(tenant, asked["input_file_id"])
-        now_us = self._clock.wall_us()
+        now_us, window = self._clock.wall_us(), asked["completion_window"]
         batch, now_s = new_id("batch_", now_us), now_us // 1_000_000
         if len(reply_subject(tenant, batch + MAX_LINE_ID)) > subjects.MAX_INBOX_CHARS:
             raise BadRequest("the name of this tenant is too long for batches")
@@ -80,26 +76,27 @@ class BatchVerbs:
             "endpoint": asked["endpoint"],
             "errors": None,
             "input_file_id": asked["input_file_id"],
-            "completion_window": asked["completion_window"],
+            "completion_window": window,
             "status": VALIDATING,
             "output_file_id": None,
             "error_file_id": None,
             "created_at": now_s,
-            "expires_at": now_s + window_s,
+            "expires_at": now_s + int(window[:-1]) * _UNIT_S[window[-1]],
             **{f"{name}_at": None for name in _TIMES},
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": asked.get("metadata"),
         }
-        kept_s = asked.get("output_expires_after", {}).get("seconds", FILE_KEPT_S)
+        expires = asked.get("output_expires_after")
+        kept_s = bodies.FILE_KEPT_S if expires is None else expires["seconds"]
         hook = {WEBHOOK: self._keeper.check_url(asked["webhook"])} if "webhook" in asked else {}
-        data = to_json({**job, "_output_kept_s": kept_s, **hook})
+        data = bodies.encode({**job, "_output_kept_s": kept_s, **hook})
         await self._queues.before(tenant)
         await self._streams.create(subjects.batch_job(tenant, batch), data)
         self._queues.on_stored(tenant)
         return job
 
-    async def _show(self, tenant: str, asked: Body) -> Body:
-        batch = str(asked.get("id"))
+    async def _show(self, tenant: str, asked: bodies.BatchNamed) -> Body:
+        batch = asked["id"]
         found = await self._found(tenant, batch) if BATCH_ID.fullmatch(batch) else None
         if found is None:
             raise UnknownFile(f"there is no batch {batch!r:.80}", param="batch_id")
@@ -108,14 +105,15 @@ class BatchVerbs:
     async def _found(self, tenant: str, batch: str) -> Body | None:
         """A batch. The job is read first: it goes after the record of the end has come."""
 
-        async def read(stream: str, subject: str, *, sure: bool = True) -> Any:
+        async def read(kind: type[Any], stream: str, subject: str, *, sure: bool = True) -> Any:
             data = await self._streams.last(stream, subject, sure=sure)
-            return None if data is None else json.loads(data)
+            return None if data is None else bodies.decode(kind, data)
 
-        job = await read(subjects.WORK_STREAM, subjects.batch_job(tenant, batch))
+        records = subjects.RECORD_STREAM
+        job = await read(bodies.Batch, subjects.WORK_STREAM, subjects.batch_job(tenant, batch))
         end, state, cancel = [
-            await read(subjects.RECORD_STREAM, subjects.batch_part(tenant, batch, part), sure=job is None)
-            for part in ("end", "state", "cancel")
+            await read(kind, records, subjects.batch_part(tenant, batch, part), sure=job is None)
+            for part, kind in PARTS.items()
         ]
         if end is None and job is None:
             return None
@@ -124,7 +122,7 @@ class BatchVerbs:
             found = {**found, "status": CANCELLING, "cancelling_at": cancel["at"]}
         return {name: value for name, value in found.items() if not name.startswith("_")}
 
-    async def _list(self, tenant: str, asked: Body) -> Body:
+    async def _list(self, tenant: str, asked: bodies.PageAsked) -> Body:
         jobs = await self._streams.subjects_like(subjects.WORK_STREAM, subjects.batch_job(tenant, "*"))
         ends = subjects.batch_part(tenant, "*", "end")
         ended = await self._streams.subjects_like(subjects.RECORD_STREAM, ends)
@@ -133,11 +131,11 @@ class BatchVerbs:
         found = [await self._found(tenant, batch) for batch in ids[: limit + 1]]
         return listing([each for each in found if each is not None], limit)
 
-    async def _cancel(self, tenant: str, asked: Body) -> Body:
+    async def _cancel(self, tenant: str, asked: bodies.BatchNamed) -> Body:
         found = await self._show(tenant, asked)
         if found["status"] in ("completed", "failed", "expired", "cancelled"):
             raise BadRequest(f"batch {found['id']} has ended: it is {found['status']}", param="batch_id")
-        at = to_json({"at": self._clock.wall_us() // 1_000_000})
+        at = bodies.encode(bodies.CancelMark(at=self._clock.wall_us() // 1_000_000))
         try:
             subject = subjects.batch_part(tenant, found["id"], "cancel")
             await self._streams.create(subject, at, STATE_KEPT_S)
@@ -146,46 +144,15 @@ class BatchVerbs:
         return await self._show(tenant, asked)
 
 
-def _checked(asked: Body) -> int:
-    """The time of a batch in seconds. Raises BadRequest for fields that are wrong."""
-    if unknown := [name for name in asked if name not in _FIELDS]:
-        raise BadRequest(f"`{unknown[0]:.40}` is not a field of a batch; leave it out", param=unknown[0][:40])
-    if not isinstance(asked.get("input_file_id"), str):
-        raise BadRequest("`input_file_id`: the id of a file is expected", param="input_file_id")
-    if asked.get("endpoint") not in [*URLS]:  # it may be of any type
-        raise BadRequest(f"`endpoint`: one of {', '.join(URLS)} is expected", param="endpoint")
-    window, metadata = asked.get("completion_window"), asked.get("metadata", {})
-    window_s = 0
-    if isinstance(window, str) and re.fullmatch(WINDOW, window):
-        window_s = int(window[:-1]) * _UNIT_S[window[-1]]
-    if not 0 < window_s <= MAX_WINDOW_S:
-        raise BadRequest(
-            "`completion_window`: 24h or another time up to 7d is expected", param="completion_window"
-        )
-    if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
-        raise BadRequest(
-            f"`metadata`: an object of at most {MAX_METADATA} texts is expected", param="metadata"
-        )
-    for name, value in metadata.items():
-        if not isinstance(value, str) or len(name) > MAX_NAME or len(value) > MAX_VALUE:
-            why = f"`metadata`: names of {MAX_NAME} and texts of {MAX_VALUE} characters are expected"
-            raise BadRequest(why, param="metadata")
-    expires = asked.get("output_expires_after", {"seconds": FILE_KEPT_S})
-    kept_s = expires.get("seconds") if isinstance(expires, dict) else None
-    if type(kept_s) is not int or not MIN_KEPT_S <= kept_s <= FILE_KEPT_S:
-        why = f"`output_expires_after`: `seconds` from {MIN_KEPT_S} to {FILE_KEPT_S} are expected"
-        raise BadRequest(why, param="output_expires_after")
-    return window_s
-
-
 class FileVerbs:
     """Answers `headrace.v1.files.TENANT.VERB`."""
 
     def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
-        self._verbs: dict[str, Callable[[str, Body], Awaitable[Body | bytes]]] = {
-            "keep": self._keep, "show": self._show, "list": self._list, "read": self._read,
-            "delete": self._delete,
+        self._verbs: dict[str, tuple[type[Any], Callable[[str, Any], Awaitable[Body | bytes]]]] = {
+            "keep": (bodies.FileKept, self._keep), "show": (bodies.FileNamed, self._show),
+            "list": (bodies.PageAsked, self._list), "read": (bodies.ChunkNamed, self._read),
+            "delete": (bodies.FileNamed, self._delete),
         }  # fmt: skip
         self._sweep_us = 0  # of the next look for unfinished files
         self._unfinished: set[tuple[str, str]] = set()  # at the last one
@@ -196,7 +163,8 @@ class FileVerbs:
             return await self._put(tenant, data)
         if verb not in self._verbs:
             raise BadRequest(f"{verb!r:.40} is no verb of files: put, {', '.join(self._verbs)}")
-        return await self._verbs[verb](tenant, fields_of(data))
+        kind, handle = self._verbs[verb]
+        return await handle(tenant, bodies.asked(kind, data))
 
     async def sweep(self, now_us: int) -> None:
         """Remove what uploaders that died have left. Call from time to time."""
@@ -220,51 +188,33 @@ class FileVerbs:
             raise PayloadTooLarge(f"{why}: split it", param="file")
         if number == 0:
             await self._store.room()
-        await self._store.put(tenant, file, number, chunk, FILE_KEPT_S)
+        await self._store.put(tenant, file, number, chunk, bodies.FILE_KEPT_S)
         return {"bytes": len(chunk)}
 
-    async def _keep(self, tenant: str, asked: Body) -> Body:
-        meta, ttl_s = self._checked(asked)
+    async def _keep(self, tenant: str, asked: bodies.FileKept) -> Body:
+        size, chunks = asked["bytes"], asked["chunks"]
+        if chunks != -(-size // CHUNK_BYTES):
+            raise BadRequest(f"`bytes`, `chunks`: {size} bytes are not {chunks} chunks")
+        if size == 0:
+            raise BadRequest("the file is empty", param="file")
+        kept_s = asked.get("expires_s", bodies.FILE_KEPT_S)
+        meta = file_object(asked["id"], asked["filename"], asked["purpose"], self._clock.wall_us(), kept_s)
+        meta |= {"bytes": size, "chunks": chunks, "sha256": asked["sha256"]}
         try:
-            await self._store.keep_file(tenant, meta, ttl_s)
+            await self._store.keep_file(tenant, meta, kept_s)
         except Taken:  # by an earlier try whose answer was lost
             if (known := await self._store.meta(tenant, meta["id"]))["sha256"] != meta["sha256"]:
                 raise DuplicateRequest(f"there is another file {meta['id']}", param="id") from None
             return known
         return meta
 
-    def _checked(self, asked: Body) -> tuple[Body, int]:
-        """The message about a file, and how long it is kept."""
-        file, name, purpose = (asked.get(field) for field in ("id", "filename", "purpose"))
-        size, chunks, digest = (asked.get(field) for field in ("bytes", "chunks", "sha256"))
-        if not isinstance(file, str) or not FILE_ID.fullmatch(file):
-            raise BadRequest("`id`: `file-<22 hex digits>` is expected", param="id")
-        if not isinstance(name, str) or not 0 < len(name) <= 255:
-            raise BadRequest("`filename`: 1 to 255 characters are expected", param="filename")
-        if purpose != "batch":
-            raise BadRequest("`purpose`: batch is expected, files have no other use here", param="purpose")
-        if type(size) is not int or type(chunks) is not int or chunks != -(-size // CHUNK_BYTES):
-            raise BadRequest(f"`bytes`, `chunks`: {size!r:.20} bytes are not {chunks!r:.20} chunks")
-        if size == 0:
-            raise BadRequest("the file is empty", param="file")
-        if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-            raise BadRequest("`sha256`: 64 hex digits are expected", param="sha256")
-        kept_s = asked.get("expires_s", FILE_KEPT_S)
-        if type(kept_s) is not int or not MIN_KEPT_S <= kept_s <= FILE_KEPT_S:
-            why = f"`expires_after[seconds]`: {MIN_KEPT_S} to {FILE_KEPT_S} are expected"
-            raise BadRequest(why, param="expires_after")
-        meta = file_object(file, name, purpose, self._clock.wall_us(), kept_s)
-        return {**meta, "bytes": size, "chunks": chunks, "sha256": digest}, kept_s
+    async def _show(self, tenant: str, asked: bodies.FileNamed) -> Body:
+        return await self._store.meta(tenant, asked["id"])
 
-    async def _show(self, tenant: str, asked: Body) -> Body:
-        return await self._store.meta(tenant, str(asked.get("id")))
-
-    async def _list(self, tenant: str, asked: Body) -> Body:
-        wanted, order = asked.get("purpose"), asked.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise BadRequest("`order`: asc or desc is expected", param="order")
+    async def _list(self, tenant: str, asked: bodies.PageAsked) -> Body:
+        wanted = asked.get("purpose")
         ids = await self._store.files(tenant)
-        if order == "asc":
+        if asked.get("order") == "asc":
             ids.reverse()
         ids, limit = page_of(ids, asked)
         found = list[Body]()
@@ -276,16 +226,13 @@ class FileVerbs:
                 break
         return listing(found, limit)
 
-    async def _read(self, tenant: str, asked: Body) -> bytes:
-        file, number = str(asked.get("id")), asked.get("chunk")
-        if not FILE_ID.fullmatch(file) or type(number) is not int or not 0 <= number < 100_000:
-            raise BadRequest("`id` of a file and `chunk`, a number, are expected")
-        return RAW + await self._store.chunk(tenant, file, number)
+    async def _read(self, tenant: str, asked: bodies.ChunkNamed) -> bytes:
+        return RAW + await self._store.chunk(tenant, asked["id"], asked["chunk"])
 
-    async def _delete(self, tenant: str, asked: Body) -> Body:
+    async def _delete(self, tenant: str, asked: bodies.FileNamed) -> Body:
         """Also of an upload that is given up."""
-        file, unfinished = str(asked.get("id")), asked.get("unfinished") is True
-        if not unfinished or not FILE_ID.fullmatch(file):
+        file = asked["id"]
+        if not asked.get("unfinished") or not FILE_ID.fullmatch(file):
             await self._store.meta(tenant, file)
         await self._store.delete(tenant, file)
         return {"id": file, "object": "file", "deleted": True}
@@ -305,16 +252,13 @@ def file_object(file: str, name: str, purpose: str, now_wall_us: int, kept_s: in
     }
 
 
-def page_of(ids: list[str], asked: Body) -> tuple[list[str], int]:
-    """The ids after `after`, and how many the page has at most. Raises BadRequest, UnknownFile."""
-    limit, after = asked.get("limit", MAX_LISTED), asked.get("after")
-    if type(limit) is not int or limit < 1:
-        raise BadRequest(f"`limit`: a number from 1 on is expected, not {limit!r:.20}", param="limit")
-    if after is not None:
+def page_of(ids: list[str], asked: bodies.PageAsked) -> tuple[list[str], int]:
+    """The ids after `after`, and how many the page has at most. Raises UnknownFile."""
+    if (after := asked.get("after")) is not None:
         if after not in ids:
             raise UnknownFile(f"`after`: there is no {after!r:.80}", param="after")
         ids = ids[ids.index(after) + 1 :]
-    return ids, min(limit, MAX_LISTED)
+    return ids, min(asked.get("limit", MAX_LISTED), MAX_LISTED)
 
 
 def listing(found: list[Body], limit: int) -> Body:

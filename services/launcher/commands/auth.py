@@ -190,14 +190,12 @@ def generate(folder: Path, plan: Plan, report: Report) -> None:
     if has_accounts:
         if (server / "users.conf").exists() and not credentials.account_of(folder):
             report(MOVE)
-        _write(
-            server / ACCOUNTS,
-            _by_tenant(folder, server / ACCOUNTS, plan, plan.limits, ""),
-        )
+        _write(server / ACCOUNTS, _by_tenant(folder, server / ACCOUNTS, plan, plan.limits, ""))
         limits = _limits(server / ACCOUNTS)
-    if not _is_current(server / "users.conf", users, limits):
-        _write(server / "users.conf", users_conf(users, limits))
-        report(f"{server / 'users.conf'}: {len(users)} users; a running nats-server reads it after a SIGHUP")
+    conf = server / "users.conf"
+    if not conf.exists() or not conf.read_text().startswith(head(users, limits) + "\n"):
+        _write(conf, users_conf(users, limits))
+        report(f"{conf}: {len(users)} users; a running nats-server reads it after a SIGHUP")
 
 
 def tenants_in(folder: Path) -> list[str]:
@@ -298,10 +296,6 @@ def classes_of(text: str) -> tuple[str, ...]:
     return classes
 
 
-def _is_current(path: Path, users: Mapping[str, User], limits: Mapping[str, Limits] | None) -> bool:
-    return path.exists() and path.read_text().startswith(head(users, limits) + "\n")
-
-
 def _write(path: Path, text: str) -> None:
     """Replace a file atomically. Only its owner can read it and the folders made for it."""
     try:
@@ -386,22 +380,17 @@ def _hashed(password: str) -> str:
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("folder", type=Path, help="where to write them, one folder for each user")
-    parser.add_argument("--tenant", action="append", default=[], help="one more tenant; may be repeated")
-    parser.add_argument(
-        "--classes", default="", metavar="LIST", help="classes of these tenants; default standard,batch"
-    )
-    parser.add_argument("--force", action="store_true", help="make new passwords for every user")
-    parser.add_argument(
-        "--leaves", action="store_true", help="the nats-server listens for edges on port 7422"
-    )
-    parser.add_argument(
-        "--accounts", action="store_true", help="an account of the nats-server for each tenant"
-    )
-    parser.add_argument("--limits", default="", metavar="LIST", help="of accounts: connections=9,payload=1MB")
-    parser.add_argument("--tls-cert", default="", metavar="FILE", help="the nats-server's certificate")
-    parser.add_argument("--tls-key", default="", metavar="FILE", help="its key")
-    parser.add_argument("--show", metavar="NAME", help="print the URL of a service, operator or tenant")
+    add = parser.add_argument
+    add("folder", type=Path, help="where to write them, one folder for each user")
+    add("--tenant", action="append", default=[], help="one more tenant; may be repeated")
+    add("--classes", default="", metavar="LIST", help="classes of these tenants; default standard,batch")
+    add("--force", action="store_true", help="make new passwords for every user")
+    add("--leaves", action="store_true", help="the nats-server listens for edges on port 7422")
+    add("--accounts", action="store_true", help="an account of the nats-server for each tenant")
+    add("--limits", default="", metavar="LIST", help="of accounts: connections=9,payload=1MB")
+    add("--tls-cert", default="", metavar="FILE", help="the nats-server's certificate")
+    add("--tls-key", default="", metavar="FILE", help="its key")
+    add("--show", metavar="NAME", help="print the URL of a service, operator or tenant")
     parser.set_defaults(run=_run)
 
 

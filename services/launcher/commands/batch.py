@@ -36,11 +36,7 @@ ENDED = (COMPLETED, FAILED, CANCELLED, EXPIRED)
 
 
 async def submit(
-    target: Target,
-    given: Path,
-    endpoint: str | None = None,
-    window: str = "24h",
-    webhook: str | None = None,
+    target: Target, given: Path, endpoint: str | None = None, window: str = "24h", webhook: str | None = None
 ) -> str:
     """Upload a file and make a batch of it. Returns its id. `endpoint` None: that of the first line. Raises
     BadRequest, SetupError for a file that cannot be read, Unavailable without a keeper."""

@@ -518,12 +518,11 @@ def _fetch(settings: Settings) -> None:
 
 def run_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("model", metavar="MODEL", help="a known name, a hub id, a GGUF file or a folder")
-    parser.add_argument(
-        "prompt", nargs="*", default=[], metavar="PROMPT", help="and stdin, if piped; neither: a chat"
-    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a known name, a hub id, a GGUF file or a folder")
+    add("prompt", nargs="*", default=[], metavar="PROMPT", help="and stdin, if piped; neither: a chat")
     console.add_sampling_flags(parser, "2048")
-    parser.set_defaults(run=_on_run)
+    parser.set_defaults(run=lambda given: run(console.load(given), given.prompt, _conversation(given)))
 
 
 def command(parser: argparse.ArgumentParser) -> None:
@@ -531,10 +530,6 @@ def command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--question", help="send one question, print the answer, exit")
     console.add_sampling_flags(parser, "2048")
     parser.set_defaults(run=_on_chat)
-
-
-def _on_run(given: argparse.Namespace) -> None:
-    run(console.load(given), given.prompt, _conversation(given))
 
 
 def _on_chat(given: argparse.Namespace) -> None:

@@ -68,7 +68,7 @@ def doctor(loaded: Loaded) -> int:
 def examine(loaded: Loaded, begins: Callable[[str], None] = lambda what: None) -> Iterator[Finding]:
     """Run every check; some take seconds. `begins` is called with the subject of each."""
     checks: tuple[Callable[[Loaded], Iterator[Finding]], ...] = (
-        _python, _packages, _kernels, _uvloop, _torch, _grammars, _server_binary, _model, _dtype_and_threads,
+        _python, _packages, _kernels, _libraries, _server_binary, _model, _dtype_and_threads,
         _shared_memory, _variables, _connection,
     )  # fmt: skip
     for check in checks:
@@ -98,23 +98,17 @@ def _kernels(_: Loaded) -> Iterator[Finding]:
         yield Finding("fail", why)
 
 
-def _uvloop(_: Loaded) -> Iterator[Finding]:
-    if importlib.util.find_spec("uvloop") is None:
-        yield Finding("warn", "uvloop is missing, asyncio is used instead", "pip install uvloop")
-    else:
-        yield Finding("ok", f"uvloop {importlib.metadata.version('uvloop')}")
-
-
-def _torch(loaded: Loaded) -> Iterator[Finding]:
-    if importlib.util.find_spec("torch") is None:
-        level = "warn" if loaded.settings.backend == "sim" else "fail"
-        yield Finding(level, "torch is missing", "pip install 'headrace[executor]', or use --backend sim")
-    else:
-        yield Finding("ok", f"torch {importlib.metadata.version('torch')}")
-
-
-def _grammars(_: Loaded) -> Iterator[Finding]:
-    yield Finding("ok", f"structured output: llguidance {importlib.metadata.version('llguidance')}")
+def _libraries(loaded: Loaded) -> Iterator[Finding]:
+    without_torch = "warn" if loaded.settings.backend == "sim" else "fail"
+    for name, what, level, mend in (
+        ("uvloop", "", "warn", "asyncio is used instead; pip install uvloop"),
+        ("torch", "", without_torch, "pip install 'headrace[executor]', or use --backend sim"),
+        ("llguidance", "structured output: ", "fail", "pip install headrace"),
+    ):
+        if importlib.util.find_spec(name) is None:
+            yield Finding(level, f"{name} is missing", mend)
+        else:
+            yield Finding("ok", f"{what}{name} {importlib.metadata.version(name)}")
 
 
 def _server_binary(loaded: Loaded) -> Iterator[Finding]:
@@ -326,10 +320,9 @@ def _size(size_bytes: int) -> str:
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument(
-        "--context", type=int, metavar="TOKENS", help="print the memory for users with so many"
-    )
-    parser.add_argument("--users", type=int, metavar="N", help="print the memory for so many at once")
+    add = parser.add_argument
+    add("--context", type=int, metavar="TOKENS", help="print the memory for users with so many")
+    add("--users", type=int, metavar="N", help="print the memory for so many at once")
     parser.set_defaults(run=_run)
 
 

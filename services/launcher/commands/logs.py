@@ -75,13 +75,10 @@ class Tail:
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument(
-        "service", nargs="?", default="", metavar="SERVICE", help="its name or the start of it; default: all"
-    )
-    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the fleet ends")
-    parser.add_argument(
-        "-n", "--lines", type=int, default=100, metavar="N", help="last lines of each service; default 100"
-    )
+    add = parser.add_argument
+    add("service", nargs="?", default="", metavar="SERVICE", help="its name or the start of it; default: all")
+    add("-f", "--follow", action="store_true", help="print new lines until the fleet ends")
+    add("-n", "--lines", type=int, default=100, metavar="N", help="last lines of each service; default 100")
     parser.set_defaults(run=_run)
 
 

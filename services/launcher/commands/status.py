@@ -567,14 +567,15 @@ def _many(count: int, what: str) -> str:
 
 def command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "service",
         nargs="?",
         default="",
         metavar="SERVICE",
         help="show every fact of this kind, id or start of an id",
     )
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    add("--json", action="store_true", help="everything, as JSON")
     parser.set_defaults(
         run=lambda given: asyncio.run(status(*find_fleet(given), given.service, as_json=given.json))
     )
@@ -582,10 +583,9 @@ def command(parser: argparse.ArgumentParser) -> None:
 
 def top_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
-    parser.add_argument(
-        "--count", type=int, default=0, metavar="N", help="number of updates; default: until q or Ctrl-C"
-    )
+    add = parser.add_argument
+    add("--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
+    add("--count", type=int, default=0, metavar="N", help="number of updates; default: until q or Ctrl-C")
     parser.set_defaults(run=lambda given: asyncio.run(top(*find_fleet(given), given.interval, given.count)))
 
 

@@ -166,13 +166,12 @@ def _print(body: dict[str, Any], indent: int | None = None) -> None:
 
 def submit_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("prompt", nargs="?", help="the question; or a request with --file")
-    parser.add_argument("-f", "--file", type=Path, help="read a JSON request from a file, - for stdin")
-    parser.add_argument("--id", help="an id of your choice: the same request is stored once under it")
-    parser.add_argument("--webhook", metavar="URL", help="gets a signed event when it has ended")
-    parser.add_argument(
-        "--checkpoints", action="store_true", help="keep its tokens: it goes on after the loss of everything"
-    )
+    add = parser.add_argument
+    add("prompt", nargs="?", help="the question; or a request with --file")
+    add("-f", "--file", type=Path, help="read a JSON request from a file, - for stdin")
+    add("--id", help="an id of your choice: the same request is stored once under it")
+    add("--webhook", metavar="URL", help="gets a signed event when it has ended")
+    add("--checkpoints", action="store_true", help="keep its tokens: it goes on after the loss of everything")
     add_sampling_flags(parser, "what fits")
     parser.set_defaults(run=_on_submit)
 
@@ -196,9 +195,10 @@ def _on_submit(given: argparse.Namespace) -> None:
 
 def result_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("id", type=_request_id, help="the id that `submit` has printed")
-    parser.add_argument("--wait", action="store_true", help="wait until it has ended")
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    add = parser.add_argument
+    add("id", type=_request_id, help="the id that `submit` has printed")
+    add("--wait", action="store_true", help="wait until it has ended")
+    add("--json", action="store_true", help="everything, as JSON")
     parser.set_defaults(run=_on_result)
 
 
@@ -215,9 +215,10 @@ def attach_command(parser: argparse.ArgumentParser) -> None:
 
 def request_command(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
-    parser.add_argument("-f", "--file", type=Path, help="read the request from a file")
-    parser.add_argument("--stream", action="store_true", help="print each frame as a JSON line")
+    add = parser.add_argument
+    add("body", nargs="?", help='like {"prompt": "Hello"}; default: from stdin')
+    add("-f", "--file", type=Path, help="read the request from a file")
+    add("--stream", action="store_true", help="print each frame as a JSON line")
     parser.set_defaults(run=_on_request)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import AsyncMock
 
 import pytest
@@ -14,6 +15,7 @@ from services.launcher.commands import model
 from services.launcher.session import Target, ask_scheduler
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.state.state import Limits
+from shared import bodies
 from shared.nats import subjects
 
 
@@ -25,8 +27,9 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 async def test_a_scheduler_answers_with_the_states(fleet: Fleet) -> None:
     await fleet.started(SchedulerActor(Limits(), "m"), "s1")
-    assert await ask_scheduler(fleet.outside, subjects.sleep("s1"), "sleep") == {"executors": {}}
-    assert await ask_scheduler(fleet.outside, subjects.sleep("gone"), "sleep") == {}
+    ask = partial(ask_scheduler, fleet.outside, bodies.SleepStates)
+    assert await ask(subjects.sleep("s1"), "sleep") == {"executors": {}}
+    assert await ask(subjects.sleep("gone"), "sleep") is None
     assert await model._ask_hosts(fleet.outside, "m", "load") == []
 
 
