@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
         assert of_class or share(executor, victim) > share(executor, first), "class inversion"
         assert "has no running sequence" not in why or share(executor, first) == 0
         assert victim in candidates
-        assert victim.preemptions - victim.ceded_preemptions < PIN_AFTER_PREEMPTIONS
+        assert victim.turn.preemptions - victim.turn.ceded < PIN_AFTER_PREEMPTIONS
         self.real_pause(state, executor, victim, why, candidates)
 
     def join(self, name: str) -> None:
