@@ -42,7 +42,7 @@ from shared import messages
 from shared.actor.mailbox import Mailbox
 from shared.actor.membership import ASLEEP, NEED, ONLY_TIER, SLEEPS, Peer, Peers, vocabulary_number
 from shared.actor.runtime import Actor, HeartbeatPayload
-from shared.config import Settings
+from shared.config import MOST_DRAFTS, Settings
 from shared.errors import EngineError, SetupError
 from shared.kv_blocks import rendezvous
 from shared.processes import importing
@@ -559,6 +559,7 @@ def _chosen(settings: Settings, news: GrammarNews) -> tuple[Build, TorchOptions,
         overlap_comm=settings.overlap_comm,
         deterministic=settings.deterministic,
         processors=processors,
+        max_drafts=MOST_DRAFTS if settings.most_drafts else 0,
         report_grammar=lambda of_grammar: news.report(of_grammar),
     )
     return build, options, encodes

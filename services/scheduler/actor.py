@@ -295,6 +295,7 @@ def build(settings: Settings) -> SchedulerActor:
         window=settings.window,
         overlap=settings.overlap_mode,
         comm=settings.overlap_comm,
+        speculate=settings.most_drafts,
         step_tokens=settings.step_tokens,
         max_waiting=settings.max_waiting,
         max_waiting_tokens=settings.max_waiting_tokens,

@@ -29,7 +29,7 @@ LAYERS = {
         ("state",),
         (
             "admission", "fleet", "kv_tiers", "lifecycle", "load_shedding", "overlap", "preemption",
-            "prefix_cache", "recovery", "results", "step_planner",
+            "prefix_cache", "recovery", "results", "speculation", "step_planner",
         ),
         ("core",),
         ("reports",),
@@ -37,7 +37,7 @@ LAYERS = {
     ),
     "services/executor": (
         ("engine",),
-        ("device_thread", "parallel", "sampling"),
+        ("device_thread", "parallel", "sampling", "speculation"),
         ("model",),
         ("checkpoint",),
         ("kv_transfer", "sim"),
@@ -60,7 +60,7 @@ ONE_PATH = (
 )  # fmt: skip
 HANGING = (
     "services/scheduler/fleet/", "services/scheduler/kv_tiers/", "services/scheduler/recovery.py",
-    "services/scheduler/reports/",
+    "services/scheduler/reports/", "services/scheduler/speculation.py",
     "services/detokenizer/durable/", "services/detokenizer/backups.py", "services/detokenizer/failover.py",
     "services/detokenizer/reconnect.py",
     "services/tokenizer/standby.py", "services/tokenizer/queries.py", "services/tokenizer/aliases.py",
