@@ -75,7 +75,6 @@ OF_MODELS = {  # what builds the engine of a model; None: another engine is for 
 GROUPS = {  # what runs several ranks
     "ranks": "services.executor.group.driver:build_group",
 }
-_US = 1e6
 
 Build = Callable[["TorchOptions"], Backend]
 

@@ -114,8 +114,7 @@ class Scheduler:
             case requests.PeerDraining("executor", actor):
                 executor = state.executors.get(actor)
                 if executor is not None and not executor.draining:
-                    executor.draining, executor.drains_since_us = True, state.now_us
-                    state.some_leave = True
+                    state.begin_drain(executor)
                 recovery.on_executor_leaving(state, actor)
             case requests.PeerLost("detokenizer", actor):
                 recovery.on_detokenizer_lost(state, actor)

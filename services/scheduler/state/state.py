@@ -428,6 +428,10 @@ class State:
                 del self.by_model[executor.hello.model]
         return executor
 
+    def begin_drain(self, executor: Executor) -> None:
+        """An executor finishes what it has, and gets nothing new."""
+        executor.draining, executor.drains_since_us, self.some_leave = True, self.now_us, True
+
     def watch(self, at_us: int, seq: int) -> None:
         """Look at a sequence at `at_us`."""
         self.deadlines.watch(at_us, seq, self.sequences)
