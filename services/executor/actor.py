@@ -417,7 +417,7 @@ class ExecutorActor(Actor):
 def scheduler_for(peers: Peers, model: str, executor: str) -> str:
     """The scheduler of `model` that `executor` joins, "" without one. First a scheduler with requests and no
     executor, then one with executors, which checks the kind of this one: a scheduler without executors gets
-    some from others (scheduler/fleet/roles.py). The executors of a dead scheduler are dealt out in the
+    some from others (scheduler/executors/roles.py). The executors of a dead scheduler are dealt out in the
     order of their names, each to the scheduler with the fewest, then by rendezvous."""
     ready, served = peers.ready("scheduler", model), peers.executors_of(model)
 
