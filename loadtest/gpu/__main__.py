@@ -17,10 +17,13 @@ import triton
 
 from loadtest.bench.machine import commit
 from loadtest.command_line import parser_of
-from loadtest.gpu import engine, formats, limits, ranks, rig, structured
+from loadtest.gpu import engine, formats, limits, ranks, rig, speculation, structured
 
 # Engines of their own: there is no room for another one.
-OWN = {"formats": formats.formats, "experts": formats.experts}
+OWN = {
+    "formats": formats.formats, "experts": formats.experts, "same_ids": speculation.same_ids,
+    "speculation": speculation.speculation,
+}  # fmt: skip
 SHARED: dict[str, Callable[[rig.Built, dict[str, float], int], Any]] = {
     "decode": lambda built, floors, _: engine.decode(built, floors),
     "mixed": lambda built, *_: engine.mixed(built),

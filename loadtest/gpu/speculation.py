@@ -1,0 +1,237 @@
+"""Measures steps with drafts: their time, the gain at a set rate of acceptance, whether ids stay the same.
+
+Random weights accept no draft, so drafts are forced. `Forced` accepts each at a set rate, whatever the model
+chooses; `Oracle` proposes what the model has chosen without drafts, some of it wrong. Both replace a launch
+of the graphs that are captured while they are in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from kernels.drafts import gpu as drafts_gpu
+from kernels.elementwise.gpu import NO_DRAFT, DraftState
+from kernels.sampling.gpu import Choices
+from loadtest.driver import Driver
+from loadtest.gpu.engine import CONTEXT, STEPS, WARM_STEPS
+from loadtest.gpu.rig import Built, end, llama_8b
+from services.executor.cuda import graph_runner, input_batch
+from services.executor.engine import Backend, Pending
+from shared.messages import AT_DEVICE, FROM_DEVICE, FROM_HOST, Sampling, SlotOpen, ints
+
+ROWS, COUNTS, RATES = (1, 8, 32, 64), (1, 3, 7), (0.6, 0.3)
+# Of an H200 and an 8B model at 1k context, three drafts: predicted from its products, a step's time over that
+# of one without drafts, and the gain at RATES.
+PREDICTED = {1: (1.00, 2.17, 1.41), 8: (1.04, 2.09, 1.36), 32: (1.11, 1.96, 1.27), 64: (1.33, 1.64, 1.07)}
+SMALL: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+}  # fmt: skip
+SEQUENCES, PROMPT, TOKENS = 16, 100, 96  # of the runs whose ids are compared
+WISHES = (
+    Sampling(temperature=0.0), Sampling(temperature=0.8), Sampling(temperature=0.7, top_k=40, top_p=0.9),
+    Sampling(temperature=1.0, min_p=0.05),
+)  # fmt: skip
+Ids = dict[int, list[int]]
+
+
+class Forced:
+    """Every row has all its drafts, and each is accepted at `rate`."""
+
+    def __init__(self) -> None:
+        self.rate = torch.zeros((), device="cuda")
+        self._coins, self._at = torch.rand(1 << 16, device="cuda"), torch.zeros((), dtype=torch.int64).cuda()
+
+    def propose(self, slots: Tensor, queries: int, done: Tensor, state: DraftState) -> None:
+        """In place of kernels.drafts.gpu.propose."""
+        state.ids.fill_(1)
+
+    def accept(
+        self,
+        samples: tuple[Tensor, Tensor],
+        chosen: Tensor,
+        token_ids: Tensor,
+        choices: Choices,
+        answer: Tensor,
+    ) -> None:
+        """In place of kernels.drafts.gpu.accept: makes drafts right or wrong first."""
+        queries, rows = len(answer) - drafts_gpu.COLUMNS, answer.shape[1]
+        right = chosen[0, : rows * queries].view(rows, queries)[:, :-1]
+        given, count = token_ids.view(rows, queries)[:, 1:], rows * (queries - 1)
+        coins = self._coins[(self._at + torch.arange(count, device="cuda")) % len(self._coins)]
+        self._at.add_(count)
+        some = torch.where(coins.view_as(given) < self.rate, right, right + 1)
+        given.copy_(torch.where(given >= 0, some, NO_DRAFT))
+        drafts_gpu.accept(samples, chosen, token_ids, choices, answer)
+
+
+class Oracle:
+    """Drafts are the tokens of `truth`, three in ten of them wrong."""
+
+    def __init__(self, slots: int, width: int) -> None:
+        self.truth = torch.full((slots + 1, width), -1, dtype=torch.int32, device="cuda")
+        self._coins, self._at = torch.rand(1 << 16, device="cuda"), torch.zeros((), dtype=torch.int64).cuda()
+
+    def propose(self, slots: Tensor, queries: int, done: Tensor, state: DraftState) -> None:
+        """In place of kernels.drafts.gpu.propose."""
+        ahead = state.places.long()[:, None] + 1 + torch.arange(state.ids.shape[1], device="cuda")
+        ids = self.truth.gather(1, ahead.clamp(max=self.truth.shape[1] - 1))
+        coins = self._coins[(self._at + torch.arange(ids.numel(), device="cuda")) % len(self._coins)]
+        self._at.add_(ids.numel())
+        state.ids.copy_(torch.where((coins.view_as(ids) < 0.3) & (ids > 0), ids - 1, ids))
+
+
+@contextlib.contextmanager
+def in_place(of: Forced | Oracle) -> Iterator[None]:
+    """The graphs captured here have the launches of `of`."""
+    with mock.patch.object(input_batch, "propose", of.propose):
+        if isinstance(of, Forced):
+            with mock.patch.object(graph_runner, "accept", of.accept):
+                yield
+        else:
+            yield
+
+
+def speculation(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
+    """Steps of an 8B model by rows and drafts, the gain at a set rate, and its decode steps with and without
+    graphs for drafts."""
+    plain = llama_8b(step_tokens)
+    found: dict[str, Any] = {"without drafts": {rows: step(plain, rows)[0] for rows in (*ROWS, 256)}}
+    end(plain)
+    forced = Forced()
+    with in_place(forced):
+        built = llama_8b(step_tokens, max_drafts=7)
+        found["warm_up_s"] = {"without drafts": plain.warm_up_s, "with drafts": built.warm_up_s}
+        found["none asked for"] = {rows: step(built, rows)[0] for rows in (*ROWS, 256)}
+        found["auto over off at 256"] = found["none asked for"][256] / found["without drafts"][256]
+        print("without drafts, none asked for (ms)", found, flush=True)
+        found["rows"] = [_row(built, forced, rows) for rows in ROWS]
+        forced.rate.fill_(RATES[0])
+        found["in flight"] = {
+            f"{rows} rows, {flight} steps": step(built, rows, 3, flight)[0]
+            for rows, flight in itertools.product((1, 64), (2, 4))
+        }
+        print("in flight", found["in flight"], flush=True)
+    found["compiled under a request"] = built.own._compiles.kernels
+    end(built)
+    return found
+
+
+def _row(built: Built, forced: Forced, rows: int) -> dict[str, Any]:
+    off_ms = [step(built, rows)[0]]
+    timed = {}
+    for count, rate in ((3, RATES[0]), (3, RATES[1]), (1, RATES[0]), (7, RATES[0])):
+        forced.rate.fill_(rate)
+        timed[count, rate] = step(built, rows, count)
+    off_ms.append(step(built, rows)[0])
+    mean_ms, (ratio, *gains) = sum(off_ms) / 2, PREDICTED[rows]
+    found: dict[str, Any] = {"rows": rows, "off_ms": off_ms}
+    for (count, rate), (step_ms, tokens) in timed.items():
+        expected = sum(rate**i for i in range(1 + count))
+        found[f"{count} drafts at {rate}"] = {
+            "step_ms": step_ms, "tokens": tokens, "expected": expected, "of a step": step_ms / mean_ms,
+            "gain": expected * mean_ms / step_ms,
+        }  # fmt: skip
+    three = [found[f"3 drafts at {rate}"] for rate in RATES]
+    found["of the predicted step"] = three[0]["of a step"] / ratio
+    found["of the predicted gain"] = [each["gain"] / gain for each, gain in zip(three, gains, strict=True)]
+    print("rows", found, flush=True)
+    return found
+
+
+def step(built: Built, rows: int, count: int = 0, in_flight: int = 2) -> tuple[float, float]:
+    """The time of a decode step at 1k context with `count` drafts a row, in ms, and its tokens a row."""
+    driver, steps = Driver(built.backend), STEPS + WARM_STEPS
+    tables = dict(driver.open(slot, CONTEXT, CONTEXT + 1 + steps * (1 + count)) for slot in range(rows))
+    plans = [driver.plan([(slot, CONTEXT - 1, 1, FROM_HOST) for slot in range(rows)], tables)]
+    for i in range(steps):
+        fed, at = AT_DEVICE if count else FROM_DEVICE, CONTEXT + i * (1 + count)
+        plans.append(driver.plan([(slot, at, 1 + count, fed) for slot in range(rows)], {}))
+    ends_s = driver.run(plans, in_flight)
+    counted = driver.tokens[WARM_STEPS + 1 : -1]
+    driver.close()
+    took_ms = (ends_s[-2] - ends_s[WARM_STEPS]) / (len(ends_s) - 2 - WARM_STEPS) * 1e3
+    return took_ms, sum(counted) / len(counted) / rows
+
+
+def same_ids(limits: dict[str, float], step_tokens: int) -> dict[str, Any]:
+    """The ids of a small model with and without drafts: they must be the same in float32 and in deterministic
+    mode."""
+    found = {}
+    for name, options in (
+        ("f32", {"dtype": "f32"}), ("f32 deterministic", {"dtype": "f32", "deterministic": True}),
+        ("bf16 deterministic", {"deterministic": True}), ("bf16", {}), ("KV in fp8", {"kv_dtype": "fp8"}),
+    ):  # fmt: skip
+        found[name] = _compared(name, options)
+    return found
+
+
+def _compared(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    oracle = Oracle(32, 2048)
+    with in_place(oracle):
+        built = llama_8b(512, SMALL, slots=32, max_context=2048, max_drafts=7, blocks=4096, **options)
+        wanted, _ = generate(built.backend, 0)
+        for slot, ids in wanted.items():
+            oracle.truth[slot, PROMPT : PROMPT + len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        found: dict[str, Any] = {"off": _digest(wanted)}
+        for count in COUNTS:
+            own, (accepted, drafted) = generate(built.backend, count)
+            unlike = [slot for slot in wanted if own[slot] != wanted[slot]]
+            found[f"{count} drafts"] = {
+                "sha256": _digest(own), "accepted": accepted, "drafted": drafted, "unlike": len(unlike),
+            }  # fmt: skip
+        found["compiled under a request"] = built.own._compiles.kernels
+        end(built)
+    print("same ids", name, found, flush=True)
+    return found
+
+
+def generate(backend: Backend, count: int, sequences: int = SEQUENCES) -> tuple[Ids, tuple[int, int]]:
+    """The first TOKENS ids of some sequences, two steps in flight, and how many of how many drafts became
+    tokens. One ends at a largest length."""
+    driver, slots = Driver(backend, seed=count), range(sequences)
+    tables: dict[int, list[int]] = {}
+    for slot in slots:
+        tokens = [(slot * 7919 + i * 31) % 1000 + 300 for i in range(PROMPT)]
+        tables |= dict([driver.open_with(slot, tokens, PROMPT + (TOKENS + 4) * (1 + count))])
+        backend.open_slot(
+            SlotOpen(
+                slot=slot, generation=0, seq=slot, prompt_tokens=PROMPT, tokens=ints(tokens), seed=slot * 77,
+                sampling=WISHES[slot % len(WISHES)], max_length=0 if slot else PROMPT + 41,
+            )
+        )  # fmt: skip
+    plans = [driver.plan([(slot, 0, PROMPT, FROM_HOST) for slot in slots], tables)]
+    for i in range(TOKENS):
+        fed, at = AT_DEVICE if count else FROM_DEVICE, PROMPT + i * (1 + count)
+        plans.append(driver.plan([(slot, at, 1 + count, fed) for slot in slots], {}))
+    ids: Ids = {slot: [] for slot in slots}
+    accepted = drafted = 0
+    pending: deque[Pending] = deque()
+    for plan in [*plans, None]:
+        if plan is not None:
+            pending.append(backend.forward(plan))
+        while len(pending) > (plan is not None):
+            output = backend.sample(pending.popleft())
+            assert not output.row_errors, output.row_errors
+            counts, at = output.counts or [1] * sequences, 0
+            for slot, its in enumerate(counts):
+                ids[slot] += [token for token in output.ids[at : at + its] if token >= 0]
+                at += its
+            drafted += sum(output.drafted)
+            accepted += sum(output.counts) - len(output.counts)
+    driver.close()
+    return {slot: its[:TOKENS] for slot, its in ids.items()}, (accepted, drafted)
+
+
+def _digest(ids: Ids) -> str:
+    return hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()[:16]
